@@ -1,0 +1,69 @@
+"""The errors a user can meet: each says what, where, why, and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+
+class NeoXError(Exception):
+    """Base of every error meant for a user; scripts print it as one message, without a traceback.
+
+    exit_code: the process's exit status when this error ends it.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(NeoXError, ValueError):
+    """One or more things wrong with a configuration.
+
+    problems: one complete sentence each, with file and line where known; all of them are shown, not the first alone.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(NeoXError, ValueError):
+    """A corpus, a token file or an index that is missing, broken or does not fit the run."""
+
+
+class TokenizerError(NeoXError, ValueError):
+    """A tokenizer that cannot be built, or does not fit the model or the data."""
+
+
+class CheckpointError(NeoXError, ValueError):
+    """A checkpoint that is missing, broken, or of another model."""
+
+
+class ConversionError(NeoXError, ValueError):
+    """A model that the target format cannot express; lists every reason."""
+
+
+class LaunchError(NeoXError, RuntimeError):
+    """Processes that could not be started, or that ended badly."""
+
+
+class TrainingError(NeoXError, RuntimeError):
+    """Training that must stop: losses or norms that are not finite, too many skipped steps."""
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's `main` and exit: user errors become one message and their exit code, Ctrl-C becomes 130."""
+    try:
+        code = main() or 0
+    except NeoXError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except BrokenPipeError:  # `tool | head`
+        sys.stderr.close()
+        code = 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
