@@ -1,0 +1,73 @@
+# `make quickstart` and `make test` are all the set-up a fresh machine needs.
+# Nothing is written outside runs/, data/ and .venv/.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check
+TEXT   ?=
+# another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126
+TORCH_INDEX ?=
+# how many tests run at once, and which
+TEST_JOBS ?= 2
+TESTS ?= tests
+
+# every cache that a tool would put into the home directory or beside the sources goes into the environment
+CACHE := $(CURDIR)/$(VENV)/cache
+export PYTHONPYCACHEPREFIX    := $(CACHE)/pycache
+export TORCH_EXTENSIONS_DIR   := $(CURDIR)/$(VENV)/torch_extensions
+export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+export TRITON_CACHE_DIR       := $(CACHE)/triton
+export MPLCONFIGDIR           := $(CACHE)/matplotlib
+export RUFF_CACHE_DIR         := $(CACHE)/ruff
+export MYPY_CACHE_DIR         := $(CACHE)/mypy
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev quickstart test test-all lint reference clean distclean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
+
+install: $(VENV)/.installed  ## set up .venv with what training on this machine needs
+
+install-dev: $(VENV)/.installed-dev  ## the same, and what the tests need
+
+$(VENV)/.installed: requirements/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null \
+	  || { echo "error: a C++ compiler is needed (DeepSpeed compiles an extension at its first start); on Debian: apt install g++" >&2; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
+	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
+	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/requirements.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install -q -r requirements/requirements.txt
+	$(PY) -m neox.launch.extensions
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
+	$(PIP) install -q -r requirements/requirements-dev.txt
+	@touch $@
+
+quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own)
+	@$(PY) tools/quickstart.py $(if $(TEXT),--text "$(TEXT)")
+
+lint: install-dev  ## ruff, mypy and the import contracts
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+test: lint  ## lint, unit, distributed and end-to-end tests
+	$(PY) -m pytest $(TESTS) -m "not slow" -n $(TEST_JOBS) --dist loadgroup -q
+
+test-all: lint  ## the same with the full matrices
+	$(PY) -m pytest $(TESTS) -n $(TEST_JOBS) --dist loadgroup -q
+
+reference: install  ## write the generated pages of configs/ again
+	$(PY) -m neox.config.reference
+
+clean:  ## remove the quickstart's data and runs
+	rm -rf runs/quickstart data/quickstart
+
+distclean: clean  ## remove the environment too
+	rm -rf $(VENV)

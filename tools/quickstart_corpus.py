@@ -1,0 +1,99 @@
+"""Make the quickstart's corpus: real text that every machine has, in the Pile's form.
+
+By default the sources of the installed Python's standard library; with --text a `.txt`, `.jsonl` or `.jsonl.zst` of
+the user's own. Writes OUT/quickstart-{00,01}.jsonl.zst (`text`, `meta`) and OUT/SHA256SUMS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.corpus import Document, read_documents, write_documents
+from neox.errors import DataError, run_script
+
+SHARDS = 2
+PARAGRAPHS_PER_DOCUMENT = 50
+
+
+def standard_library(limit: int | None = None) -> Iterator[Document]:
+    """Yield the standard library's modules (tests and third-party packages left out), in a fixed order.
+
+    limit: stop after about this many characters.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    done = 0
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idle_test"} & set(relative.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few modules declare another encoding
+            continue
+        if not text.strip():
+            continue
+        yield Document(text, {"source": "python-stdlib", "path": relative.as_posix()})
+        done += len(text)
+        if limit is not None and done >= limit:
+            return
+
+
+def own_text(path: Path) -> Iterator[Document]:
+    """Yield the documents of a user's file: a plain text in pieces of some paragraphs, or its JSON lines."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; TEXT= takes a .txt, .jsonl or .jsonl.zst")
+    if path.name.endswith((".jsonl", ".jsonl.zst")):
+        yield from read_documents(path)
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it, or give a .jsonl[.zst]") from error
+    paragraphs = [p for p in re.split(r"\n\s*\n", text) if p.strip()]
+    for start in range(0, len(paragraphs), PARAGRAPHS_PER_DOCUMENT):
+        piece = "\n\n".join(paragraphs[start : start + PARAGRAPHS_PER_DOCUMENT])
+        yield Document(piece, {"source": path.name, "paragraph": start})
+
+
+def write_shards(documents: Iterable[Document], out: Path) -> list[Path]:
+    """Write the documents in turn to SHARDS files and return their paths."""
+    shards: list[list[Document]] = [[] for _ in range(SHARDS)]
+    for number, document in enumerate(documents):
+        shards[number % SHARDS].append(document)
+    if not any(shards):
+        raise DataError("no text found: the corpus would be empty")
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, shard in enumerate(shards):
+        if not shard:  # a single document fills one shard
+            continue
+        path = out / f"quickstart-{number:02d}.jsonl.zst"
+        write_documents(path, shard)
+        paths.append(path)
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("data/quickstart"), help="directory to write (default: %(default)s)")
+    parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
+    parser.add_argument("--limit", type=int, metavar="CHARS", help="stop the standard library after this many characters")
+    args = parser.parse_args()
+    documents = own_text(args.text) if args.text else standard_library(args.limit)
+    paths = write_shards(documents, args.out)
+    sums = args.out / "SHA256SUMS"
+    sums.write_text("".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in paths))
+    for path in paths:
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    run_script(main)
