@@ -1,0 +1,172 @@
+"""Walk the whole road once, on this machine: text, tokenizer, tokens, training, export, generation.
+
+Every step is the command a user would type, echoed before it runs. A step whose result is there already is not done
+again; interrupted, the next call goes on where this one stopped. Paths come from configs/quickstart.yml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.config import NeoXConfig, load_config
+from neox.errors import LaunchError, NeoXError, run_script
+from neox.launch import count_accelerators
+
+CONFIG = "quickstart.yml"
+TEXT_CONFIG = "text_generation.yml"
+VOCAB_SIZE = 8000
+PROMPT = "def main("
+
+
+def run(*command: str) -> None:
+    """Echo and run one command with this interpreter; its failure ends the quickstart with its exit code."""
+    print(f"\n$ python {shlex.join(command)}", flush=True)
+    code = subprocess.run([sys.executable, *command], check=False).returncode
+    if code != 0:
+        error = LaunchError(f"`python {shlex.join(command)}` ended with exit code {code}; run `make quickstart` again to go on")
+        error.exit_code = code if code > 0 else 128 - code
+        raise error
+
+
+def newer(result: Path, *sources: Path) -> bool:
+    """Whether `result` exists and is not older than any of `sources`."""
+    return result.exists() and all(result.stat().st_mtime >= source.stat().st_mtime for source in sources)
+
+
+def reuse(result: Path) -> None:
+    print(f"\n# {result} is there: used again", flush=True)
+
+
+def describe_source(text: Path | None) -> dict[str, str]:
+    """Name the text this quickstart is made from, so that another text is noticed."""
+    if text is None:
+        return {"source": f"standard library of Python {sys.version.split()[0]}"}
+    if not text.is_file():
+        raise NeoXError(f"{text}: no such file; TEXT= takes a .txt, .jsonl or .jsonl.zst")
+    return {"source": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
+
+
+def make_corpus(directory: Path, text: Path | None, runs: Path) -> list[Path]:
+    """Write the shards, unless those of the same text are there; refuse to mix two texts in one run."""
+    stamp = directory / "source.json"
+    source = describe_source(text)
+    shards = sorted(directory.glob("quickstart-*.jsonl.zst"))
+    if shards and stamp.exists() and json.loads(stamp.read_text()) == source:
+        reuse(directory / "quickstart-*.jsonl.zst")
+        return shards
+    if runs.exists():
+        raise NeoXError(f"{runs} was trained on another text; `make clean` starts over, or move that directory away")
+    run("tools/quickstart_corpus.py", "--out", str(directory), *(("--text", str(text)) if text else ()))
+    stamp.write_text(json.dumps(source))
+    return sorted(directory.glob("quickstart-*.jsonl.zst"))
+
+
+def gpu_settings(accelerators: int) -> list[str]:
+    """What the configuration needs on this machine beside its file: one GPU means one rank and one stage."""
+    if accelerators == 1:
+        print("\n# one GPU: one rank and one pipeline stage instead of two", flush=True)
+        return ["--set", "pipe_parallel_size=1", "--set", "num_gpus=1"]
+    return []
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The run's metrics by iteration; after a resume the later line of an iteration wins."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["iteration"], {}).update(row)
+    return [rows[iteration] for iteration in sorted(rows)]
+
+
+def summarize(config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
+    """Print what happened, where everything lies, and how to go on."""
+    log_dir = Path(config.logging.log_dir or "")
+    rows = read_metrics(log_dir / "metrics.jsonl")
+    losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+    validation = [row["validation/lm_loss"] for row in rows if "validation/lm_loss" in row]
+    tokens = [row["runtime/tokens_per_sec"] for row in rows if "runtime/tokens_per_sec" in row]
+    extra = "".join(f" {word}" for word in settings)
+    print(
+        f"""
+quickstart finished in {seconds:,.0f} s
+  training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {rows[-1]["iteration"]:.0f} steps
+  validation loss  {validation[-1]:.3f}
+  speed            {sorted(tokens)[len(tokens) // 2]:,.0f} tokens/s (median)
+  data             {Path(config.data.data_path or "").parent}/
+  logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
+  checkpoint       {checkpoint}/
+  Hugging Face     {hf}/ (transformers: AutoModelForCausalLM.from_pretrained("{hf}"))
+
+  train on, from the last checkpoint:
+    .venv/bin/python deepy.py train.py -d configs {CONFIG} --set train_iters={2 * int(rows[-1]["iteration"])}{extra}
+  more text:
+    .venv/bin/python deepy.py generate.py -d configs {CONFIG} {TEXT_CONFIG}{extra}
+  start over:      make clean && make quickstart
+  your own text:   make clean && make quickstart TEXT=my.txt
+  a bigger model:  see configs/README.md""",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
+    args = parser.parse_args()
+    os.chdir(Path(__file__).resolve().parent.parent)
+    started = time.monotonic()
+
+    settings = gpu_settings(count_accelerators())
+    config = load_config([CONFIG], conf_dir="configs")
+    prefix = Path(config.data.data_path or "")
+    tokenizer = Path(config.tokenizer.vocab_file or "")
+    save = Path(config.checkpoint.save or "")
+    runs = save.parent
+
+    shards = make_corpus(prefix.parent, args.text, runs)
+    if newer(tokenizer, *shards):
+        reuse(tokenizer)
+    else:
+        run("tools/train_tokenizer.py", "--input", ",".join(map(str, shards)), "--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer))
+    if newer(prefix.with_name(prefix.name + ".idx"), tokenizer, *shards):
+        reuse(prefix.with_name(prefix.name + ".idx"))
+    else:
+        run(
+            *("tools/preprocess_data.py", "--input", ",".join(map(str, shards))),
+            *("--output-prefix", str(prefix).removesuffix("_text_document"), "--append-eod"),
+            *("--tokenizer-type", "HFTokenizer", "--vocab-file", str(tokenizer), "--dataset-impl", "mmap"),
+        )
+
+    steps = config.training.train_iters
+    checkpoint = save / f"global_step{steps}"
+    if checkpoint.is_dir():
+        reuse(checkpoint)
+    else:
+        run("deepy.py", "train.py", "-d", "configs", CONFIG, *settings)
+
+    hf = runs / "hf"
+    if newer(hf / "config.json", checkpoint):
+        reuse(hf)
+    else:
+        run(*("tools/convert_to_hf.py", "--input_dir", str(checkpoint)), "--config_file", f"configs/{CONFIG}", "--output_dir", str(hf))
+
+    prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
+    prompts.write_text(PROMPT + "\n")
+    run("deepy.py", "generate.py", "-d", "configs", CONFIG, TEXT_CONFIG, "-i", str(prompts), "-o", str(samples), *settings)
+    for line in samples.read_text().splitlines():
+        print(f"\n{PROMPT}{json.loads(line)['text']}")
+
+    summarize(config, checkpoint, hf, time.monotonic() - started, settings)
+
+
+if __name__ == "__main__":
+    run_script(main)
