@@ -1,0 +1,159 @@
+"""Tokenizers of the `tokenizers` library: a `tokenizer.json`, and GPT-2's pair of vocabulary and merges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from neox.errors import TokenizerError
+from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
+
+
+class HFTokenizer(Tokenizer):
+    """A `tokenizer.json` of Hugging Face `tokenizers`, such as `20B_tokenizer.json`.
+
+    A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox (it is an added token there);
+    `special_in_text=False` encodes it as ordinary text, whatever the end-of-document token is named.
+    Padding and truncation stored in the file are switched off: a dataset wants every id and nothing else.
+    """
+
+    name = "HFTokenizer"
+
+    def __init__(self, path: str | Path, *, eod_token: str = END_OF_DOCUMENT, special_in_text: bool = True) -> None:
+        self._setup(_from_file(Path(path)), str(path), eod_token, special_in_text)
+
+    def _setup(self, backend: tokenizers.Tokenizer, origin: str, eod_token: str, special_in_text: bool) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = not special_in_text
+        self.backend = backend
+        self.special_in_text = special_in_text
+        self._eod = _required_id(backend, eod_token, origin)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size()
+
+    @property
+    def eod(self) -> int:
+        return self._eod
+
+    @property
+    def pad(self) -> int | None:
+        return self.backend.token_to_id(PADDING)
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """Return the `tokenizer.json` text, for accelerators that read the same format."""
+        return self.backend.to_str()
+
+    def _content(self) -> Any:
+        state = json.loads(self.backend.to_str())
+        for key in ("version", "truncation", "padding"):
+            state.pop(key, None)
+        return {"tokenizer": state, "special_in_text": self.special_in_text, "eod": self.eod}
+
+
+class HFGPT2Tokenizer(HFTokenizer):
+    """GPT-2's byte-level BPE as Hugging Face's `GPT2TokenizerFast` does it: `<|endoftext|>` in a text is the
+    end-of-document id, and `<|padding|>` is added as one more id.
+
+    path: a directory with `tokenizer.json` or `vocab.json` and `merges.txt`, a `tokenizer.json`, or a `vocab.json` with
+    `merge_file` beside it.
+    """
+
+    name = "HFGPT2Tokenizer"
+
+    def __init__(self, path: str | Path, merge_file: str | Path | None = None, *, special_in_text: bool = True) -> None:
+        backend = _gpt2_like(Path(path), None if merge_file is None else Path(merge_file))
+        backend.add_special_tokens([END_OF_DOCUMENT, PADDING])
+        self._setup(backend, str(path), END_OF_DOCUMENT, special_in_text)
+
+
+class GPT2BPETokenizer(HFTokenizer):
+    """GPT-2's original byte-level BPE from `vocab.json` and `merges.txt`.
+
+    A literal `<|endoftext|>` in a text is encoded as ordinary text, as OpenAI's encoder and gpt-neox do;
+    `special_in_text=True` makes it the end-of-document id.
+    """
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path, *, special_in_text: bool = False) -> None:
+        backend = _byte_level_bpe(Path(vocab_file), Path(merge_file))
+        if special_in_text:
+            backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+        self._setup(backend, str(vocab_file), END_OF_DOCUMENT, special_in_text)
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    _check_file(path, "tokenizer file")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(
+            f"{path}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} can read ({error}); "
+            "make one with tools/train_tokenizer.py, or give vocab.json and merges.txt to GPT2BPETokenizer"
+        ) from error
+
+
+def _byte_level_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
+    """Build GPT-2's pipeline; no token is special, so a literal `<|endoftext|>` is ordinary text."""
+    _check_file(vocab_file, "vocabulary file")
+    _check_file(merge_file, "merges file")
+    try:
+        model = models.BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:
+        raise TokenizerError(
+            f"{vocab_file} and {merge_file}: not a GPT-2 vocabulary (one JSON object, token to id) with its merges "
+            f"(two tokens a line): {error}"
+        ) from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _gpt2_like(path: Path, merge_file: Path | None) -> tokenizers.Tokenizer:
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            return _from_file(path / "tokenizer.json")
+        return _byte_level_bpe(path / "vocab.json", path / "merges.txt")
+    if merge_file is not None:
+        return _byte_level_bpe(path, merge_file)
+    if (path.parent / "merges.txt").is_file() and path.name == "vocab.json":
+        return _byte_level_bpe(path, path.parent / "merges.txt")
+    return _from_file(path)
+
+
+def _check_file(path: Path, what: str) -> None:
+    if not path.is_file():
+        why = "is a directory" if path.is_dir() else "does not exist"
+        raise TokenizerError(
+            f"{what} {path} {why}; set vocab_file (and merge_file for GPT2BPETokenizer) to an existing file, "
+            "or make one with tools/train_tokenizer.py"
+        )
+
+
+def _required_id(backend: tokenizers.Tokenizer, token: str, origin: str) -> int:
+    found = backend.token_to_id(token)
+    if found is None:
+        raise TokenizerError(
+            f"{origin}: the vocabulary has no token {token!r}, which ends a document; add it to the vocabulary "
+            "(tools/train_tokenizer.py does)"
+        )
+    return found

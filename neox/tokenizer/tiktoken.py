@@ -1,0 +1,58 @@
+"""OpenAI's encodings by name (`cl100k_base`); needs the optional package `tiktoken`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from neox.errors import TokenizerError
+from neox.tokenizer.base import Tokenizer
+
+
+class TiktokenTokenizer(Tokenizer):
+    """An encoding of `tiktoken`, named by `vocab_file` (gpt-neox's TiktokenTokenizer).
+
+    A literal special token in a text is encoded as ordinary text; gpt-neox raises there.
+    """
+
+    name = "TiktokenTokenizer"
+
+    def __init__(self, encoding: str) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise TokenizerError(
+                "TiktokenTokenizer needs the package tiktoken: pip install -r requirements/requirements-corpus.txt"
+            ) from error
+        try:
+            self._encoding = tiktoken.get_encoding(encoding)
+        except ValueError as error:
+            raise TokenizerError(
+                f"vocab_file {encoding!r} is not an encoding of tiktoken; "
+                f"known: {', '.join(tiktoken.list_encoding_names())}"
+            ) from error
+        except OSError as error:  # tiktoken fetches the ranks at first use
+            raise TokenizerError(
+                f"tiktoken could not fetch {encoding!r} ({error}); fetch it once on a machine with a network and set "
+                "TIKTOKEN_CACHE_DIR to the directory that holds it"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        return self._encoding.n_vocab
+
+    @property
+    def eod(self) -> int:
+        return self._encoding.eot_token
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encoding.encode_ordinary_batch(list(texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([int(i) for i in ids])
+
+    def _content(self) -> Any:
+        return [self._encoding.name, self._encoding.n_vocab]

@@ -1,0 +1,150 @@
+"""Building tokenizers by NeoX's names, and training small ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neox.errors import TokenizerError
+from neox.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_tokenizer
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
+TEXTS = [text * 20 for text in ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll\n")]
+    "the cat sat on the mat\n" * 20,
+    "a dog and the cat é ü 猫 😀\r\n" * 20,
+    "  indented\n\tline it's we'll\n" * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    vocab, merges = train_tokenizer(TEXTS, 300, tmp_path_factory.mktemp("gpt2"), "gpt2")
+    return vocab, merges
+
+
+def test_hf_tokenizer_reads_the_golden_file() -> None:
+    tokenizer = build_tokenizer("HFTokenizer", GOLDEN)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (1000, 0, 1)
+    assert tokenizer.decode(tokenizer.encode("naïve 猫 😀\r\n")) == "naïve 猫 😀\r\n"
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_end_of_text_inside_a_document_follows_gpt_neox(gpt2_files: tuple[Path, Path]) -> None:
+    text = "a<|endoftext|>b"
+    hf, gpt2 = build_tokenizer("HFTokenizer", GOLDEN), build_tokenizer("GPT2BPETokenizer", *gpt2_files)
+    assert hf.eod in hf.encode(text)
+    assert gpt2.eod not in gpt2.encode(text)
+    other_hf = build_tokenizer("HFTokenizer", GOLDEN, special_in_text=False)
+    other_gpt2 = build_tokenizer("GPT2BPETokenizer", *gpt2_files, special_in_text=True)
+    assert other_hf.eod not in other_hf.encode(text)
+    assert other_gpt2.eod in other_gpt2.encode(text)
+    assert len({hf.content_hash, gpt2.content_hash, other_hf.content_hash, other_gpt2.content_hash}) == 4
+
+
+def test_gpt2_files_round_trip(gpt2_files: tuple[Path, Path]) -> None:
+    gpt2 = build_tokenizer("GPT2BPETokenizer", *gpt2_files)
+    assert (gpt2.vocab_size, gpt2.eod) == (300, 299)
+    for text in TEXTS:
+        assert gpt2.decode(gpt2.encode(text)) == text
+    hugging = build_tokenizer("HFGPT2Tokenizer", gpt2_files[0].parent)
+    assert (hugging.vocab_size, hugging.eod, hugging.pad) == (301, 299, 300)
+    assert hugging.encode(TEXTS[1]) == gpt2.encode(TEXTS[1])
+    assert build_tokenizer("HFGPT2Tokenizer", *gpt2_files).content_hash == hugging.content_hash
+
+
+def test_training_is_repeatable_and_20b_styled(tmp_path: Path) -> None:
+    (first,) = train_tokenizer(TEXTS, 290, tmp_path / "a" / "tokenizer.json")
+    (second,) = train_tokenizer(iter(TEXTS), 290, tmp_path / "b.json")
+    assert first.read_bytes() == second.read_bytes()
+    trained = build_tokenizer("HFTokenizer", first)
+    assert (trained.vocab_size, trained.eod, trained.pad) == (290, 0, 1)
+    state = json.loads(first.read_text())
+    assert state["normalizer"] == {"type": "NFC"}
+    assert state["pre_tokenizer"]["type"] == "ByteLevel"
+    assert trained.decode(trained.encode("漢字 unseen\0")) == "漢字 unseen\0"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_content_hash_ignores_layout_of_the_file(tmp_path: Path) -> None:
+    state = json.loads(GOLDEN.read_text())
+    compact = tmp_path / "t.json"
+    state["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    compact.write_text(json.dumps(state))
+    first, second = build_tokenizer("HFTokenizer", GOLDEN), build_tokenizer("HFTokenizer", compact)
+    assert first.content_hash == second.content_hash
+    assert len(second.encode("many more than four tokens in this one")) > 4
+    state["normalizer"] = None
+    compact.write_text(json.dumps(state))
+    assert build_tokenizer("HFTokenizer", compact).content_hash != first.content_hash
+
+
+def test_characters() -> None:
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (512, 0, 1)
+    assert tokenizer.encode("aé") == [97, 195, 169]
+    assert tokenizer.decode([97, 195, 169, 0, 300]) == "aé\ufffd\ufffd"
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece", reason="the optional package sentencepiece is not installed")
+    (model,) = train_tokenizer(TEXTS, 300, tmp_path / "spm.model", "sentencepiece")
+    tokenizer = build_tokenizer("SPMTokenizer", model)
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("HFTokeniser", GOLDEN), "did you mean HFTokenizer"),
+        (("HFTokenizer", None), "needs vocab_file"),
+        (("HFTokenizer", "missing.json"), "does not exist"),
+        (("HFTokenizer", GOLDEN.parent), "is a directory"),
+        (("HFTokenizer", __file__), "not a tokenizer.json"),
+        (("GPT2BPETokenizer", GOLDEN), "needs merge_file"),
+        (("GPT2BPETokenizer", GOLDEN, __file__), "not a GPT-2 vocabulary"),
+    ],
+)
+def test_errors_name_the_file_and_the_way_out(arguments: tuple, words: str) -> None:
+    with pytest.raises(TokenizerError, match=words):
+        build_tokenizer(*arguments)
+
+
+def test_a_vocabulary_without_end_of_document_is_refused(tmp_path: Path) -> None:
+    state = json.loads(GOLDEN.read_text().replace("<|endoftext|>", "<|other|>"))
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(state))
+    with pytest.raises(TokenizerError, match="no token '<|endoftext|>'".replace("|", r"\|")):
+        build_tokenizer("HFTokenizer", path)
+
+
+def test_training_refuses_nothing_and_too_small(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="no text"):
+        train_tokenizer(["", ""], 300, tmp_path / "t.json")
+    with pytest.raises(TokenizerError, match="too small"):
+        train_tokenizer(TEXTS, 257, tmp_path / "t.json")
+
+
+def test_missing_packages_are_named() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['sentencepiece'] = sys.modules['tiktoken'] = None\n"
+        "from neox.tokenizer import build_tokenizer\n"
+        "from neox.errors import TokenizerError\n"
+        "assert 'numpy' not in sys.modules and 'torch' not in sys.modules\n"
+        "for kind in ('SPMTokenizer', 'TiktokenTokenizer'):\n"
+        "    try: build_tokenizer(kind, 'x')\n"
+        "    except TokenizerError as error: assert 'requirements-corpus' in str(error)\n"
+        "    else: raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_listed_type_is_built_or_explained() -> None:
+    for kind in TOKENIZER_TYPES:
+        if kind != "CharLevelTokenizer":
+            with pytest.raises(TokenizerError):
+                build_tokenizer(kind, None)
