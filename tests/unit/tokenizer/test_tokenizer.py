@@ -11,11 +11,8 @@ from neox.errors import TokenizerError
 from neox.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
-TEXTS = [text * 20 for text in ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll\n")]
-    "the cat sat on the mat\n" * 20,
-    "a dog and the cat é ü 猫 😀\r\n" * 20,
-    "  indented\n\tline it's we'll\n" * 20,
-]
+LINES = ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll\n")
+TEXTS = [line * 20 for line in LINES]
 
 
 @pytest.fixture(scope="module")
