@@ -1,0 +1,45 @@
+"""Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
+
+from neox.checkpoint.finding import find_checkpoint, why_not_whole
+from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
+from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
+from neox.checkpoint.reader import CheckpointReader
+from neox.checkpoint.reading import load_file
+from neox.checkpoint.retention import keep_last
+from neox.checkpoint.staging import (
+    checkpoint_directories,
+    commit,
+    delete_checkpoint,
+    discard,
+    stage_directory,
+    staging_path,
+)
+from neox.checkpoint.writing import neox_state, save_file, write_client_state, write_full_layer, write_layer
+
+__all__ = [
+    "LATEST",
+    "MANIFEST",
+    "CheckpointReader",
+    "Manifest",
+    "check_manifest",
+    "checkpoint_directories",
+    "commit",
+    "delete_checkpoint",
+    "discard",
+    "find_checkpoint",
+    "keep_last",
+    "layer_file",
+    "load_file",
+    "mp_rank_file",
+    "neox_state",
+    "parse_step_directory",
+    "read_manifest",
+    "save_file",
+    "stage_directory",
+    "staging_path",
+    "step_directory",
+    "why_not_whole",
+    "write_client_state",
+    "write_full_layer",
+    "write_layer",
+]

@@ -1,0 +1,139 @@
+"""Finding the checkpoint to load: the newest whole one, and saying why not the others."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from neox.checkpoint.manifest import check_manifest, read_manifest
+from neox.checkpoint.names import LATEST, parse_layer_file, parse_mp_rank_file, step_directory
+from neox.checkpoint.source import open_source
+from neox.checkpoint.staging import PENDING, checkpoint_directories
+from neox.errors import CheckpointError
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+
+
+def find_checkpoint(load: str | Path, iteration: int | None = None, *, verify: bool = True) -> Path:
+    """Return the checkpoint directory to load, and log which one and why.
+
+    load: a directory of `global_stepN` directories, or such a directory itself. iteration: take exactly that one.
+    Otherwise the one that `latest` names is tried first (so an edited `latest` rolls a run back), unless a newer commit
+    was cut off before it could write `latest`; then the others, latest commit first. verify: compare sha256 of every
+    file with the manifest (files without a manifest, as gpt-neox writes them: the checksums inside the files).
+
+    Raises CheckpointError when none is whole, with one reason each.
+    """
+    load = Path(load)
+    if not load.is_dir():
+        raise CheckpointError(f"load: {load} is not a directory; nothing to resume from")
+    if is_checkpoint(load) and not checkpoint_directories(load):
+        return _only(load, verify)
+    if iteration is not None:
+        return _only(_existing(load, iteration), verify)
+    candidates, notes = _candidates(load)
+    for note in notes:
+        _log.warning("%s", note)
+    reasons: list[str] = []
+    for path in candidates:
+        problems = why_not_whole(path, hashes=verify)
+        if not problems:
+            _log_choice(path, reasons, verify)
+            return path
+        reasons.append(f"{path.name}: {'; '.join(problems)}")
+        _log.warning("checkpoint %s is not whole: %s", path, "; ".join(problems))
+    found = "\n  ".join(reasons) if reasons else "no global_stepN directories"
+    raise CheckpointError(f"load: no whole checkpoint in {load}:\n  {found}\nremove `load` to start from scratch")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory holds model files itself."""
+    return any(parse_layer_file(p.name) is not None or parse_mp_rank_file(p.name) is not None for p in path.iterdir())
+
+
+def why_not_whole(path: Path, *, hashes: bool = True) -> list[str]:
+    """Reasons why a checkpoint must not be loaded, empty if it is whole."""
+    try:
+        manifest = read_manifest(path)
+        if manifest is not None:
+            return check_manifest(path, manifest, hashes=hashes)
+        open_source(path)  # complete over tensor ranks?
+        return _broken_archives(path, hashes)
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _broken_archives(path: Path, checksums: bool) -> list[str]:
+    """Look at the zip structure (and with `checksums` every CRC-32) of files that no manifest vouches for."""
+    problems = []
+    for file in sorted(path.glob("*.pt")):
+        try:
+            with open(file, "rb") as stream:
+                if stream.read(2) != b"PK":
+                    continue  # torch's format before 1.6 has no checksums
+            with zipfile.ZipFile(file) as archive:
+                if checksums and (bad := archive.testzip()) is not None:
+                    problems.append(f"{file.name} is damaged (checksum of {bad})")
+        except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+            problems.append(f"{file.name} is truncated or damaged ({error})")
+    return problems
+
+
+def _only(path: Path, verify: bool) -> Path:
+    if problems := why_not_whole(path, hashes=verify):
+        raise CheckpointError(f"{path} is not whole: {'; '.join(problems)}")
+    _log_choice(path, [], verify)
+    return path
+
+
+def _existing(load: Path, iteration: int) -> Path:
+    path = load / step_directory(iteration)
+    if path.is_dir():
+        return path
+    there = ", ".join(p.name for p in checkpoint_directories(load)) or "none"
+    raise CheckpointError(f"iteration: {path} does not exist; {load} has: {there}")
+
+
+def _candidates(load: Path) -> tuple[list[Path], list[str]]:
+    """Checkpoints in the order to try them, and notes about `latest`."""
+    named, notes = _read_latest(load)
+    order = sorted(checkpoint_directories(load), key=_sequence, reverse=True)
+    first = [named] if named is not None else []
+    pending = load / PENDING
+    if pending.is_file():
+        cut_off = load / pending.read_text(encoding="utf-8").strip()
+        if cut_off in order and cut_off != named:
+            notes.append(f"the save of {cut_off.name} was cut off before `latest` was written; trying it first")
+            first.insert(0, cut_off)
+    return [*first, *(path for path in order if path not in first)], notes
+
+
+def _read_latest(load: Path) -> tuple[Path | None, list[str]]:
+    latest = load / LATEST
+    try:
+        tag = latest.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None, [f"{latest} is missing; taking the newest whole checkpoint"]
+    except (OSError, UnicodeDecodeError) as error:
+        return None, [f"{latest} cannot be read ({error}); taking the newest whole checkpoint"]
+    if not tag:
+        return None, [f"{latest} is empty; taking the newest whole checkpoint"]
+    path = load / tag
+    if Path(tag).name != tag or not path.is_dir():
+        return None, [f"{latest} names {tag!r}, which does not exist; taking the newest whole checkpoint"]
+    return path, []
+
+
+def _sequence(path: Path) -> int:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return 0
+    return manifest.sequence if manifest else 0
+
+
+def _log_choice(path: Path, reasons: list[str], verify: bool) -> None:
+    checked = "hashes checked" if verify else "sizes checked"
+    passed_over = f"; passed over {len(reasons)} newer: {' | '.join(reasons)}" if reasons else ""
+    _log.info("loading checkpoint %s (%s)%s", path, checked, passed_over)

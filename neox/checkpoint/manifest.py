@@ -1,0 +1,126 @@
+"""The manifest of a checkpoint: every file's size and sha256, written last, so that its presence means "whole"."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neox.checkpoint.files import fsync_path, write_durably
+from neox.checkpoint.names import MANIFEST
+from neox.errors import CheckpointError
+
+_VERSION = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file's size in bytes and sha256 in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint consists of.
+
+    sequence: 1 for a directory's first commit, then counting up; tells which of two was committed later.
+    files: relative path -> record.
+    """
+
+    iteration: int
+    sequence: int
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())}
+        head: dict[str, Any] = {"version": _VERSION, "iteration": self.iteration, "sequence": self.sequence}
+        return json.dumps({**head, "files": files}, indent=1) + "\n"
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file once for its size and sha256. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as stream:
+        buffer = bytearray(_CHUNK)
+        view = memoryview(buffer)
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileRecord(size, digest.hexdigest())
+
+
+def hash_files(directory: Path, names: list[str]) -> dict[str, FileRecord]:
+    """Hash files in parallel (hashing releases the interpreter lock, so threads reach the disk's speed)."""
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: hash_file(directory / name), names), strict=True))
+
+
+def list_files(directory: Path) -> list[str]:
+    """All files below a directory but the manifest, as sorted relative paths."""
+    return sorted(
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != MANIFEST
+    )
+
+
+def write_manifest(directory: Path, iteration: int, sequence: int) -> Manifest:
+    """Fsync and hash every file of a directory, then write its manifest durably. Raises OSError."""
+    names = list_files(directory)
+    for name in names:
+        fsync_path(directory / name)
+    manifest = Manifest(iteration, sequence, hash_files(directory, names))
+    write_durably(directory / MANIFEST, manifest.to_json())
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Read a directory's manifest; None if it has none. Raises CheckpointError if it is broken."""
+    path = directory / MANIFEST
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+        if loaded["version"] != _VERSION:
+            raise CheckpointError(f"{path}: version {loaded['version']}, this program reads version {_VERSION}")
+        files = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in loaded["files"].items()}
+        return Manifest(int(loaded["iteration"]), int(loaded["sequence"]), files)
+    except FileNotFoundError:
+        return None
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: broken manifest ({error})") from error
+
+
+def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
+    """Compare a directory with its manifest; return one sentence per missing, resized or altered file, empty if whole.
+
+    hashes: also read every file and compare its sha256; False looks at sizes alone.
+    """
+    problems, same_size = [], []
+    for name, record in manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name} is missing ({error.strerror})")
+            continue
+        if size != record.size:
+            problems.append(f"{name} has {size} bytes instead of {record.size}")
+        else:
+            same_size.append(name)
+    if not hashes:
+        return problems
+    try:
+        found = hash_files(directory, same_size)
+    except OSError as error:
+        return [*problems, f"{error.filename} cannot be read ({error.strerror})"]
+    changed = [name for name, record in found.items() if record.sha256 != manifest.files[name].sha256]
+    return problems + [f"{name} has changed since it was written (sha256 differs)" for name in changed]
