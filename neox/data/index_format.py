@@ -1,0 +1,247 @@
+"""The two `.idx` layouts on disk: what each byte means, read with every claim checked against the files.
+
+mmap (Megatron): `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1, then int32 sizes
+    (tokens), int64 pointers (bytes into `.bin`), int64 document index (document d is the sequences from index[d] up to
+    index[d + 1]).
+cached and lazy (fairseq): `TNTIDX\\0\\0`, u64 version 1, u64 dtype code, u64 element size, u64 sequences, u64 sizes,
+    u64 documents + 1, then int64 dimension offsets, data offsets (elements into `.bin`), sizes, document index.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from neox.errors import DataError
+
+Layout = Literal["mmap", "cached"]
+
+MMAP_MAGIC = b"MMIDIDX\x00\x00"
+CACHED_MAGIC = b"TNTIDX\x00\x00"
+_VERSION = 1
+_MMAP_HEADER = struct.Struct("<QBQQ")
+_CACHED_HEADER = struct.Struct("<QQQQQQ")
+# Codes 6 and 7 are floats, and NeoX and Megatron disagree on their width; token ids are integers, so neither is read.
+_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+CHUNK = 1 << 22  # entries looked at in one step, so that checking or writing an index needs little memory
+
+
+@dataclass(frozen=True)
+class Index:
+    """The arrays of one `.idx`, memory-mapped.
+
+    sizes: tokens of each sequence, int32 (mmap) or int64 (cached). pointers: where each starts in `.bin`, counted in
+    `pointer_unit` bytes (1: pointers are bytes; the dtype's size: they are elements).
+    document_index: int64, documents + 1. num_tokens: sum of the sizes.
+    """
+
+    layout: Layout
+    dtype: np.dtype
+    sizes: np.ndarray
+    pointers: np.ndarray
+    pointer_unit: int
+    document_index: np.ndarray
+    num_tokens: int
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype:
+    """The dtype gpt-neox chooses: uint16 for vocabularies under 65,500, else int32."""
+    return np.dtype(np.uint16) if vocab_size is not None and vocab_size < 65500 else np.dtype(np.int32)
+
+
+def dtype_code(dtype: np.dtype) -> int:
+    """The format's code of an integer dtype."""
+    for code, known in _DTYPES.items():
+        if known == dtype:
+            return code
+    raise DataError(f"token ids cannot be stored as {dtype}; use one of {', '.join(str(d) for d in _DTYPES.values())}")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """`PREFIX.idx`."""
+    return Path(f"{prefix}.idx")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """`PREFIX.bin`."""
+    return Path(f"{prefix}.bin")
+
+
+def read_index(prefix: str | Path) -> Index:
+    """Map `PREFIX.idx` and check it against itself and against the length of `PREFIX.bin`.
+
+    Raises DataError, naming the file and what is wrong in it, for a missing, foreign, truncated or inconsistent file.
+    """
+    path, data = idx_path(prefix), bin_path(prefix)
+    missing = [str(p) for p in (path, data) if not p.is_file()]
+    if missing:
+        raise DataError(
+            f"{' and '.join(missing)} not found. A dataset is named by its prefix, without .bin or .idx; make one with "
+            "tools/preprocess_data.py --input FILES --output-prefix PREFIX (it writes PREFIX_text_document.bin, .idx)."
+        )
+    raw = _map_bytes(path)
+    data_bytes = data.stat().st_size
+    if raw[: len(MMAP_MAGIC)].tobytes() == MMAP_MAGIC:
+        index = _read_mmap(path, raw)
+    elif raw[: len(CACHED_MAGIC)].tobytes() == CACHED_MAGIC:
+        index = _read_cached(path, raw)
+    else:
+        raise DataError(
+            f"{path} is not a token index: it starts with {raw[:9].tobytes()!r}, neither MMIDIDX nor TNTIDX"
+        )
+    _check_pointers(path, index)
+    _check_documents(path, index)
+    if index.num_tokens * index.dtype.itemsize != data_bytes:
+        raise DataError(
+            f"{data} has {data_bytes:,} bytes, but {path} describes {index.num_tokens:,} tokens of "
+            f"{index.dtype.itemsize} bytes ({index.num_tokens * index.dtype.itemsize:,}); one of them is truncated or "
+            "from another run"
+        )
+    return index
+
+
+def _map_bytes(path: Path) -> np.ndarray:
+    """The file's bytes; an empty file, which cannot be mapped, is an empty array."""
+    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+
+
+def _unpack(path: Path, raw: np.ndarray, header: struct.Struct, start: int) -> tuple[int, ...]:
+    if len(raw) < start + header.size:
+        raise DataError(f"{path} ends inside its header ({len(raw)} bytes); it is truncated, make it again")
+    fields = header.unpack(raw[start : start + header.size].tobytes())
+    if fields[0] != _VERSION:
+        raise DataError(f"{path} has format version {fields[0]}; only version {_VERSION} exists")
+    return fields[1:]
+
+
+def _dtype(path: Path, code: int) -> np.dtype:
+    if code in (6, 7):
+        raise DataError(f"{path} holds floating-point data (dtype code {code}), not token ids")
+    if code not in _DTYPES:
+        raise DataError(f"{path} has the unknown dtype code {code}; its header is damaged")
+    return _DTYPES[code]
+
+
+def _arrays(path: Path, raw: np.ndarray, start: int, parts: list[tuple[str, int]]) -> list[np.ndarray]:
+    """Cut the rest of the file into arrays of (dtype, count), which must fill it exactly."""
+    expected = start + sum(np.dtype(dtype).itemsize * count for dtype, count in parts)
+    if expected != len(raw):
+        raise DataError(
+            f"{path} has {len(raw):,} bytes, but its header announces {expected:,}; it is truncated or damaged"
+        )
+    arrays = []
+    for dtype, count in parts:
+        end = start + np.dtype(dtype).itemsize * count
+        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=start))
+        start = end
+    return arrays
+
+
+def _read_mmap(path: Path, raw: np.ndarray) -> Index:
+    start = len(MMAP_MAGIC) + _MMAP_HEADER.size
+    code, sequences, documents = _unpack(path, raw, _MMAP_HEADER, len(MMAP_MAGIC))
+    dtype = _dtype(path, code)
+    sizes, pointers, document_index = _arrays(
+        path, raw, start, [("<i4", sequences), ("<i8", sequences), ("<i8", documents)]
+    )
+    return Index("mmap", dtype, sizes, pointers, 1, document_index, int(sizes.sum(dtype=np.int64)))
+
+
+def _read_cached(path: Path, raw: np.ndarray) -> Index:
+    start = len(CACHED_MAGIC) + _CACHED_HEADER.size
+    code, element_size, sequences, num_sizes, documents = _unpack(path, raw, _CACHED_HEADER, len(CACHED_MAGIC))
+    dtype = _dtype(path, code)
+    if element_size != dtype.itemsize:
+        raise DataError(f"{path} says that {dtype} takes {element_size} bytes; its header is damaged")
+    dims, offsets, sizes, document_index = _arrays(
+        path, raw, start, [("<i8", sequences + 1), ("<i8", sequences + 1), ("<i8", num_sizes), ("<i8", documents)]
+    )
+    if num_sizes != sequences or not np.array_equal(dims, np.arange(sequences + 1)):
+        raise DataError(f"{path}: sequences are not one-dimensional, so they are not token ids")
+    index = Index("cached", dtype, sizes, offsets[:-1], dtype.itemsize, document_index, int(sizes.sum(dtype=np.int64)))
+    if offsets[-1] != index.num_tokens:
+        raise DataError(f"{path}: its last offset {offsets[-1]} is not its number of tokens, {index.num_tokens}")
+    return index
+
+
+def _check_pointers(path: Path, index: Index) -> None:
+    """Every sequence must start where the one before it ends."""
+    scale = index.dtype.itemsize // index.pointer_unit
+    position = 0
+    for start, sizes in chunks(index.sizes):
+        if sizes.min(initial=0) < 0:
+            bad = start + int(np.argmax(sizes < 0))
+            raise DataError(f"{path}: sequence {bad} has a negative size ({index.sizes[bad]}); the index is damaged")
+        ends = np.cumsum(sizes, dtype=np.int64)
+        ends += position
+        expected = (ends - sizes) * scale
+        wrong = expected != index.pointers[start : start + len(sizes)]
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            raise DataError(
+                f"{path}: sequence {start + bad} points at {index.pointers[start + bad]}, but the sizes before it put "
+                f"it at {expected[bad]}; the index is damaged"
+            )
+        position = int(ends[-1])
+
+
+def _check_documents(path: Path, index: Index) -> None:
+    """The document index must rise from 0 to the number of sequences."""
+    documents = index.document_index
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(index.sizes):
+        raise DataError(
+            f"{path}: its document index does not run from 0 to {len(index.sizes):,} sequences; the index is damaged"
+        )
+    for start, part in chunks(documents):
+        stop = min(start + len(part) + 1, len(documents))
+        if (np.diff(documents[start:stop]) < 0).any():
+            raise DataError(f"{path}: its document index falls near entry {start:,}; the index is damaged")
+
+
+def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Walk an array in pieces of at most CHUNK entries: (first entry, piece)."""
+    for start in range(0, len(array), CHUNK):
+        yield start, array[start : start + CHUNK]
+
+
+def index_parts(layout: Layout, dtype: np.dtype, sizes: np.ndarray) -> Iterator[bytes]:
+    """The bytes of an `.idx` of one-sequence documents, piece by piece; `sizes` [documents] may be memory-mapped."""
+    n = len(sizes)
+    if layout == "mmap":
+        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, dtype_code(dtype), n, n + 1)
+        yield from (part.astype("<i4", copy=False).tobytes() for _, part in chunks(sizes))
+        yield from _starts(sizes, dtype.itemsize, with_end=False)
+    else:
+        yield CACHED_MAGIC + _CACHED_HEADER.pack(_VERSION, dtype_code(dtype), dtype.itemsize, n, n, n + 1)
+        yield from _count_to(n)
+        yield from _starts(sizes, 1, with_end=True)
+        yield from (part.astype("<i8").tobytes() for _, part in chunks(sizes))
+    yield from _count_to(n)
+
+
+def _starts(sizes: np.ndarray, scale: int, *, with_end: bool) -> Iterator[bytes]:
+    position = 0
+    for _, part in chunks(sizes):
+        ends = np.cumsum(part, dtype=np.int64)
+        yield ((ends - part + position) * scale).astype("<i8", copy=False).tobytes()
+        position += int(ends[-1])
+    if with_end:
+        yield struct.pack("<q", position * scale)
+
+
+def _count_to(n: int) -> Iterator[bytes]:
+    """0, 1, ..., n as int64."""
+    for start in range(0, n + 1, CHUNK):
+        yield np.arange(start, min(start + CHUNK, n + 1), dtype="<i8").tobytes()
