@@ -1,0 +1,29 @@
+"""What the user asked for, and what follows from it. No torch here."""
+
+from neox.config.deepspeed_json import deepspeed_json
+from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
+from neox.config.loader import load_config
+from neox.config.payload import decode_payload, encode_payload
+from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision, RunPlan, StagePlan
+from neox.config.resolve import resolve
+from neox.config.sections import NeoXConfig
+
+__all__ = [
+    "AttentionImpl",
+    "BatchPlan",
+    "GridPlan",
+    "LayerEntry",
+    "LayerPlan",
+    "MemoryPlan",
+    "NeoXConfig",
+    "ParameterSpec",
+    "Precision",
+    "RunPlan",
+    "StagePlan",
+    "build_layer_plan",
+    "decode_payload",
+    "deepspeed_json",
+    "encode_payload",
+    "load_config",
+    "resolve",
+]

@@ -10,6 +10,7 @@ from neox.config.layer_plan import LayerPlan
 from neox.config.sections import NeoXConfig
 
 Precision = Literal["fp32", "fp16", "bf16"]
+AttentionImpl = Literal["eager", "fused", "flash"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RunPlan:
     vocab_size: ids the tokenizer can produce; padded_vocab_size: rows of the embedding.
     save_iterations: completed steps after which a checkpoint is written, ascending, the last step included if `save` is set.
     deepspeed: the JSON object handed to DeepSpeed. notes: what was translated, assumed or dropped, for people.
+    attention: how each transformer layer computes attention.
     """
 
     config: NeoXConfig
@@ -76,3 +78,4 @@ class RunPlan:
     save_iterations: tuple[int, ...]
     deepspeed: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    attention: tuple[AttentionImpl, ...] = ()

@@ -1,0 +1,110 @@
+"""Several files and `--set` overrides -> one checked NeoXConfig."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from neox.config.flat import is_text_key
+from neox.config.sections import NeoXConfig
+from neox.config.yaml_file import parse_value, read_file
+from neox.errors import ConfigError
+
+_SUFFIXES = (".yml", ".yaml", ".json")
+
+
+def load_config(
+    files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
+) -> NeoXConfig:
+    """Read configuration files and overrides into a NeoXConfig.
+
+    files: YAML or JSON, `.yml` may be left out. conf_dir: prefixed to each. overrides: `key=value`, dots reach into
+    blocks (`optimizer.params.lr=1e-4`), `None` and `null` unset. A key may stand in one file only; overrides win over
+    files. Raises ConfigError with every problem found.
+    """
+    values, sources = merge_files([find_file(file, conf_dir) for file in files])
+    problems: list[str] = []
+    for override in overrides:
+        try:
+            apply_override(override, values, sources)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return NeoXConfig.from_flat(values, sources)
+
+
+def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
+    """Return the path of a configuration file. Raises ConfigError naming what was tried and what is there."""
+    path = Path(conf_dir) / file if conf_dir is not None else Path(file)
+    if path.suffix in _SUFFIXES and path.exists():
+        return path
+    tried = [path] if path.suffix in _SUFFIXES else [path.with_name(path.name + s) for s in _SUFFIXES]
+    for candidate in tried:
+        if candidate.exists():
+            return candidate
+    if path.exists():
+        return path
+    there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES) if path.parent.is_dir() else []
+    hint = f"; {path.parent} has {', '.join(there[:40])}" if there else ""
+    raise ConfigError(f"{tried[0]}: no such file{hint}")
+
+
+def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return all keys of all files and `file:line` of each dotted path. Raises ConfigError on duplicates."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    basenames: dict[str, Path] = {}
+    for path in paths:
+        if path.name in basenames:
+            problems.append(f"{path}: two files named {path.name} (the other is {basenames[path.name]}); rename one")
+            continue
+        basenames[path.name] = path
+        try:
+            parsed = read_file(path)
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        for key, value in parsed.values.items():
+            if key in values:
+                problems.append(
+                    f"{parsed.name}:{parsed.lines[key]}: `{key}` is also given at {sources[key]}; "
+                    "keep it in one file (or override it with --set)"
+                )
+                continue
+            values[key] = value
+            for dotted, line in parsed.lines.items():
+                if dotted == key or dotted.startswith(f"{key}."):
+                    sources[dotted] = f"{parsed.name}:{line}"
+    if problems:
+        raise ConfigError(problems)
+    return values, sources
+
+
+def apply_override(override: str, values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Apply `key=value` to `values` in place (blocks are copied). Raises ConfigError when it is malformed."""
+    key, equals, text = override.partition("=")
+    key = key.strip().replace("-", "_")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ConfigError(f"--set {override}: should be key=value, such as --set train_iters=100")
+    *blocks, last = key.split(".")
+    value = parse_value(text)
+    if value is not None and not blocks and is_text_key(last):
+        value = text
+    place = values
+    for depth, name in enumerate(blocks):
+        inner = place.get(name)
+        if inner is not None and not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: `{'.'.join(blocks[: depth + 1])}` is {inner!r}, not a block")
+        place[name] = dict(inner or {})
+        place = place[name]
+    if value is None:
+        place.pop(last, None)
+    else:
+        place[last] = value
+    for dotted in [d for d in sources if d == key or d.startswith(f"{key}.")]:
+        del sources[dotted]
+    sources[key] = "--set"

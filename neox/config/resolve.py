@@ -1,0 +1,100 @@
+"""`resolve`: the only derivation, from what was asked for to what follows. Pure: no file, GPU or environment."""
+
+from __future__ import annotations
+
+from neox.config.attention import attention_impls
+from neox.config.batch import solve_batch
+from neox.config.deepspeed_json import deepspeed_json
+from neox.config.laws import static_problems
+from neox.config.layer_plan import LayerPlan, build_layer_plan
+from neox.config.memory import estimate_memory
+from neox.config.plan import GridPlan, RunPlan, StagePlan
+from neox.config.precision import choose_precision
+from neox.config.saves import save_iterations
+from neox.config.sections import NeoXConfig
+from neox.config.stages import partition_layers
+from neox.errors import ConfigError
+
+
+def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
+    """Derive the run's plan for `world_size` ranks and a tokenizer of `vocab_size` ids.
+
+    Raises ConfigError listing every law that the configuration breaks.
+    """
+    problems = static_problems(config)
+    grid = _grid(config, world_size, problems)
+    batch = solve_batch(config, grid.dp, problems) if grid else None
+    precision = choose_precision(config, problems)
+    padded = padded_vocabulary(config, vocab_size, problems)
+    if problems or grid is None or batch is None or precision is None:
+        raise ConfigError(problems)
+    layers = layer_plan(config, padded)
+    stages = _stages(config, layers, grid.pp)
+    json, notes = deepspeed_json(config, grid, batch, precision)
+    return RunPlan(
+        config=config,
+        grid=grid,
+        batch=batch,
+        precision=precision,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        layers=layers,
+        stages=stages,
+        memory=estimate_memory(config, layers, stages, grid, batch, precision),
+        save_iterations=save_iterations(config),
+        deepspeed=json,
+        notes=tuple(notes),
+        attention=attention_impls(config),
+    )
+
+
+def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
+    """Return the layer plan of a configuration whose sizes are given."""
+    model = config.model
+    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    return build_layer_plan(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        padded_vocab_size=padded_vocab_size,
+        gpt_j_residual=model.gpt_j_residual,
+        no_weight_tying=model.no_weight_tying,
+        output_layer_parallelism=model.output_layer_parallelism,
+    )
+
+
+def padded_vocabulary(config: NeoXConfig, vocab_size: int, problems: list[str]) -> int:
+    """Return the rows of the embedding: vocab_size rounded up, or the explicit padded_vocab_size."""
+    mp = config.parallelism.model_parallel_size
+    multiple = config.model.make_vocab_size_divisible_by * mp
+    explicit = config.tokenizer.padded_vocab_size
+    if explicit is None:
+        return -(-vocab_size // multiple) * multiple
+    where = config.source("padded_vocab_size")
+    if explicit < vocab_size:
+        problems.append(f"{where}: `padded_vocab_size: {explicit}` is smaller than the tokenizer's {vocab_size} ids")
+    if explicit % mp:
+        problems.append(f"{where}: `padded_vocab_size: {explicit}` is not a multiple of model_parallel_size {mp}")
+    return explicit
+
+
+def _grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan | None:
+    pp, mp = max(1, config.parallelism.pipe_parallel_size), config.parallelism.model_parallel_size
+    if world % (pp * mp) or world < 1:
+        problems.append(
+            f"{world} GPUs cannot be divided into pipe_parallel_size {pp} ({config.source('pipe_parallel_size')}) x "
+            f"model_parallel_size {mp} ({config.source('model_parallel_size')}); use a multiple of {pp * mp}"
+        )
+        return None
+    return GridPlan(pp, mp, world // (pp * mp), world)
+
+
+def _stages(config: NeoXConfig, layers: LayerPlan, pp: int) -> tuple[StagePlan, ...]:
+    bounds = partition_layers(layers, pp, config.parallelism.pipe_partition_method)
+    stages = []
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        held = layers.layers[first:last]
+        own = {layer.index for layer in held}
+        copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)
+        stages.append(StagePlan(first, last, sum(layer.numel for layer in held) + copies))
+    return tuple(stages)

@@ -1,0 +1,49 @@
+"""Checkpoints: where, when, what."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class CheckpointConfig(Section):
+    """Saving and loading."""
+
+    save: str | None = None
+    """Directory that checkpoints are written to."""
+
+    load: str | None = None
+    """Directory to resume from."""
+
+    iteration: int | None = Field(None, ge=0)
+    """Checkpoint to load; the newest whole one where unset."""
+
+    finetune: bool = False
+    """Load weights only and start at iteration 0."""
+
+    checkpoint_scale: Literal["linear", "log"] = "linear"
+    """`linear`: a checkpoint every checkpoint_factor iterations; `log`: at 1, then times checkpoint_factor."""
+
+    checkpoint_factor: float | None = Field(None, gt=0)
+    """Iterations between checkpoints, or their ratio with log scale."""
+
+    extra_save_iters: tuple[int, ...] | None = None
+    """Further iterations to save at; 0 saves the initial weights."""
+
+    keep_last_n_checkpoints: int | None = Field(None, ge=1)
+    """Delete older checkpoints, keeping this many."""
+
+    no_save_optim: bool = False
+    """Leave the optimizer's state out of checkpoints."""
+
+    no_save_rng: bool = False
+    """Leave random states out of checkpoints."""
+
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+
+    no_load_rng: bool = False
+    """Do not load random states."""

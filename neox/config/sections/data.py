@@ -1,0 +1,58 @@
+"""Training data: token files, splits and blends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class DataConfig(Section):
+    """Where tokens come from and in what proportion."""
+
+    data_path: str | None = None
+    """Prefix of one `.bin/.idx` pair, divided by `split`."""
+
+    train_data_paths: tuple[str, ...] | None = None
+    """Prefixes blended for training, instead of data_path."""
+
+    valid_data_paths: tuple[str, ...] | None = None
+    """Prefixes blended for validation."""
+
+    test_data_paths: tuple[str, ...] | None = None
+    """Prefixes blended for the test at the end."""
+
+    train_data_weights: tuple[float, ...] | None = None
+    """Weight of each training prefix; equal where unset."""
+
+    valid_data_weights: tuple[float, ...] | None = None
+    """Weight of each validation prefix."""
+
+    test_data_weights: tuple[float, ...] | None = None
+    """Weight of each test prefix."""
+
+    weight_by_num_documents: bool = False
+    """Weigh prefixes by documents: p ~ n ** alpha, in place of the *_data_weights."""
+
+    weighted_sampler_alpha: float = Field(0.3, ge=0)
+    """alpha of weight_by_num_documents; 1 keeps natural proportions, smaller ones lift small sets."""
+
+    data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
+    """Format of the token files; `infer` reads it from the `.idx`."""
+
+    mmap_warmup: bool = False
+    """Read token files once before training, so that they are in the page cache."""
+
+    split: str = "969, 30, 1"
+    """Train, validation and test parts of data_path."""
+
+    num_workers: int = Field(2, ge=0)
+    """Worker processes that read batches."""
+
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+    use_shared_fs: bool = True
+    """All hosts see one file system: one rank builds index maps. False: one rank on each host does."""

@@ -1,0 +1,197 @@
+"""What DeepSpeed is told: batch triple, precision blocks, ZeRO, clipping, profiling."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class OffloadSettings(Section):
+    """`zero_optimization.offload_optimizer` and `offload_param`."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where states live."""
+    nvme_path: str | None = None
+    """Directory on NVMe."""
+    pin_memory: bool | None = None
+    """Use pinned memory."""
+    buffer_count: int | None = None
+    """Buffers for NVMe."""
+
+
+class ZeroSettings(Section):
+    """DeepSpeed's `zero_optimization` block."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0: nothing is divided over data-parallel ranks; 1: optimizer states; 2: gradients too; 3: weights too."""
+    contiguous_gradients: bool | None = None
+    """Copy gradients to a contiguous buffer."""
+    reduce_scatter: bool | None = None
+    """Reduce-scatter in place of all-reduce."""
+    reduce_bucket_size: int | None = Field(None, ge=0)
+    """Elements reduced at once."""
+    allgather_partitions: bool | None = None
+    """All-gather in place of broadcasts."""
+    allgather_bucket_size: int | None = Field(None, ge=0)
+    """Elements gathered at once."""
+    overlap_comm: bool | None = None
+    """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
+    load_from_fp32_weights: bool | None = None
+    """Take optimizer weights from the fp32 copy on load."""
+    elastic_checkpoint: bool | None = None
+    """DeepSpeed's elastic checkpoints."""
+    round_robin_gradients: bool | None = None
+    """Divide gradients among ranks in turn (stage 2 offload)."""
+    ignore_unused_parameters: bool | None = None
+    """Tolerate parameters without gradient (stage 2)."""
+    cpu_offload: bool | None = None
+    """Old name of offload_optimizer: {device: cpu}."""
+    offload_optimizer: OffloadSettings | None = None
+    """Optimizer states elsewhere."""
+    offload_param: OffloadSettings | None = None
+    """Weights elsewhere (stage 3)."""
+    sub_group_size: int | None = None
+    """Elements updated at once (stage 3)."""
+    stage3_max_live_parameters: int | None = None
+    """Gathered parameters kept at most."""
+    stage3_max_reuse_distance: int | None = None
+    """Parameters reused within this many are kept."""
+    stage3_prefetch_bucket_size: int | None = None
+    """Parameters fetched ahead."""
+    stage3_param_persistence_threshold: int | None = None
+    """Smaller parameters are not divided."""
+    stage3_gather_16bit_weights_on_model_save: bool | None = None
+    """Gather weights when DeepSpeed itself saves."""
+
+
+class Fp16Settings(Section):
+    """DeepSpeed's `fp16` block, with v2.0's two own keys."""
+
+    enabled: bool | None = None
+    """Train in fp16 (in bf16 with v2.0's `type: bfloat16`)."""
+    fp16: bool | None = None
+    """v2.0's old name of `enabled`."""
+    type: Literal["fp16", "bfloat16", "bf16"] | None = None
+    """v2.0's way to ask for bf16."""
+    loss_scale: float | None = Field(None, ge=0)
+    """Fixed loss scale; 0 is dynamic."""
+    initial_scale_power: int | None = None
+    """First dynamic loss scale: 2 to this power."""
+    loss_scale_window: float | None = Field(None, gt=0)
+    """Good steps before the scale doubles."""
+    hysteresis: int | None = Field(None, ge=0)
+    """Overflows tolerated before the scale halves."""
+    consecutive_hysteresis: bool | None = None
+    """Refill the hysteresis at every good step."""
+    min_loss_scale: float | None = Field(None, ge=0)
+    """The scale never falls below this."""
+    auto_cast: bool | None = None
+    """Cast inputs to fp16."""
+
+
+class Bf16Settings(Section):
+    """DeepSpeed's `bf16` block."""
+
+    enabled: bool = False
+    """Train in bf16."""
+
+
+class DataTypesSettings(Section):
+    """DeepSpeed's `data_types` block."""
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Format gradients are accumulated in; fp32 is chosen for bf16 with ZeRO >= 1."""
+
+
+class FlopsProfilerSettings(Section):
+    """DeepSpeed's `flops_profiler` block."""
+
+    enabled: bool = False
+    """Profile one step."""
+    profile_step: int | None = None
+    """The step."""
+    module_depth: int | None = None
+    """Depth of modules shown."""
+    top_modules: int | None = None
+    """Modules shown."""
+    detailed: bool | None = None
+    """Show every module."""
+    output_file: str | None = None
+    """Where the profile goes."""
+
+
+class CommsLoggerSettings(Section):
+    """DeepSpeed's `comms_logger` block."""
+
+    enabled: bool = False
+    """Log communication."""
+    verbose: bool | None = None
+    """Log each call."""
+    prof_all: bool | None = None
+    """Profile all calls."""
+    debug: bool | None = None
+    """Log callers."""
+
+
+class DeepSpeedConfig(Section):
+    """DeepSpeed's settings under their own names."""
+
+    train_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step over all ranks = micro batch x accumulation steps x data-parallel size."""
+
+    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Samples per forward pass on one data-parallel rank."""
+
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    """Forward passes per optimizer step. Derived where the other two are given (gpt-neox v2.0 assumed 1)."""
+
+    fp16: Fp16Settings | None = None
+    """fp16 with a dynamic loss scale: `{enabled: true, ...}`."""
+
+    bf16: Bf16Settings | None = None
+    """bf16: `{enabled: true}`."""
+
+    zero_optimization: ZeroSettings = Field(default_factory=ZeroSettings)
+    """ZeRO: what is divided over data-parallel ranks, and bucket sizes."""
+
+    gradient_clipping: float = Field(0.0, ge=0)
+    """Largest global gradient norm; 0 is off (gpt-neox v2.0's default; later versions: 1.0)."""
+
+    data_types: DataTypesSettings | None = None
+    """`{grad_accum_dtype: ...}`."""
+
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    """Format gradients travel in."""
+
+    fp32_allreduce: bool = False
+    """Reduce gradients in fp32."""
+
+    prescale_gradients: bool = False
+    """Divide gradients before the reduction."""
+
+    gradient_predivide_factor: float = Field(1.0, gt=0)
+    """By how much, with prescale_gradients."""
+
+    sparse_gradients: bool = False
+    """Reduce embedding gradients as sparse tensors."""
+
+    zero_allow_untested_optimizer: bool = False
+    """DeepSpeed's switch for optimizers it does not know."""
+
+    steps_per_print: int = Field(10, ge=1)
+    """Steps between DeepSpeed's own lines."""
+
+    wall_clock_breakdown: bool = False
+    """DeepSpeed's timers of forward, backward and step."""
+
+    dump_state: bool = False
+    """DeepSpeed prints its engine's state at the start."""
+
+    flops_profiler: FlopsProfilerSettings | None = None
+    """DeepSpeed's FLOPs profiler."""
+
+    comms_logger: CommsLoggerSettings | None = None
+    """DeepSpeed's log of communication."""

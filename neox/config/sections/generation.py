@@ -1,0 +1,80 @@
+"""Text generation and evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class GenerationConfig(Section):
+    """Prompts, sampling, outputs and evaluation tasks."""
+
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = None
+    """Where prompts come from."""
+
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+    top_p: float = Field(0.0, ge=0, le=1)
+    """Sample from the smallest set of tokens with this probability; 0 is off."""
+
+    top_k: int = Field(0, ge=0)
+    """Sample from this many most likely tokens; 0 is off."""
+
+    return_logits: bool = False
+    """Write the logits of generated tokens too."""
+
+    maximum_tokens: int = Field(64, ge=1)
+    """Most tokens generated for a prompt."""
+
+    minimum_tokens: int = Field(0, ge=0)
+    """Fewest tokens generated for a prompt: no end of document before."""
+
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides (or, below zero, multiplies) the logits of tokens already in the text; 1 is off."""
+
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end a continuation; they are not part of it."""
+
+    num_beams: int = Field(1, ge=1)
+    """More than 1: beam search with that many beams, instead of sampling."""
+
+    length_penalty: float = 1.0
+    """Beams are ranked by log-probability / length ** length_penalty."""
+
+    generation_batch_size: int = Field(8, ge=1)
+    """Prompts that are continued at once, and sequences that are scored at once."""
+
+    prompt_end: str = "\n"
+    """What ends a prompt typed interactively."""
+
+    sample_input_file: str | None = None
+    """File of prompts, one per line."""
+
+    sample_output_file: str = "samples.txt"
+    """File the completions are written to."""
+
+    num_samples: int = Field(1, ge=1)
+    """Samples without a prompt, or per prompt."""
+
+    recompute: bool = False
+    """Generate without a cache of keys and values."""
+
+    eval_results_prefix: str = ""
+    """Prefix of evaluation result files."""
+
+    eval_tasks: tuple[str, ...] | None = None
+    """Tasks to evaluate: names that lm-evaluation-harness knows, YAML files of such tasks, or own ones as KIND=PATH:
+    `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
+
+    eval_stride: int | None = Field(None, ge=1)
+    """Tokens scored per window of perplexities, each with the seq_length before it as context; unset: no overlap."""
+
+    eval_num_fewshot: int | None = Field(None, ge=0)
+    """Examples shown before each question of harness tasks; unset: as the task says."""
+
+    eval_limit: int | None = Field(None, ge=1)
+    """Score only that many examples of each harness task, for a quick look."""

@@ -1,0 +1,44 @@
+"""What is reported while training, and where."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class LoggingConfig(Section):
+    """Terminal, metrics file, TensorBoard, wandb."""
+
+    log_dir: str | None = None
+    """Directory of metrics.jsonl and of per-rank logs."""
+
+    log_interval: int = Field(100, ge=1)
+    """Iterations between lines on the terminal (unset in gpt-neox v2.0; its later default)."""
+
+    log_grad_norm: bool = False
+    """Report the gradient norm."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard; unset is off."""
+
+    use_wandb: bool | None = None
+    """Report to Weights & Biases; unset is off."""
+
+    wandb_group: str | None = None
+    """Group of the run."""
+
+    wandb_team: str | None = None
+    """Team (entity) of the run."""
+
+    wandb_project: str = "neox"
+    """Project of the run."""
+
+    wandb_host: str = "https://api.wandb.ai"
+    """Server."""
+
+    wandb_run_name: str | None = None
+    """Name of the run."""
+
+    peak_theoretical_tflops: float | None = Field(None, gt=0)
+    """Peak TFLOP/s of one GPU, for model FLOPs utilisation."""

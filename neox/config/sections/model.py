@@ -1,0 +1,94 @@
+"""The network: GPT-NeoX's architecture."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+InitMethod = Literal[
+    "normal",
+    "scaled_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+    "xavier_uniform",
+    "xavier_normal",
+    "wang_init",
+    "small_init",
+]
+
+
+class ModelConfig(Section):
+    """Shapes, positions, residuals, attention and initial weights."""
+
+    precision: Literal["fp16", "fp32", "bfloat16", "bf16"] | None = None
+    """Number format of the forward and backward pass. `fp16` and `bf16` blocks say the same in DeepSpeed's words; a
+    contradiction is refused. Unset everywhere means fp32."""
+
+    num_layers: int | None = Field(None, ge=1)
+    """Transformer layers. Required."""
+
+    hidden_size: int | None = Field(None, ge=1)
+    """Width of the hidden states. Required; a multiple of num_attention_heads."""
+
+    num_attention_heads: int | None = Field(None, ge=1)
+    """Attention heads. Required; a multiple of model_parallel_size."""
+
+    seq_length: int | None = Field(None, ge=1)
+    """Tokens in one sample. Required."""
+
+    max_position_embeddings: int | None = Field(None, ge=1)
+    """Longest sequence positions exist for; at least seq_length. Required in gpt-neox; seq_length where unset."""
+
+    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = "layernorm"
+    """Normalisation layer. `layernorm` works."""
+
+    layernorm_epsilon: float = Field(1e-5, gt=0)
+    """Added to the variance inside LayerNorm."""
+
+    pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = "learned"
+    """Positions. `rotary` and `none` work; gpt-neox's default `learned` does not, so the key must be given."""
+
+    rotary_pct: float = Field(1.0, gt=0, le=1)
+    """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
+
+    rotary_emb_base: int = Field(10000, ge=1)
+    """Base of the rotary frequencies."""
+
+    no_weight_tying: bool = False
+    """Give the head a weight of its own instead of the embedding's."""
+
+    gpt_j_residual: bool = False
+    """Parallel residual: x + attention(ln1(x)) + mlp(ln2(x))."""
+
+    output_layer_parallelism: Literal["row", "column"] = "row"
+    """Which dimension of the untied head is split over tensor ranks."""
+
+    activation: Literal["gelu", "geglu", "relu", "softsign", "swish", "mish"] = "gelu"
+    """MLP activation. `gelu` works: the erf form, or the tanh approximation with bias_gelu_fusion."""
+
+    bias_gelu_fusion: bool = False
+    """Add the bias and apply the tanh approximation of gelu in one kernel."""
+
+    scaled_upper_triang_masked_softmax_fusion: bool = False
+    """Scale, causal mask and softmax of attention scores in one kernel."""
+
+    attention_softmax_in_fp32: bool = False
+    """Compute the softmax of attention in fp32. Every attention here does, so both values give the same."""
+
+    attention_config: tuple[Any, ...] | None = None
+    """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`. `global` and `flash` work."""
+
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    """The vocabulary is padded to a multiple of this times model_parallel_size."""
+
+    init_method: InitMethod = "normal"
+    """Initial weights of embeddings and of layers that read hidden states."""
+
+    output_layer_init_method: InitMethod = "scaled_normal"
+    """Initial weights of layers that write into the residual (`attention.dense`, `mlp.dense_4h_to_h`)."""
+
+    init_method_std: float = Field(0.02, gt=0)
+    """Standard deviation for `normal` and `scaled_normal`."""

@@ -1,0 +1,55 @@
+"""Hosts, ports and launchers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class RunnerConfig(Section):
+    """Where ranks start and how."""
+
+    hostfile: str | None = None
+    """File of `host slots=N` lines."""
+
+    include: str | None = None
+    """Hosts and slots to use: `worker-0:0,2@worker-1`."""
+
+    exclude: str | None = None
+    """Hosts and slots not to use."""
+
+    num_nodes: int = -1
+    """Use the first so many hosts; -1 is all."""
+
+    num_gpus: int | None = Field(None, ge=1)
+    """Ranks on each host; all slots where unset."""
+
+    global_num_gpus: int | None = Field(None, ge=1)
+    """Ranks over all hosts; counted from hosts where unset, explicit in a dry run."""
+
+    master_addr: str | None = None
+    """Address of the first host."""
+
+    master_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the rendezvous; a free one where unset (gpt-neox: 29500)."""
+
+    launcher: Literal["local", "pdsh", "none", "slurm", "openmpi", "mvapich"] = "pdsh"
+    """How ranks are started on several hosts; one host is always started locally. `none` prints the commands."""
+
+    no_ssh_check: bool = False
+    """Do not try ssh to the hosts first."""
+
+    distributed_backend: Literal["nccl", "gloo"] = "nccl"
+    """torch.distributed backend; nccl becomes gloo on a machine without GPU, said aloud."""
+
+    comment: str | None = None
+    """Comment passed to slurm."""
+
+    account: str | None = None
+    """Account passed to slurm."""
+
+    force_multi: bool = False
+    """Launch through pdsh even where there is one host."""

@@ -1,0 +1,32 @@
+"""The learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import Section
+
+
+class ScheduleConfig(Section):
+    """Warm-up, then decay from the peak (`optimizer.params.lr`) to min_lr."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    """Shape of the decay."""
+
+    lr_decay_iters: int | None = Field(None, ge=1)
+    """Iterations the decay takes; train_iters where unset."""
+
+    lr_decay_fraction: float | None = Field(None, gt=0, le=1)
+    """lr_decay_iters as a part of train_iters."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """The learning rate never falls below this."""
+
+    warmup: float = Field(0.01, ge=0, le=1)
+    """Part of lr_decay_iters spent warming up linearly from 0."""
+
+    lr_schedule_version: Literal["v2.0", "later"] = "later"
+    """Which of gpt-neox's two forms: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts at
+    peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""

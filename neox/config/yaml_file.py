@@ -1,0 +1,181 @@
+"""Read one YAML or JSON file into plain values that remember their lines.
+
+NeoX's dialect: a mapping in block or flow style, `#` comments, trailing commas, `True`/`true`, `None`. Scalars follow
+YAML 1.2 (`1e-5` is a number, `010` is ten, `12:30` is text), keys may not repeat, and size and depth are bounded, so
+that a hostile file ends in an error, not in a full memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from neox.errors import ConfigError
+
+_MAX_BYTES = 1_000_000
+_MAX_NODES = 100_000
+_MAX_DEPTH = 20
+
+_NULL = re.compile(r"^(?:~|null|Null|NULL|None|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$")
+_SPECIAL = re.compile(r"^[-+]?\.?(?:inf|Inf|INF|nan|NaN|NAN)$")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's composer without YAML 1.1's ideas of what a plain scalar means."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class ParsedFile:
+    """A file's mapping, and the line (from 1) of every key by dotted path."""
+
+    name: str
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+def parse_scalar(text: str) -> Any:
+    """Return the value of a plain (unquoted) scalar."""
+    if _NULL.match(text):
+        return None
+    if _BOOL.match(text):
+        return text.lower() == "true"
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    if _SPECIAL.match(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+class _Builder:
+    """Turns YAML nodes into values, collecting lines and duplicate keys."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[str, int] = {}
+        self.problems: list[str] = []
+        self.nodes = 0
+
+    def build(self, node: yaml.Node, path: str = "", depth: int = 0) -> Any:
+        """Return the value of a node; `path` is its dotted place."""
+        self.nodes += 1
+        if self.nodes > _MAX_NODES or depth > _MAX_DEPTH:
+            raise ConfigError(f"{self.name}: too large or too deep for a configuration (aliases count expanded)")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, f"{path}.{i}", depth + 1) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        tag = str(node.tag)
+        if tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:null", "!"):
+            line = node.start_mark.line + 1
+            self.problems.append(f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value")
+            return None
+        if node.style is None and tag != "!":
+            return parse_scalar(str(node.value))
+        return None if node.value == "None" else str(node.value)
+
+    def _mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(f"{self.name}:{line}: a key must be a word, not a list or a mapping")
+                continue
+            written = str(key_node.value)
+            key = written.replace("-", "_") if not path else written
+            dotted = f"{path}.{key}" if path else key
+            if key in result:
+                twin = "" if spelled[key] == written else f" (written `{spelled[key]}` there; `-` and `_` are the same)"
+                self.problems.append(
+                    f"{self.name}:{line}: `{written}` is given twice, first at {self.name}:{self.lines[dotted]}{twin}; "
+                    "remove one"
+                )
+                continue
+            self.lines[dotted] = line
+            spelled[key] = written
+            result[key] = self.build(value_node, dotted, depth + 1)
+        return result
+
+
+def parse_text(text: str, name: str) -> ParsedFile:
+    """Parse YAML or JSON text whose top level is a mapping. Raises ConfigError naming `name` and lines."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(_syntax_problem(error, text, name)) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: too deeply nested for a configuration") from None
+    if node is None:
+        raise ConfigError(f"{name}: the file is empty; it should hold `key: value` pairs")
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{name}: should hold `key: value` pairs, but holds {type(node.value).__name__} at the top")
+    builder = _Builder(name)
+    values = builder.build(node)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    return ParsedFile(name, values, builder.lines)
+
+
+def parse_value(text: str) -> Any:
+    """Parse one value as it would stand in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text)."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+    if node is None:
+        return None
+    builder = _Builder("--set")
+    value = builder.build(node)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    return value
+
+
+def read_file(path: Path) -> ParsedFile:
+    """Read and parse a file. Raises ConfigError when it is missing, no text, too large or malformed."""
+    name = str(path)
+    if path.is_dir():
+        raise ConfigError(f"{name}: is a directory; name the file in it")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{name}: is {len(data):,} bytes; a configuration has at most {_MAX_BYTES:,}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{name}:{line}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # JSON allows tabs between tokens and forbids them inside strings
+    return parse_text(text, name)
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
+    """Say in one sentence what is wrong with the syntax and what to do."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{name}: is not YAML: {str(error).splitlines()[0]}"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    problem = getattr(error, "problem", None) or "cannot be read"
+    where = f"{name}:{mark.line + 1}"
+    if "\\t" in problem or "\t" in line[: mark.column + 1]:
+        return f"{where}: a tab stands where YAML wants spaces; replace tabs by spaces"
+    if "expected ',' or" in problem:
+        previous = mark.line if mark.line < len(lines) else len(lines) - 1
+        return f"{where}: {problem}; a comma or a closing bracket is missing here or at the end of line {previous}"
+    return f"{where}: {problem} in `{line.strip()}`"
