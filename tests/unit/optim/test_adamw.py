@@ -1,0 +1,71 @@
+"""Parameter groups and the clipping optimizer."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from neox.optim import ClippingAdamW, NormScope, parameter_groups
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def optimizer_of(model, max_norm, counts=lambda p: True):
+    groups = parameter_groups(model.named_parameters(), 0.1)
+    return ClippingAdamW(groups, max_norm=max_norm, scope=NormScope(None, counts), lr=0.1, fused=True)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    decayed, spared = parameter_groups(tiny().named_parameters(), 0.1)
+    assert [p.dim() for p in decayed["params"]] == [2, 2]
+    assert decayed["weight_decay"] == 0.1
+    assert [p.dim() for p in spared["params"]] == [1, 1, 1]
+    assert spared["weight_decay"] == 0.0
+
+
+def test_groups_without_members_are_left_out():
+    assert len(parameter_groups(nn.Embedding(5, 4).named_parameters(), 0.1)) == 1
+
+
+def test_clips_like_torch():
+    ours, reference = tiny(), tiny()
+    for model in (ours, reference):
+        model(torch.arange(5)).square().sum().mul(100).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    theirs = torch.optim.AdamW(parameter_groups(reference.named_parameters(), 0.1), lr=0.1, fused=True)
+    mine = optimizer_of(ours, 1.0)
+    theirs.step()
+    mine.step()
+    assert mine._global_grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert norm > 1
+    for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_uncounted_parameters_are_clipped_but_not_counted():
+    model = tiny()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = optimizer_of(model, 0.0, counts=lambda p: p.dim() == 2)
+    optimizer.step()
+    assert optimizer._global_grad_norm == pytest.approx(math.sqrt(5 * 4 + 4 * 3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_norm_that_is_not_finite_changes_nothing(bad):
+    model = tiny()
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, bad)
+    optimizer = optimizer_of(model, 1.0)
+    optimizer.step()
+    assert optimizer.overflow
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not optimizer.overflow
