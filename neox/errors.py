@@ -53,6 +53,14 @@ class TrainingError(NeoXError, RuntimeError):
     """Training that must stop: losses or norms that are not finite, too many skipped steps."""
 
 
+class GenerationError(NeoXError, ValueError):
+    """Prompts that cannot be continued, sampling settings that make no sense, or logits that are not numbers."""
+
+
+class EvaluationError(NeoXError, ValueError):
+    """A task that does not exist, or a text or token file that cannot be scored."""
+
+
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's `main` and exit: user errors become one message and their exit code, Ctrl-C becomes 130."""
     try:

@@ -1,0 +1,120 @@
+"""Prompts in, completions out: batches, beams, and what is told about each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from neox.errors import GenerationError
+from neox.generation.beam_search import beam_search
+from neox.generation.decoding import Continuation, LanguageModel, OnText, decode, room
+from neox.generation.params import SamplingParams
+from neox.generation.text_stream import TextCodec
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt and what followed.
+
+    text: the continuation alone. length: its tokens, the end-of-document not counted. finished: it ended by itself and
+    not by the length limit. duration: seconds its batch took. logits: one list of the vocabulary's logits per token.
+    """
+
+    context: str
+    text: str
+    length: int
+    finished: bool
+    duration: float
+    tokens: tuple[int, ...] = field(default=(), repr=False)
+    logits: list[list[float]] | None = field(default=None, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a line of the output file holds."""
+        record: dict[str, Any] = {
+            "context": self.context,
+            "text": self.text,
+            "length": self.length,
+            "finished": self.finished,
+            "duration": self.duration,
+        }
+        if self.logits is not None:
+            record["logits"] = self.logits
+        return record
+
+
+def encode_prompts(
+    prompts: Sequence[str], codec: TextCodec, model: LanguageModel, params: SamplingParams
+) -> list[list[int]]:
+    """Return the ids of each prompt; an empty one is an unconditional start, the end-of-document alone.
+
+    Raises GenerationError that names every prompt which leaves no room for a new token.
+    """
+    ids = [codec.encode(prompt) if prompt else [codec.eod] for prompt in prompts]
+    problems = []
+    for number, tokens in enumerate(ids, start=1):
+        try:
+            room(model, tokens, params)
+        except GenerationError as error:
+            problems.append(f"prompt {number}: {error}" if len(ids) > 1 else str(error))
+    if problems:
+        raise GenerationError("\n".join(problems))
+    return ids
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    codec: TextCodec,
+    *,
+    batch_size: int = 8,
+    numbers: Sequence[int] | None = None,
+    on_text: OnText | None = None,
+    keep_logits: bool = False,
+) -> list[Completion]:
+    """Continue each prompt, in batches of similar lengths; results come in the order of the prompts.
+
+    An empty prompt generates without a context. numbers: each prompt's place in the whole run, which decides what is
+    drawn for it (default: its place here). on_text: told (prompt number, new text) on the way; not with beams.
+    Raises GenerationError before anything is generated for prompts that do not fit, and on logits that are not numbers.
+    """
+    ids = encode_prompts(prompts, codec, model, params)
+    places = list(numbers) if numbers is not None else list(range(len(ids)))
+    done: dict[int, Completion] = {}
+    order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
+    width = 1 if params.num_beams > 1 else batch_size
+    for start in range(0, len(order), width):
+        batch = order[start : start + width]
+        started = time.perf_counter()
+        if params.num_beams > 1:
+            results = [beam_search(model, ids[batch[0]], params, codec)]
+        else:
+            told = None if on_text is None else lambda row, text, batch=batch: on_text(batch[row], text)
+            results = decode(
+                model,
+                [ids[n] for n in batch],
+                params,
+                codec,
+                numbers=[places[n] for n in batch],
+                on_text=told,
+                keep_logits=keep_logits,
+            )
+        seconds = time.perf_counter() - started
+        done.update(
+            (n, _completion(prompts[n], result, seconds, keep_logits)) for n, result in zip(batch, results, strict=True)
+        )
+    return [done[n] for n in range(len(ids))]
+
+
+def _completion(context: str, result: Continuation, seconds: float, keep_logits: bool) -> Completion:
+    return Completion(
+        context=context,
+        text=result.text,
+        length=len(result.tokens),
+        finished=result.finished,
+        duration=seconds,
+        tokens=tuple(result.tokens),
+        logits=[row.tolist() for row in result.logits] if keep_logits else None,
+    )

@@ -1,0 +1,86 @@
+"""Prompts from a file, completions into one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from neox.errors import GenerationError
+from neox.generation.completion import Completion
+
+_TEXT_KEYS = ("context", "prompt", "text")
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Read one prompt a line; in a `.jsonl` file an object a line, with its prompt under `context`, `prompt` or `text`.
+
+    Blank lines at the end are nothing; anywhere else they are an error, as are lines that are not what the file's name
+    promises: all of them are named with their line. Raises GenerationError.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"{path}: cannot be read as a file of prompts ({_reason(error)})") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise GenerationError(f"{path}: holds no prompts; write one a line, or choose text_gen_type: unconditional")
+    read = _json_prompt if path.suffix in (".jsonl", ".json") else _plain_prompt
+    prompts, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            prompts.append(read(line.removesuffix("\r")))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if problems:
+        raise GenerationError("\n".join(problems))
+    return prompts
+
+
+def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
+    """Write one JSON object a line; the file appears whole or, on an error, stays as it was."""
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for completion in completions:
+                file.write(json.dumps(completion.to_json(), ensure_ascii=False) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise GenerationError(f"{path}: cannot be written ({_reason(error)})") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _plain_prompt(line: str) -> str:
+    if not line.strip():
+        raise ValueError("empty prompt: remove the line, or choose text_gen_type: unconditional")
+    return line
+
+
+def _json_prompt(line: str) -> str:
+    if not line.strip():
+        raise ValueError("empty line")
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if isinstance(record, str):
+        text: object = record
+    elif isinstance(record, dict):
+        text = next((record[key] for key in _TEXT_KEYS if key in record), None)
+    else:
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"no prompt: expected a string, or an object with a string under one of {', '.join(_TEXT_KEYS)}"
+        )
+    return _plain_prompt(text)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

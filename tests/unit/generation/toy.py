@@ -1,0 +1,64 @@
+"""A language model and a tokenizer small enough to reason about, for tests of what is built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class ToyCodec:
+    """Letters: `a` is 1, `b` is 2, ...; 0 ends a document."""
+
+    eod = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token - 1) for token in ids)
+
+
+class ToyModel:
+    """Logits are `rule(ids of the sequence so far)`; padding never reaches the rule."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rule: Callable[[list[int]], Tensor], vocab_size: int = 27, max_length: int = 64) -> None:
+        self.rule, self.vocab_size, self.max_length = rule, vocab_size, max_length
+
+    def begin(self, lengths: Sequence[int], capacity: int) -> ToyDecoding:
+        return ToyDecoding(self, lengths, capacity)
+
+
+class ToyDecoding:
+    def __init__(self, model: ToyModel, lengths: Sequence[int], capacity: int) -> None:
+        self.model, self.lengths, self.capacity = model, lengths, capacity
+        self.read: list[list[int]] = []
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        rows = tokens.tolist()
+        if self.read:
+            assert tokens.size(1) == 1
+            self.read = [old + new for old, new in zip(self.read, rows, strict=True)]
+        else:
+            self.read = [row[len(row) - length :] for row, length in zip(rows, self.lengths, strict=True)]
+        assert max(map(len, self.read)) <= self.capacity
+        return torch.stack([self.model.rule(row) for row in self.read])
+
+    def reorder(self, rows: Tensor) -> None:
+        self.read = [list(self.read[row]) for row in rows.tolist()]
+
+
+def next_letter(ids: list[int]) -> Tensor:
+    """After `a` comes `b`, ..., after `z` the end."""
+    return torch.nn.functional.one_hot(torch.tensor((ids[-1] + 1) % 27), 27).float() * 10
+
+
+def hashed(ids: list[int]) -> Tensor:
+    """Logits that depend on every id before."""
+    seed = 0
+    for token in ids:
+        seed = (seed * 31 + token + 1) % 1_000_003
+    return torch.randn(27, generator=torch.Generator().manual_seed(seed)) * 2
