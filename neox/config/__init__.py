@@ -5,6 +5,7 @@ from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_l
 from neox.config.loader import load_config
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision, RunPlan, StagePlan
+from neox.config.report import format_plan, plan_as_dict
 from neox.config.resolve import resolve
 from neox.config.sections import NeoXConfig
 
@@ -24,6 +25,8 @@ __all__ = [
     "decode_payload",
     "deepspeed_json",
     "encode_payload",
+    "format_plan",
     "load_config",
+    "plan_as_dict",
     "resolve",
 ]

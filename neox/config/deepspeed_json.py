@@ -25,7 +25,8 @@ def deepspeed_json(
     if config.given("optimizer"):
         result["optimizer"] = config.optimizer.optimizer.model_dump(exclude_none=True, mode="json")
     zero = ds.zero_optimization.model_dump(exclude_none=True)
-    if grid.pp > 1 and zero.pop("overlap_comm", None):
+    if grid.pp > 1 and zero.get("overlap_comm"):
+        del zero["overlap_comm"]
         notes.append("zero_optimization.overlap_comm is dropped: DeepSpeed's pipeline engine cannot overlap")
     result["zero_optimization"] = zero
     if precision == "fp16":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from neox.config.attention import attention_impls
 from neox.config.batch import solve_batch
 from neox.config.deepspeed_json import deepspeed_json
@@ -92,7 +94,7 @@ def _grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan | Non
 def _stages(config: NeoXConfig, layers: LayerPlan, pp: int) -> tuple[StagePlan, ...]:
     bounds = partition_layers(layers, pp, config.parallelism.pipe_partition_method)
     stages = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         held = layers.layers[first:last]
         own = {layer.index for layer in held}
         copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)

@@ -59,7 +59,7 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     if n <= parts:
         return partition_uniform(n, parts)
     prefix = [0, *accumulate(weights)]
-    # After j parts over the first i items: the largest and smallest sum of the best cut, and where its last part starts.
+    # [j][i], the best cut of the first i items into j parts: its largest and smallest sum, and where part j starts.
     largest = [[inf] * (n + 1) for _ in range(parts + 1)]
     smallest = [[inf] * (n + 1) for _ in range(parts + 1)]
     start = [[0] * (n + 1) for _ in range(parts + 1)]
