@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, in both of gpt-neox's forms, and as a scheduler that DeepSpeed drives."""
+"""The learning rate as a function of the step, in both of gpt-neox's forms, and a scheduler for DeepSpeed to drive."""
 
 from __future__ import annotations
 
