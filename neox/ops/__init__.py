@@ -1,0 +1,22 @@
+"""Fast operations, each beside its torch reference. Tensors, numbers and literals only."""
+
+from neox.ops.attention import AttentionImpl, core_attention
+from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
+from neox.ops.rotary import apply_rotary, rotary_inv_freq, rotary_tables, rotate
+from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax, softmax_impl
+
+__all__ = [
+    "MASKED_SCORE",
+    "AttentionImpl",
+    "SoftmaxImpl",
+    "apply_rotary",
+    "bias_gelu",
+    "core_attention",
+    "gelu",
+    "gelu_tanh",
+    "rotary_inv_freq",
+    "rotary_tables",
+    "rotate",
+    "scale_mask_softmax",
+    "softmax_impl",
+]

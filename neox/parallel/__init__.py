@@ -1,0 +1,31 @@
+"""Where a rank stands and what it may say: topology, grid, split layers, random streams. Knows torch, not DeepSpeed."""
+
+from neox.parallel.collectives import (
+    copy_to_tensor_ranks,
+    gather_last_dim,
+    reduce_over_tensor_ranks,
+    reduce_scatter_last_dim,
+    scatter_last_dim,
+)
+from neox.parallel.cross_entropy import vocab_parallel_cross_entropy
+from neox.parallel.embedding import VocabParallelEmbedding
+from neox.parallel.grid import ParallelGrid
+from neox.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from neox.parallel.rng import RNGTracker, derive_seed
+from neox.parallel.topology import Topology
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelGrid",
+    "RNGTracker",
+    "RowParallelLinear",
+    "Topology",
+    "VocabParallelEmbedding",
+    "copy_to_tensor_ranks",
+    "derive_seed",
+    "gather_last_dim",
+    "reduce_over_tensor_ranks",
+    "reduce_scatter_last_dim",
+    "scatter_last_dim",
+    "vocab_parallel_cross_entropy",
+]

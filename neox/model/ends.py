@@ -1,0 +1,108 @@
+"""The first and the last layers: embedding, final norm, and the head, tied or with a weight of its own.
+
+Legend: B batch, S sequence, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neox.parallel import (
+    ColumnParallelLinear,
+    ParallelGrid,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_ranks,
+    reduce_scatter_last_dim,
+    scatter_last_dim,
+)
+
+
+class Embedding(nn.Module):
+    """Layer 0: tokens [B, S] -> [B, S, H], with dropout."""
+
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        grid: ParallelGrid,
+        *,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.dropout = dropout
+        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, grid, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.dropout(self.word_embeddings(tokens), self.dropout, self.training)
+
+
+class FinalNorm(nn.Module):
+    """The last LayerNorm: [B, S, H] -> [B, S, H]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        layernorm_epsilon: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    """An untied head: [B, S, H] -> logits [B, S, V/tp].
+
+    parallelism: "column" splits the vocabulary. "row" splits the hidden dimension and needs a sum over ranks of logits
+    of the whole vocabulary, of which each rank keeps its part: it costs much communication and is NeoX v2.0's default.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        padded_vocab_size: int,
+        grid: ParallelGrid,
+        *,
+        parallelism: Literal["row", "column"],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        linear = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
+        self.final_linear = linear(hidden_size, padded_vocab_size, grid, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.final_linear, RowParallelLinear):
+            partial = self.final_linear.partial(scatter_last_dim(x, self.grid))
+            return reduce_scatter_last_dim(partial, self.grid)
+        return self.final_linear(x)
+
+
+class TiedHead(nn.Module):
+    """A head without parameters: it multiplies by the embedding's weight, which the caller hands over."""
+
+    def __init__(self, grid: ParallelGrid) -> None:
+        super().__init__()
+        self.grid = grid
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [B, S, H], weight [V/tp, H] -> logits [B, S, V/tp]."""
+        return tied_logits(x, weight, self.grid)
+
+
+def tied_logits(x: Tensor, weight: Tensor, grid: ParallelGrid) -> Tensor:
+    """Multiply hidden states [B, S, H] by the embedding's rows [V/tp, H] on this rank -> [B, S, V/tp]."""
+    return F.linear(copy_to_tensor_ranks(x, grid), weight)

@@ -1,0 +1,81 @@
+"""Initial weights: NeoX's distributions, drawn so that they depend on (seed, layer index, parameter name) alone.
+
+Each full tensor is drawn on the CPU in fp32 from a generator of its own and then sliced, so that every layout of pipe,
+tensor and data ranks starts from the same model, and at most one full tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from neox.config.layer_plan import LayerEntry, ParameterSpec
+from neox.parallel import ParallelGrid, derive_seed
+
+_OUTPUT_LAYERS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+"""Weights that write into the residual; they get `output_layer_init_method`."""
+
+
+def draw(
+    method: str, shape: tuple[int, ...], generator: torch.Generator, *, std: float, layers: int, hidden: int
+) -> Tensor:
+    """Draw a weight [out, in] in fp32 on the CPU by one of NeoX's methods.
+
+    std: `init_method_std`; layers: number of blocks; hidden: hidden size. small_init: arXiv:1910.05895; wang_init:
+    Mesh-Transformer-JAX; scaled_normal: GPT-2; xavier: Glorot and Bengio 2010; orthogonal: arXiv:1312.6120.
+    """
+    weight = torch.empty(shape, dtype=torch.float32)
+    deviations = {
+        "normal": std,
+        "scaled_normal": std / math.sqrt(2.0 * layers),
+        "small_init": math.sqrt(2.0 / (5.0 * hidden)),
+        "wang_init": 2.0 / layers / math.sqrt(hidden),
+    }
+    if method in deviations:
+        return weight.normal_(0.0, deviations[method], generator=generator)
+    others: dict[str, Callable[[], Tensor]] = {
+        "xavier_uniform": lambda: nn.init.xavier_uniform_(weight, generator=generator),
+        "xavier_normal": lambda: nn.init.xavier_normal_(weight, generator=generator),
+        "orthogonal": lambda: nn.init.orthogonal_(weight, math.sqrt(2.0), generator=generator),
+        "scaled_orthogonal": lambda: nn.init.orthogonal_(weight, math.sqrt(2.0 / layers), generator=generator),
+    }
+    if method not in others:
+        raise ValueError(f"unknown init method {method!r}; known: {', '.join([*deviations, *others])}")
+    return others[method]()
+
+
+@torch.no_grad()
+def initialize_layer(
+    layer: nn.Module,
+    entry: LayerEntry,
+    grid: ParallelGrid,
+    *,
+    seed: int,
+    init_method: str,
+    output_layer_init_method: str,
+    std: float,
+    layers: int,
+    hidden: int,
+) -> None:
+    """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros."""
+    parameters = dict(layer.named_parameters())
+    for spec in entry.parameters:
+        target = parameters[spec.name]
+        if len(spec.shape) == 1:
+            target.fill_(1.0 if spec.name.endswith(".weight") else 0.0)
+            continue
+        generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
+        method = output_layer_init_method if spec.name in _OUTPUT_LAYERS else init_method
+        full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden)
+        target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
+    for module in layer.modules():
+        if hasattr(module, "inv_freq"):
+            module.reset()
+
+
+def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
+    """Return a tensor rank's part of a full parameter, as a view."""
+    return full if spec.partition_dim is None else full.chunk(tp_size, dim=spec.partition_dim)[tp_rank]

@@ -1,0 +1,50 @@
+"""Scaled, causally masked softmax of attention scores: the torch reference, and the door to the Triton kernel.
+
+Legend: B batch, N heads, S sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from neox.errors import NeoXError
+
+MASKED_SCORE = -10000.0
+"""What NeoX puts in place of scores of later positions."""
+
+SoftmaxImpl = Literal["torch", "triton"]
+
+
+def scale_mask_softmax(scores: Tensor, scale: float = 1.0, impl: SoftmaxImpl = "torch") -> Tensor:
+    """Return softmax(scale x scores) over the last dim with later positions masked: [B, N, S, S] -> same shape, dtype.
+
+    Scaling and sums are fp32 inside whatever the scores' dtype. impl: "torch", or "triton" for one kernel forward and
+    one backward. Raises NeoXError where the Triton kernel cannot run.
+    """
+    if impl == "triton":
+        return _triton_softmax(scores, scale)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+    x = scores.float() if scale == 1.0 else scores.float() * scale
+    return x.masked_fill(later, MASKED_SCORE).softmax(-1).to(scores.dtype)
+
+
+def softmax_impl(device: torch.device | str) -> SoftmaxImpl:
+    """Return the implementation to ask for on a device: the kernel on CUDA, the reference elsewhere.
+
+    A caller that was asked for the fused kernel and gets "torch" says so to its user.
+    """
+    return "triton" if torch.device(device).type == "cuda" else "torch"
+
+
+def _triton_softmax(scores: Tensor, scale: float) -> Tensor:
+    try:
+        from neox.ops.triton_softmax import causal_softmax
+    except ImportError as error:
+        raise NeoXError(
+            f"the fused softmax needs the package triton ({error}); install it, or unset "
+            "scaled_upper_triang_masked_softmax_fusion"
+        ) from error
+    return causal_softmax(scores, scale)

@@ -1,0 +1,88 @@
+"""Linear layers split over tensor ranks: by output features (column) and by input features (row).
+
+Legend: I input features, O output features. Weights are [O, I] as in `nn.Linear`, held as this rank's part;
+constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
+from neox.parallel.grid import ParallelGrid
+
+
+def split_parameter(*shape: int, tp_size: int, device: torch.device | str | None, dtype: torch.dtype | None):
+    """Return an empty parameter of this rank's shape, marked `model_parallel` where it is one of several parts.
+
+    DeepSpeed's gradient norm counts unmarked parameters on the first tensor rank only.
+    """
+    parameter = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+    parameter.model_parallel = tp_size > 1
+    return parameter
+
+
+def shard_size(total: int, tp_size: int, what: str) -> int:
+    """Return total / tp_size; ValueError where it does not divide."""
+    if total % tp_size:
+        raise ValueError(f"{what} ({total}) is not divisible by the tensor-parallel degree ({tp_size})")
+    return total // tp_size
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the outputs split: [..., I] replicated -> [..., O/tp]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid: ParallelGrid,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        here = shard_size(out_features, grid.tp_size, "output features")
+        self.weight = split_parameter(here, in_features, tp_size=grid.tp_size, device=device, dtype=dtype)
+        self.bias = split_parameter(here, tp_size=grid.tp_size, device=device, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the inputs split: [..., I/tp] -> [..., O] replicated.
+
+    There is one bias, replicated and added once after the sum over ranks. (gpt-neox holds one per tensor rank under
+    `gpt_j_residual`, whose sum is the model's bias.)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid: ParallelGrid,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        here = shard_size(in_features, grid.tp_size, "input features")
+        self.weight = split_parameter(out_features, here, tp_size=grid.tp_size, device=device, dtype=dtype)
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid.tp_size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_over_tensor_ranks(self.partial(x), self.grid)
+        return y if self.bias is None else y + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""
+        return F.linear(x, self.weight)
