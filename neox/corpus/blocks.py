@@ -1,0 +1,122 @@
+"""Whole lines of an input in blocks, so that parsing can be handed to other processes, with every line placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from neox.corpus.document import BadInput
+from neox.corpus.streams import CorruptInput, read_bytes
+
+DEFAULT_MAX_LINE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a line starts: its number from 1, and its byte after decompression."""
+
+    line: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines: `data` ends with a newline, except perhaps at the end of the file. start: of its first line. end: of
+    the line after it."""
+
+    file: str
+    data: bytes
+    start: Position
+    end: Position
+
+
+def read_blocks(
+    file: str,
+    *,
+    block_bytes: int,
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+    start: Position | None = None,
+    consumed: Callable[[int], None] | None = None,
+) -> Iterator[LineBlock | BadInput]:
+    """Yield the lines of an input from `start` on, about `block_bytes` at a time, and what is wrong with the stream.
+
+    A line over `max_line_bytes` is never held: it is passed over and yielded as BadInput. After a damaged or truncated
+    stream nothing more of the file comes. An input without a byte is a BadInput too.
+    Memory: at most `block_bytes`, or one line, and a chunk of 1 MiB.
+    """
+    cutter = _Cutter(file, start or Position(), max_line_bytes)
+    try:
+        for chunk in read_bytes(file, skip=cutter.start.offset, consumed=consumed):
+            yield from cutter.add(chunk)
+            if cutter.held_to_newline >= block_bytes:
+                yield from cutter.cut()
+    except CorruptInput as error:
+        yield from cutter.cut()
+        yield cutter.bad(str(error))
+        return
+    yield from cutter.cut()
+    yield from cutter.rest()
+    if cutter.start == Position():
+        yield BadInput(file, None, None, "the file is empty")
+
+
+class _Cutter:
+    """Collect chunks, and cut them after the last newline."""
+
+    def __init__(self, file: str, start: Position, max_line_bytes: int) -> None:
+        self.file, self.start, self.max_line_bytes = file, start, max_line_bytes
+        self._whole: list[bytes] = []  # whole lines
+        self._begun: list[bytes] = []  # the beginning of one line
+        self._begun_bytes = 0
+        self._passing_over = 0  # bytes of the line that is too long
+        self.held_to_newline = 0
+
+    def add(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
+        """Take a chunk; a line that has become too long is yielded, after the lines before it."""
+        first = chunk.find(b"\n")
+        length = self._passing_over + self._begun_bytes + (len(chunk) if first < 0 else first)
+        if self._passing_over or length > self.max_line_bytes:
+            yield from self.cut()
+            if first < 0:
+                self._passing_over, self._begun, self._begun_bytes = length, [], 0
+                return
+            yield self.bad(f"the line has {length:,} bytes, more than the {self.max_line_bytes:,} that memory allows")
+            self._passing_over, self._begun, self._begun_bytes = 0, [], 0
+            self._advance(1, length + 1)
+            chunk = chunk[first + 1 :]
+        last = chunk.rfind(b"\n") + 1
+        if last:
+            self._whole += [*self._begun, chunk[:last]]
+            self.held_to_newline += self._begun_bytes + last
+            self._begun, self._begun_bytes = [], 0
+        if last < len(chunk):
+            self._begun.append(chunk[last:])
+            self._begun_bytes += len(chunk) - last
+
+    def cut(self) -> Iterator[LineBlock]:
+        """Yield the whole lines held."""
+        if self._whole:
+            data = b"".join(self._whole)
+            self._whole, self.held_to_newline = [], 0
+            start = self.start
+            self._advance(data.count(b"\n"), len(data))
+            yield LineBlock(self.file, data, start, self.start)
+
+    def rest(self) -> Iterator[LineBlock | BadInput]:
+        """Yield the last line, if no newline ends it."""
+        if self._passing_over:
+            length = self._passing_over
+            yield self.bad(f"the line has {length:,} bytes, more than the {self.max_line_bytes:,} that memory allows")
+            self._advance(1, length)
+        elif self._begun:
+            data = b"".join(self._begun)
+            self._begun, self._begun_bytes = [], 0
+            start = self.start
+            self._advance(1, len(data))
+            yield LineBlock(self.file, data, start, self.start)
+
+    def bad(self, reason: str) -> BadInput:
+        return BadInput(self.file, self.start.line, self.start.offset, reason)
+
+    def _advance(self, lines: int, size: int) -> None:
+        self.start = Position(self.start.line + lines, self.start.offset + size)

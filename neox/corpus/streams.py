@@ -1,0 +1,216 @@
+"""The bytes of an input, decompressed piece by piece, with truncation and corruption noticed.
+
+Every format becomes JSON lines here: `.jsonl` and its compressed forms as they are, and what `lm-dataformat` reads
+besides (text, zip, tar, ...) as lines that are one JSON string each (lm-dataformat's own old form of a document).
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import orjson
+import zstandard
+
+from neox.errors import DataError
+
+CHUNK_BYTES = 1 << 20
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.zst", ".jsonl.gz", ".jsonl.zst.tar")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".zip",
+    ".tar.gz",
+    ".json.gz",
+    ".json.zst",
+    ".dat.zst",
+    ".gz",
+    "_data.xz",
+    "openwebtext.tar.xz",
+)
+
+_NEWLINE = b"\n"
+
+
+class CorruptInput(Exception):
+    """A stream that ends early or whose bytes are damaged; the message says which."""
+
+
+def is_readable(name: str) -> bool:
+    """Whether a file of this name is an input."""
+    return name.endswith(LINE_SUFFIXES + TEXT_SUFFIXES)
+
+
+def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
+    """Replace each directory by the inputs in it, sorted by name (as lm-dataformat does), and check that all exist."""
+    files: list[str] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(str(path / name) for name in os.listdir(path) if is_readable(name))
+            if not inside:
+                raise DataError(f"{path}: the directory holds no input; readable are {_known()}")
+            files += inside
+        elif not path.exists():
+            raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
+        elif not is_readable(path.name):
+            raise DataError(f"{path}: no reader for this kind of file; readable are {_known()}")
+        else:
+            files.append(str(path))
+    return tuple(files)
+
+
+def _known() -> str:
+    return ", ".join(LINE_SUFFIXES + TEXT_SUFFIXES)
+
+
+def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], None] | None = None) -> Iterator[bytes]:
+    """Yield the JSON lines of an input as chunks of about 1 MiB, decompressed; lines run across chunks.
+
+    skip: bytes (after decompression) to leave out at the start; a plain file seeks there.
+    consumed: called with the number of bytes newly read from the file itself, for progress.
+    Raises CorruptInput for damaged or truncated data, DataError if the file cannot be opened or read.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            if path.name.endswith((".jsonl", ".ndjson", ".json")):
+                file.seek(skip)
+                yield from _plain(_Counting(file, consumed))
+            else:
+                yield from _after(_chunks(path, _Counting(file, consumed)), skip)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _chunks(path: Path, file: _Counting) -> Iterator[bytes]:
+    name = path.name
+    if name.endswith(".jsonl.zst"):
+        yield from decompress_zstd(file)
+    elif name.endswith(".jsonl.zst.tar"):
+        yield from _tar_of_zstd(file)
+    elif name.endswith(".jsonl.gz"):
+        yield from _gzip(file)
+    else:
+        yield from _strings_as_lines(path)
+
+
+class _Counting:
+    """A file that tells how much was read from it."""
+
+    def __init__(self, file: IO[bytes], consumed: Callable[[int], None] | None) -> None:
+        self._file, self._consumed = file, consumed
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        if self._consumed is not None:
+            self._consumed(len(data))
+        return data
+
+
+def _plain(file: _Counting) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
+    """Yield what one or more zstd frames hold, in chunks of at most 1 MiB, however well they compress.
+
+    The library's stream reader ends without a word when the input is cut inside a frame, so a last frame of our own is
+    put behind the input: if its content does not come out whole at the end, the input was cut.
+    """
+    seal = os.urandom(32)
+    source = _Sealed(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(source, read_across_frames=True)
+    held = b""
+    try:
+        while chunk := reader.read(CHUNK_BYTES):
+            held += chunk
+            if len(held) > len(seal):
+                yield held[: -len(seal)]
+                held = held[-len(seal) :]
+    except zstandard.ZstdError as error:
+        raise CorruptInput(f"zstd data is damaged or not zstd at all ({_reason(error)})") from error
+    if held != seal:
+        raise CorruptInput("zstd data is truncated: the file ends inside a frame")
+    if not source.size:
+        raise CorruptInput("the file is empty")
+
+
+def _reason(error: zstandard.ZstdError) -> str:
+    return str(error).removeprefix("zstd decompress error: ")
+
+
+class _Sealed:
+    """A file with some bytes behind its end."""
+
+    def __init__(self, file: IO[bytes] | _Counting, seal: bytes) -> None:
+        self._file, self._seal, self.size = file, seal, 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.size += len(data)
+        if not data:
+            data, self._seal = self._seal, b""
+        return data
+
+
+def _gzip(file: _Counting) -> Iterator[bytes]:
+    try:
+        with gzip.open(file, "rb") as stream:  # type: ignore[call-overload]
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CorruptInput(f"gzip data is damaged or truncated ({error})") from error
+
+
+def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as archive:  # type: ignore[call-overload]
+            for member in archive:
+                inner = archive.extractfile(member)
+                if inner is None:
+                    continue
+                last = _NEWLINE
+                for last in decompress_zstd(inner):
+                    yield last
+                if not last.endswith(_NEWLINE):
+                    yield _NEWLINE
+    except tarfile.TarError as error:
+        raise CorruptInput(f"tar archive is damaged or truncated ({error})") from error
+
+
+def _strings_as_lines(path: Path) -> Iterator[bytes]:
+    """Yield each document that lm-dataformat finds as a line of its own."""
+    import lm_dataformat
+
+    try:
+        reader = lm_dataformat.Reader(str(path))
+        # its own stream_data knows this archive only by a bare name in the current directory
+        for text in reader.read_owt(str(path)) if path.name == "openwebtext.tar.xz" else reader.stream_data():
+            yield _json_line(text)
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise CorruptInput(f"the archive is damaged ({error})") from error
+    except (EOFError, ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
+        raise CorruptInput(f"lm-dataformat cannot read it ({type(error).__name__}: {error})") from error
+
+
+def _json_line(text: object) -> bytes:
+    try:
+        return orjson.dumps(text) + _NEWLINE
+    except TypeError as error:  # a lone surrogate, say
+        raise CorruptInput(f"a document that is not text ({error})") from error
+
+
+def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
+    for chunk in chunks:
+        if skip >= len(chunk):
+            skip -= len(chunk)
+        else:
+            yield chunk[skip:] if skip else chunk
+            skip = 0
