@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from neox.data.index_maps import IndexMaps, build_index_maps
+from neox.data.index_maps import IndexMaps, build_index_maps, content_key
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.map_cache import load_or_build
 from neox.errors import DataError
@@ -43,10 +44,11 @@ class GPTDataset:
             )
 
     def _build(self, documents: range, num_samples: int, seed: int, cache_dir: str | Path | None) -> IndexMaps:
-        arguments = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
-        if cache_dir is None:
-            return build_index_maps(self.indexed.sizes, documents, **arguments)
-        return load_or_build(cache_dir, self.indexed.sizes, documents, **arguments)
+        sizes, arguments = self.indexed.sizes, {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
+        key = "" if cache_dir is None else content_key(sizes, documents, **arguments)
+        names = tuple(field.name for field in fields(IndexMaps))
+        arrays = load_or_build(cache_dir, key, names, lambda: vars(build_index_maps(sizes, documents, **arguments)))
+        return IndexMaps(**arrays)
 
     def __len__(self) -> int:
         return self.num_samples - 1

@@ -8,11 +8,14 @@ v2.0 and later.)
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from neox.errors import DataError
+
+_FORMAT = "neox index maps 1"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,13 @@ class IndexMaps:
     document_map: np.ndarray
     sample_map: np.ndarray
     shuffle_map: np.ndarray
+
+
+def content_key(sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int) -> str:
+    """A hash of all that the maps depend on: the documents' lengths and every parameter."""
+    digest = hashlib.sha256(f"{_FORMAT} {documents} {num_samples} {seq_length} {seed} {sizes.dtype}\n".encode())
+    digest.update(np.ascontiguousarray(sizes[documents.start : documents.stop]).data)
+    return digest.hexdigest()[:32]
 
 
 def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.index_format import Layout, bin_path, read_index
+from neox.data.index_format import Layout, bin_path, idx_path, read_index
 from neox.errors import DataError
 
 
@@ -47,6 +47,13 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.document_index) - 1
+
+    def warm_up(self) -> None:
+        """Read both files once, so that they are in the page cache."""
+        for path in (idx_path(self.prefix), bin_path(self.prefix)):
+            with open(path, "rb", buffering=0) as file:
+                while file.read(1 << 26):
+                    pass
 
     def starts(self, sequences: np.ndarray) -> np.ndarray:
         """Where the given sequences start in `tokens`, int64 of the same shape."""

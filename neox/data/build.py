@@ -1,0 +1,206 @@
+"""From a run's configuration to its datasets and iterators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from neox.config.plan import RunPlan
+from neox.config.sections import DataConfig
+from neox.data.batches import BatchIterator
+from neox.data.blend import BlendedDataset
+from neox.data.gpt_dataset import GPTDataset
+from neox.data.indexed_dataset import IndexedDataset
+from neox.data.sidecar import check_fits
+from neox.data.weights import normalized, samples_of_each, split_documents, weights_by_documents
+from neox.errors import DataError
+from neox.log import get_logger
+from neox.tokenizer import Tokenizer, build_tokenizer
+
+_LOG = get_logger(__name__)
+
+Dataset = GPTDataset | BlendedDataset
+
+
+class Datasets(NamedTuple):
+    """What a run reads; None where it has no documents or reads no samples."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+class DataIterators(NamedTuple):
+    """Batches for one data rank; None where there is nothing to read."""
+
+    train: BatchIterator
+    valid: BatchIterator | None
+    test: BatchIterator | None
+
+
+class SampleCounts(NamedTuple):
+    """Samples a run reads in all, over all ranks."""
+
+    train: int
+    valid: int
+    test: int
+
+
+def sample_counts(train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int) -> SampleCounts:
+    """How many samples a run reads: an evaluation is `eval_iters` batches of the training batch's size (as in NeoX)."""
+    evaluations = train_iters // eval_interval + 1  # one more, at the end
+    return SampleCounts(
+        train_iters * train_batch_size, evaluations * eval_iters * train_batch_size, eval_iters * train_batch_size
+    )
+
+
+def build_datasets(
+    data: DataConfig,
+    counts: SampleCounts,
+    *,
+    seq_length: int,
+    seed: int,
+    vocab_size: int,
+    tokenizer_hash: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Datasets:
+    """Open, check and arrange the data that the configuration names: `data_path` by `split`, or blends of *_data_paths.
+
+    vocab_size, tokenizer_hash: of the run; data made with another tokenizer is refused. cache_dir: where index maps are
+    kept (default: `index_maps/` beside the data). Raises DataError, naming what to run, where data is missing or unfit.
+    """
+    opener = _Opener(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir)
+    if data.train_data_paths is None:
+        if data.data_path is None:
+            raise DataError(
+                'no data: set "data_path" to a prefix made by tools/preprocess_data.py (P_text_document for '
+                '--output-prefix P), or "train_data_paths"'
+            )
+        return Datasets(*opener.split(data.data_path, data.split, counts))
+    paths = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
+    weights = (data.train_data_weights, data.valid_data_weights, data.test_data_weights)
+    return Datasets(*(opener.blend(*part) for part in zip(SampleCounts._fields, paths, weights, counts, strict=True)))
+
+
+def build_data_iterators(
+    plan: RunPlan,
+    dp_rank: int = 0,
+    consumed_iterations: int = 0,
+    *,
+    tokenizer: Tokenizer | None = None,
+    cache_dir: str | Path | None = None,
+) -> DataIterators:
+    """Make one data rank's iterators, positioned as after `consumed_iterations` undisturbed training iterations.
+
+        raise DataError("there are no documents to train on: give `split` a first part, and train_iters > 0")
+    next ones every time. tokenizer: the run's, where it is at hand; else it is built from the configuration.
+    """
+    config, batch = plan.config, plan.batch
+    training, data = config.training, config.data
+    assert config.model.seq_length is not None
+    if training.train_iters is None:
+        raise DataError('"train_iters" is missing: it says how much data is read')
+    if tokenizer is None:
+        section = config.tokenizer
+        tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
+    datasets = build_datasets(
+        data,
+        sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size),
+        seq_length=config.model.seq_length,
+        seed=training.seed,
+        vocab_size=plan.vocab_size,
+        tokenizer_hash=tokenizer.content_hash,
+        cache_dir=cache_dir,
+    )
+    if datasets.train is None:
+        raise DataError("there are no documents to train on: give `split` a first part, and train_iters > 0")
+
+    def iterator(dataset: Dataset, start: int) -> BatchIterator:
+        return BatchIterator(
+            dataset,
+            batch.train_micro_batch_size_per_gpu,
+            dp_rank=dp_rank,
+            dp_size=plan.grid.dp,
+            start=start,
+            num_workers=data.num_workers,
+            eod=tokenizer.eod,
+            eod_mask_loss=data.eod_mask_loss,
+            vocab_size=plan.vocab_size,
+        )
+
+    steps = batch.gradient_accumulation_steps
+    evaluated = consumed_iterations // training.eval_interval * training.eval_iters
+    return DataIterators(
+        iterator(datasets.train, consumed_iterations * steps),
+        iterator(datasets.valid, evaluated * steps) if datasets.valid else None,
+        iterator(datasets.test, 0) if datasets.test else None,
+    )
+
+
+class _Opener:
+    """Opens datasets for one run: what every one of them needs to know."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        tokenizer_hash: str | None,
+        cache_dir: str | Path | None,
+    ) -> None:
+        self.data = data
+        self.seq_length, self.seed = seq_length, seed
+        self.vocab_size, self.tokenizer_hash = vocab_size, tokenizer_hash
+        self.cache_dir = cache_dir
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """Open one dataset and refuse one that does not fit the run."""
+        indexed = IndexedDataset(prefix, self.data.data_impl)
+        check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hash=self.tokenizer_hash)
+        if self.data.mmap_warmup:
+            indexed.warm_up()
+        return indexed
+
+    def samples(self, indexed: IndexedDataset, documents: range, num_samples: int) -> GPTDataset:
+        """Arrange documents of one dataset into samples."""
+        return GPTDataset(
+            indexed, documents, num_samples, self.seq_length, self.seed, self.cache_beside(indexed.prefix)
+        )
+
+    def cache_beside(self, prefix: str) -> Path:
+        """Where the index maps of a dataset are kept."""
+        return Path(self.cache_dir) if self.cache_dir is not None else Path(prefix).parent / "index_maps"
+
+    def split(self, prefix: str, split: str, counts: SampleCounts) -> list[GPTDataset | None]:
+        """Divide one dataset into train, validation and test."""
+        indexed = self.open(prefix)
+        result: list[GPTDataset | None] = []
+        parts = split_documents(split, len(indexed))
+        for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
+            if num_samples and not documents:
+                _LOG.warning("split %r of %d documents leaves none for %s", split, len(indexed), name)
+            result.append(self.samples(indexed, documents, num_samples) if num_samples and documents else None)
+        return result
+
+    def blend(
+        self, name: str, paths: Sequence[str] | None, weights: Sequence[float] | None, num_samples: int
+    ) -> Dataset | None:
+        """Mix several datasets by weight, by number of documents, or equally."""
+        if num_samples == 0:
+            return None
+        if not paths:
+            _LOG.warning("no %s_data_paths are given: there is nothing to read for %s", name, name)
+            return None
+        parts = [self.open(path) for path in paths]
+        if self.data.weight_by_num_documents:
+            shares = weights_by_documents([len(part) for part in parts], self.data.weighted_sampler_alpha)
+        else:
+            if weights is not None and len(weights) != len(paths):
+                raise DataError(f"{name}_data_weights has {len(weights)} weights for {len(paths)} {name}_data_paths")
+            shares = normalized(weights if weights is not None else [1.0] * len(paths))
+        needed = samples_of_each(shares, num_samples)
+        datasets = [self.samples(part, range(len(part)), count) for part, count in zip(parts, needed, strict=True)]
+        _LOG.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))
+        return BlendedDataset(datasets, shares, self.cache_beside(parts[0].prefix))
