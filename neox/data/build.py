@@ -93,8 +93,8 @@ def build_data_iterators(
 ) -> DataIterators:
     """Make one data rank's iterators, positioned as after `consumed_iterations` undisturbed training iterations.
 
-        raise DataError("there are no documents to train on: give `split` a first part, and train_iters > 0")
-    next ones every time. tokenizer: the run's, where it is at hand; else it is built from the configuration.
+    Training takes `gradient_accumulation_steps` micro batches an iteration; each evaluation eval_iters times as many,
+    the next ones every time. tokenizer: the run's, where it is at hand; else it is built from the configuration.
     """
     config, batch = plan.config, plan.batch
     training, data = config.training, config.data
