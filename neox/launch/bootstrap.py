@@ -1,0 +1,42 @@
+"""The first lines of every rank: run a script so that its stacks can be asked for and its traceback is its own.
+
+`python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, also
+while the interpreter waits inside C code; a crash in C code does too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import runpy
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+
+def _show_from(script: str) -> None:
+    """Leave this file's and runpy's frames out of tracebacks: they say nothing about the user's error."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frame = trace
+        while frame is not None and frame.tb_frame.f_code.co_filename != script:
+            frame = frame.tb_next
+        shown(kind, error.with_traceback(frame or trace), frame or trace)
+
+    sys.excepthook = hook
+
+
+def main() -> None:
+    """Run the script named by the first argument as `__main__`."""
+    script = sys.argv[1]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    _show_from(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""The agent of one host: starts DeepSpeed's launcher there, watches the ranks, and ends them together.
+
+`python -m neox.launch.node SPEC --node_rank N [--lifeline]`. Its standard output carries events (`neox.launch.events`)
+to the head process. Nothing of a run outlives it: it kills the ranks when the first of them fails, when the head
+process or the ssh connection ends (`--lifeline`: end of standard input, or output that cannot be written), or when
+nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks, which then have `stop_timeout` to save;
+SIGUSR1 shows every rank's stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from neox.errors import run_script
+from neox.launch.environment import child_environment
+from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
+from neox.launch.lifeline import exit_status, parent_death_hook, process_state, signal_group
+from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
+from neox.launch.spec import LaunchSpec
+
+EXIT_HANG = 124
+_POLL_SECONDS = 0.1
+_HEARTBEAT_SECONDS = 1.0
+_AFTER_FAILURE_SECONDS = 0.7  # the other ranks' own errors reach their logs meanwhile
+_STACK_SECONDS = 1.5
+
+
+class _Rank:
+    """What the agent knows of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pid: int | None = None
+        self.code: int | None = None
+
+
+class NodeAgent:
+    """The state of one host's part in a run."""
+
+    def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool) -> None:
+        self.spec, self.node_rank, self.lifeline = spec, node_rank, lifeline
+        self.host = spec.hosts[node_rank]
+        first = spec.first_rank(node_rank)
+        self.ranks = {rank: _Rank(rank) for rank in range(first, first + len(self.host.slots))}
+        self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
+        self.selector = selectors.DefaultSelector()
+        self.kill_at: float | None = None
+        self.stop_requested = self.stacks_requested = self.stopping = False
+        self.code = 0
+        self.started = time.time()
+
+    # -- talking
+
+    def tell(self, event: Event) -> None:
+        """Send an event to the head process; when nobody reads any more, the run is over."""
+        try:
+            sys.stdout.write(encode_event({**event, "node": self.node_rank}) + "\n")
+            sys.stdout.flush()
+        except (BrokenPipeError, OSError):
+            self.end_now()
+
+    def say(self, text: str) -> None:
+        """Send a line for people."""
+        for piece in text_events({"kind": "line", "rank": -1, "stream": "err"}, text):
+            self.tell(piece)
+
+    # -- starting
+
+    def launcher_command(self, socket_path: Path) -> list[str]:
+        """The command that starts this host's ranks, each under its keeper."""
+        first = str(self.spec.first_rank(self.node_rank))
+        return [
+            *deepspeed_launch(self.spec, self.node_rank),
+            "--module",
+            "neox.launch.rank",
+            str(socket_path),
+            first,
+            str(self.log_dir),
+            self.spec.script,
+            *self.spec.arguments,
+        ]
+
+    def environment(self, directory: Path) -> dict[str, str]:
+        """What ranks find in their environment on this host."""
+        base = child_environment({**os.environ, **self.spec.environment})
+        own = [self.spec.code_root, *filter(None, [self.spec.environment.get("PYTHONPATH")])]
+        base["PYTHONPATH"] = os.pathsep.join(own)
+        base["PYTHONUNBUFFERED"] = "1"
+        base["NEOX_RUN_DIRECTORY"] = self.spec.run_directory
+        base[PROGRESS_VARIABLE] = str(directory / "progress")
+        base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.ranks))))
+        return base
+
+    def run(self) -> int:
+        """Start the ranks, stay until the last has ended, return the first failure's exit status."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_stop)
+        signal.signal(signal.SIGUSR1, self._on_stacks)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        directory = create_agent_directory(self.spec.run_id, self.node_rank)
+        self.directory = directory
+        try:
+            with socket.socket(socket.AF_UNIX) as listener, open(self.log_dir / "launcher.log", "ab") as log:
+                listener.bind(str(directory / "socket"))
+                listener.listen(len(self.ranks) + 8)
+                self.selector.register(listener, selectors.EVENT_READ, ("listener", None))
+                if self.lifeline:
+                    self.selector.register(sys.stdin, selectors.EVENT_READ, ("head", None))
+                self.launcher = subprocess.Popen(
+                    self.launcher_command(directory / "socket"),
+                    env=self.environment(directory),
+                    cwd=self.spec.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=parent_death_hook(),
+                )
+                self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
+                return self._watch()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    # -- watching
+
+    def _watch(self) -> int:
+        beat = time.monotonic()
+        launcher_gone: float | None = None
+        while any(rank.code is None for rank in self.ranks.values()):
+            for key, _ in self.selector.select(_POLL_SECONDS):
+                self._handle(key)
+            now = time.monotonic()
+            if now - beat >= _HEARTBEAT_SECONDS:
+                beat = now
+                self.tell({"kind": "alive"})
+            if self.stacks_requested:
+                self.stacks_requested = False
+                self._show_stacks()
+            if self.stop_requested and not self.stopping:
+                self._stop_gently(now)
+            if self.kill_at is not None and now >= self.kill_at:
+                self._kill_ranks()
+            if self.launcher.poll() is not None:
+                launcher_gone = launcher_gone or now
+                if now - launcher_gone > 1.0:
+                    self._launcher_failed()
+            self._check_progress()
+        self._end_launcher()
+        self.tell({"kind": "done", "code": self.code})
+        return self.code
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        what, _ = key.data
+        if what == "listener":
+            connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+            self.selector.register(connection, selectors.EVENT_READ, ("keeper", _Keeper(connection)))
+        elif what == "head":
+            if not os.read(sys.stdin.fileno(), 4096):
+                self.end_now()
+        else:
+            self._hear(key)
+
+    def _hear(self, key: selectors.SelectorKey) -> None:
+        keeper: _Keeper = key.data[1]
+        try:
+            data = keeper.connection.recv(65536)
+        except OSError:
+            data = b""
+        for line in keeper.buffer.feed(data):
+            event = decode_event(line)
+            if event is not None:
+                self._take(keeper, event)
+        if not data:
+            self.selector.unregister(keeper.connection)
+            keeper.connection.close()
+            if keeper.rank is not None and self.ranks[keeper.rank].code is None:
+                self._keeper_died(self.ranks[keeper.rank])
+
+    def _take(self, keeper: _Keeper, event: Event) -> None:
+        rank = self.ranks[event["rank"]]
+        if event["kind"] == "start":
+            keeper.rank, rank.pid = event["rank"], event["pid"]
+        self.tell(event)
+        if event["kind"] == "exit":
+            self._ended(rank, event["code"])
+
+    def _ended(self, rank: _Rank, code: int) -> None:
+        rank.code = code
+        if code != 0 and self.kill_at is None:
+            self.code = exit_status(code)
+            self.kill_at = time.monotonic() + _AFTER_FAILURE_SECONDS
+
+    def _keeper_died(self, rank: _Rank) -> None:
+        if rank.pid is not None:
+            signal_group(rank.pid, signal.SIGKILL)
+        if self.kill_at is None:
+            self.say(f"the process that kept rank {rank.rank} was killed")
+        self.tell({"kind": "exit", "rank": rank.rank, "code": -signal.SIGKILL})
+        self._ended(rank, -signal.SIGKILL)
+
+    def _launcher_failed(self) -> None:
+        """DeepSpeed's launcher ended before its ranks told of their end."""
+        missing = [rank for rank in self.ranks.values() if rank.code is None]
+        if self.kill_at is None:
+            self.code = exit_status(self.launcher.returncode) or 1
+            tail = (self.log_dir / "launcher.log").read_text(errors="replace").splitlines()[-20:]
+            self.say(f"DeepSpeed's launcher on {self.host.name} ended with status {self.code}; its last lines:")
+            for line in tail:
+                self.say("  " + line)
+        for rank in missing:
+            if rank.pid is not None:
+                signal_group(rank.pid, signal.SIGKILL)
+            rank.code = -signal.SIGKILL
+        self.tell({"kind": "launcher", "code": self.code})
+
+    # -- ending
+
+    def _on_stop(self, *_: Any) -> None:
+        self.stop_requested = True
+
+    def _on_stacks(self, *_: Any) -> None:
+        self.stacks_requested = True
+
+    def _stop_gently(self, now: float) -> None:
+        self.stopping = True
+        if self.kill_at is None:
+            self.kill_at = now + self.spec.stop_timeout
+        for rank in self.ranks.values():
+            if rank.pid is not None and rank.code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGTERM)
+        if all(rank.pid is None for rank in self.ranks.values()):
+            self.code = 128 + signal.SIGTERM
+            self._end_launcher()
+
+    def _kill_ranks(self) -> None:
+        for rank in self.ranks.values():
+            if rank.pid is not None and rank.code is None:
+                signal_group(rank.pid, signal.SIGKILL)
+        if any(rank.pid is None for rank in self.ranks.values()):  # not started yet
+            self._end_launcher()
+
+    def _end_launcher(self) -> None:
+        """The ranks have ended, or must never start: nothing is left for the launcher to do."""
+        with contextlib.suppress(ProcessLookupError):
+            self.launcher.kill()
+        self.launcher.wait()
+
+    def end_now(self) -> None:
+        """Nobody listens any more: kill everything and go."""
+        for rank in self.ranks.values():
+            if rank.pid is not None and rank.code is None:
+                signal_group(rank.pid, signal.SIGKILL)
+        self._end_launcher()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os._exit(1)
+
+    # -- hanging
+
+    def _last_progress(self) -> float:
+        paths = [self.directory / "progress", *self.log_dir.glob("rank_*.log")]
+        times = [self.started]
+        for path in paths:
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    def _check_progress(self) -> None:
+        timeout = self.spec.hang_timeout
+        if timeout is None or self.kill_at is not None:
+            return
+        silent = time.time() - self._last_progress()
+        if silent < timeout:
+            return
+        self.code = EXIT_HANG
+        self.tell({"kind": "hang", "seconds": silent})
+        self._show_stacks()
+        self.kill_at = time.monotonic()
+
+    def _show_stacks(self) -> None:
+        """Ask every rank for its Python stacks and show what they wrote."""
+        sizes: dict[int, int] = {}
+        for rank in self.ranks.values():
+            if rank.pid is not None and rank.code is None:
+                with contextlib.suppress(OSError):
+                    sizes[rank.rank] = self._log(rank).stat().st_size
+                    os.kill(rank.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline:  # keepers must be heard meanwhile, or their pipes could fill
+            for key, _ in self.selector.select(_POLL_SECONDS):
+                self._handle(key)
+        for rank in self.ranks.values():
+            self.say(f"--- stacks of rank {rank.rank} on {self.host.name} ---")
+            for line in self._stacks(rank, sizes.get(rank.rank)):
+                self.say(line)
+        self.tell({"kind": "stacks"})
+
+    def _stacks(self, rank: _Rank, size: int | None) -> list[str]:
+        if rank.pid is None or rank.code is not None:
+            return ["not running"]
+        with open(self._log(rank), "rb") as file:
+            file.seek(size or 0)
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        state = process_state(rank.pid)
+        if state == "T":
+            return ["the process is stopped (SIGSTOP, a debugger, or job control): it cannot answer"]
+        return lines or [f"no answer (process state {state}: not started yet, or waiting in the kernel)"]
+
+    def _log(self, rank: _Rank) -> Path:
+        return self.log_dir / f"rank_{rank.rank:04d}.log"
+
+
+class _Keeper:
+    """A connection from one rank's keeper."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.buffer = LineBuffer()
+        self.rank: int | None = None
+
+
+def deepspeed_launch(spec: LaunchSpec, node_rank: int) -> list[str]:
+    """The start of DeepSpeed's per-host launcher for one host."""
+    return [
+        spec.python,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={spec.world_info}",
+        f"--node_rank={node_rank}",
+        f"--master_addr={spec.master_addr}",
+        f"--master_port={spec.master_port}",
+        "--log_level=warning",
+        "--no_local_rank",
+    ]
+
+
+def main() -> int:
+    """Run the agent of one host."""
+    parser = argparse.ArgumentParser(prog="python -m neox.launch.node", description="Start and watch one host's ranks.")
+    parser.add_argument("spec", help="the run, as base64")
+    parser.add_argument("--node_rank", type=int, required=True, help="number of this host, from 0")
+    parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
+    arguments = parser.parse_args()
+    spec = LaunchSpec.decode(arguments.spec)
+    return NodeAgent(spec, arguments.node_rank, arguments.lifeline).run()
+
+
+if __name__ == "__main__":
+    run_script(main)

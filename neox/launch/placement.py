@@ -1,0 +1,156 @@
+"""Where a run's ranks go: hosts from the hostfile, from counts, or this machine's accelerators."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from neox.errors import LaunchError
+from neox.launch.accelerators import visible_accelerators
+from neox.launch.hosts import LOCAL_NAMES, check_host_name, read_hostfile, select_hosts
+from neox.launch.spec import Host, SlotId
+
+
+@dataclass(frozen=True)
+class Request:
+    """What configuration and command line say about hosts; None and -1 mean "not said"."""
+
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int = -1
+    num_gpus: int | None = None
+    global_num_gpus: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """hosts: the chosen hosts; why: in words, where the choice came from; accelerators: GPUs of this machine."""
+
+    hosts: tuple[Host, ...]
+    why: str
+    accelerators: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every rank runs on this machine."""
+        return len(self.hosts) == 1 and is_this_machine(self.hosts[0].name)
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name means this machine; one remote host in a hostfile means that host."""
+    return name in LOCAL_NAMES or name.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def find_hostfile(request: Request, environment: Mapping[str, str] | None = None) -> str | None:
+    """The hostfile that was asked for, by configuration or by `DLTS_HOSTFILE`."""
+    if request.hostfile:
+        return request.hostfile
+    return (os.environ if environment is None else environment).get("DLTS_HOSTFILE") or None
+
+
+def place(request: Request) -> Placement:
+    """Choose hosts: the hostfile's slots; else `global_num_gpus`; else `num_gpus`; else this machine's GPUs; else 1.
+
+    Raises LaunchError where more is asked for than there is, or the hostfile cannot be read.
+    """
+    visible = visible_accelerators()
+    path = find_hostfile(request)
+    if path:
+        hosts = select_hosts(
+            read_hostfile(path),
+            include=request.include,
+            exclude=request.exclude,
+            num_nodes=request.num_nodes,
+            num_gpus=request.num_gpus,
+        )
+        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path}", len(visible))
+        if request.global_num_gpus and request.global_num_gpus != placement.world_size:
+            raise LaunchError(
+                f"global_num_gpus is {request.global_num_gpus}, but the chosen hosts of {path} have "
+                f"{placement.world_size} slots: take global_num_gpus out, or change the hostfile"
+            )
+        return placement
+    if request.num_nodes > 1:
+        raise LaunchError(f"num_nodes is {request.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
+    if request.exclude or (request.include and "@" in request.include):
+        raise LaunchError("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)")
+    if request.include:
+        count = len(visible) or 1024
+        hosts = select_hosts([Host("localhost", tuple(range(count)))], include=request.include)
+        return Placement(_with_local_devices(hosts, visible), "include", len(visible))
+    ranks, why = _count(request, len(visible))
+    return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
+
+
+def _count(request: Request, accelerators: int) -> tuple[int, str]:
+    if request.global_num_gpus:
+        return request.global_num_gpus, "global_num_gpus"
+    if request.num_gpus:
+        return request.num_gpus, "num_gpus"
+    if accelerators:
+        return accelerators, "the accelerators of this machine"
+    return 1, "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
+
+
+def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:
+    """On this machine a slot is a position in CUDA_VISIBLE_DEVICES; without accelerators it is a CPU rank."""
+
+    def devices(host: Host) -> Host:
+        if not is_this_machine(host.name) or not visible:
+            return host
+        return Host(host.name, tuple(visible[s] if isinstance(s, int) and s < len(visible) else s for s in host.slots))
+
+    return tuple(devices(host) for host in hosts)
+
+
+def check_local_devices(placement: Placement) -> None:
+    """Raise LaunchError when this machine has accelerators, but fewer than the ranks that would start on it."""
+    for host in placement.hosts:
+        if is_this_machine(host.name) and 0 < placement.accelerators < len(host.slots):
+            raise LaunchError(
+                f"{len(host.slots)} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
+                "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks"
+            )
+
+
+def master_address(placement: Placement, request: Request) -> str:
+    """Address of the rendezvous: as asked, else the first host."""
+    if request.master_addr:
+        return check_host_name(request.master_addr, "master_addr")
+    if placement.is_local:
+        return "127.0.0.1"
+    return placement.hosts[0].name.rpartition("@")[2]
+
+
+def master_port(placement: Placement, request: Request) -> int:
+    """Port of the rendezvous: as asked, else one that is free here (on another machine: one that is likely free)."""
+    asked = request.master_port
+    if not is_this_machine(placement.hosts[0].name):
+        return asked or random.SystemRandom().randint(20000, 32000)  # below Linux's ports for outgoing connections
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", asked or 0))
+        except OSError as error:
+            raise LaunchError(
+                f"master_port {asked} is taken ({error.strerror}): another run on this machine? "
+                "Leave master_port out for a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def code_root() -> Path:
+    """The directory that holds the `neox` package."""
+    return Path(__file__).resolve().parents[2]

@@ -1,0 +1,46 @@
+"""The private directory where a node's agent can be found: its socket, its process id, its ranks' progress."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from neox.errors import LaunchError
+
+PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+
+
+def agent_directory(run_id: str, node_rank: int) -> Path:
+    """Path of the directory of one agent; the same for everyone who knows the run's id."""
+    return _own_directory() / f"{run_id}.{node_rank}"
+
+
+def create_agent_directory(run_id: str, node_rank: int) -> Path:
+    """Make the directory and write this process's id into it."""
+    directory = agent_directory(run_id, node_rank)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    (directory / "pid").write_text(str(os.getpid()))
+    return directory
+
+
+def report_progress() -> None:
+    """Say that this rank got on; a training loop calls it once a step (a few microseconds).
+
+    A run whose ranks neither call this nor print anything for `hang_timeout` seconds is ended with every rank's stack.
+    """
+    path = os.environ.get(PROGRESS_VARIABLE)
+    if path:
+        Path(path).touch()
+
+
+def _own_directory() -> Path:
+    """A directory in the temporary one that belongs to this user alone."""
+    path = Path(tempfile.gettempdir()) / f"neox-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise LaunchError(f"{path} is not a private directory of this user: remove it, or set TMPDIR")
+    return path

@@ -1,0 +1,53 @@
+"""The run directory: what was asked for, what followed from it, how it was started; logs go below it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+import yaml
+
+from neox.errors import LaunchError
+
+
+def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
+    """`log_dir` where set, else `runs/` and the first configuration file's name."""
+    return Path(log_dir).absolute() if log_dir else Path("runs", Path(first_config).stem).absolute()
+
+
+def write_run_directory(
+    directory: Path,
+    *,
+    plan: Mapping[str, Any],
+    deepspeed: Mapping[str, Any],
+    config: Mapping[str, Any],
+    commands: Sequence[Sequence[str]],
+) -> None:
+    """Write plan.json, deepspeed.json, config.yml and command.txt, each beside and then renamed.
+
+    Files of the last run in the same directory are replaced; logs are appended to.
+    """
+    try:
+        (directory / "ranks").mkdir(parents=True, exist_ok=True)
+        _write(directory / "plan.json", json.dumps(plan, indent=2) + "\n")
+        _write(directory / "deepspeed.json", json.dumps(deepspeed, indent=2) + "\n")
+        _write(directory / "config.yml", yaml.safe_dump(dict(config), sort_keys=False))
+        _write(directory / "command.txt", "".join(join(command) + "\n" for command in commands))
+    except OSError as error:
+        raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
+
+
+def new_run_id() -> str:
+    """A name for one launch, unique on every host."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,86 @@
+"""What every host of one run must know, in one object that crosses shells and ssh as base64."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from neox.errors import LaunchError
+
+SlotId = int | str  # an index, or a device's UUID where CUDA_VISIBLE_DEVICES names devices so
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine and the accelerators (or, without any, the CPU ranks) to use on it."""
+
+    name: str
+    slots: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One run.
+
+    script: absolute path; arguments: what every rank gets after it.
+    directory: where ranks run; code_root: the checkout that holds `neox`, the same path on every host.
+    environment: variables for the ranks; no secrets, because this object is seen in process lists.
+    hang_timeout: seconds without progress after which a run is ended, None for never.
+    stop_timeout: seconds that ranks have to end by themselves after SIGTERM.
+    """
+
+    run_id: str
+    hosts: tuple[Host, ...]
+    master_addr: str
+    master_port: int
+    script: str
+    arguments: tuple[str, ...]
+    directory: str
+    code_root: str
+    run_directory: str
+    python: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hang_timeout: float | None = None
+    stop_timeout: float = 60.0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all hosts."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    def first_rank(self, node_rank: int) -> int:
+        """Global rank of the first process on a host."""
+        return sum(len(host.slots) for host in self.hosts[:node_rank])
+
+    def host_of(self, rank: int) -> Host:
+        """The host a global rank runs on."""
+        for number, host in enumerate(self.hosts):
+            if rank < self.first_rank(number) + len(host.slots):
+                return host
+        raise IndexError(rank)
+
+    @property
+    def world_info(self) -> str:
+        """The hosts in the form that DeepSpeed's launcher takes."""
+        return _encode({host.name: list(host.slots) for host in self.hosts})
+
+    def encode(self) -> str:
+        """Write as base64 of JSON: letters that no shell looks at."""
+        return _encode(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> LaunchSpec:
+        """Read what `encode` wrote."""
+        try:
+            data: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+            hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
+            return LaunchSpec(hosts=hosts, **{**data, "arguments": tuple(data["arguments"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
+
+
+def _encode(value: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value, separators=(",", ":")).encode()).decode()

@@ -1,0 +1,233 @@
+"""The head process's watch over a run: start the agents, show rank 0, end everything at the first failure.
+
+What it promises: the true exit status of the rank that failed first (a signal is 128 + its number), its host, number
+and traceback as the last words, and nothing left running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from neox.launch.events import Event, LineBuffer, decode_event
+from neox.launch.lifeline import exit_status, parent_death_hook
+from neox.launch.spec import LaunchSpec
+from neox.launch.tracebacks import is_secondary
+
+_POLL_SECONDS = 0.1
+_WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
+_END_SECONDS = 5.0
+_HANG_SECONDS = 6.0
+
+Tell = Callable[[int], None]  # sends a signal to the agents on all hosts
+
+
+@dataclass
+class _Failure:
+    """How one rank ended badly."""
+
+    rank: int
+    code: int
+    tail: list[str] = field(default_factory=list)
+
+
+class Supervisor:
+    """One run, seen from the head process."""
+
+    def __init__(self, spec: LaunchSpec, commands: Sequence[Sequence[str]], tell_agents: Tell | None = None) -> None:
+        self.spec, self.commands = spec, commands
+        self.tell_agents = tell_agents or self._signal_children
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.buffers: dict[int, LineBuffer] = {}
+        self.open_lines: dict[tuple[int, str], str] = {}
+        self.tails: dict[int, list[str]] = {}
+        self.failures: list[_Failure] = []
+        self.nodes_done: dict[int, int] = {}
+        self.nodes_seen: set[int] = set()
+        self.hung = False
+        self.stop_signal: int | None = None
+        self.end_at: float | None = None
+        self.strays: list[str] = []
+
+    def run(self, environment: Mapping[str, str] | None = None) -> int:
+        """Start every command, follow them to the end, return the run's exit status."""
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with selectors.DefaultSelector() as selector:
+                for command in self.commands:
+                    self._start(list(command), selector, environment)
+                self._watch(selector)
+        finally:
+            self._end_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return self._verdict()
+
+    def _start(self, command: list[str], selector: selectors.BaseSelector, env: Mapping[str, str] | None) -> None:
+        process = subprocess.Popen(
+            command,
+            env=None if env is None else dict(env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            preexec_fn=parent_death_hook(signal.SIGTERM),
+        )
+        self.processes.append(process)
+        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self.buffers[pipe.fileno()] = LineBuffer()
+            selector.register(pipe, selectors.EVENT_READ, stream)
+
+    # -- watching
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        stopped = False
+        while selector.get_map():
+            for key, _ in selector.select(_POLL_SECONDS):
+                if not self._read(key.fileobj, key.data):  # type: ignore[arg-type]
+                    selector.unregister(key.fileobj)
+            if self.stop_signal is not None and not stopped:
+                stopped = True
+                self._say(f"{signal.Signals(self.stop_signal).name}: asking the ranks to save and end")
+                self.tell_agents(signal.SIGTERM)
+                self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
+            if self.end_at is not None and time.monotonic() >= self.end_at:
+                return
+
+    def _read(self, pipe: IO[bytes], stream: str) -> bool:
+        try:
+            data = os.read(pipe.fileno(), 65536)
+        except BlockingIOError:
+            return True
+        buffer = self.buffers[pipe.fileno()]
+        for line in buffer.feed(data) if data else buffer.flush():
+            self._line(line, stream)
+        return bool(data)
+
+    def _line(self, line: str, stream: str) -> None:
+        host, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
+        event = decode_event(line) or (decode_event(rest) if mark else None)
+        if event is not None:
+            self._take(event)
+        elif line.strip():
+            self.strays.append(line)
+            self._say(line)
+
+    def _take(self, event: Event) -> None:
+        kind = event["kind"]
+        self.nodes_seen.add(event.get("node", 0))
+        if kind == "line":
+            self._show(event)
+        elif kind == "tail":
+            self._add_tail(event)
+        elif kind == "exit" and event["code"] != 0:
+            self.failures.append(_Failure(event["rank"], event["code"], self.tails.get(event["rank"], [])))
+            self._soon(_WINDOW_SECONDS)
+        elif kind == "hang" and not self.hung:
+            self.hung = True
+            self._say(f"no rank got on for {event['seconds']:.0f} s (hang_timeout): the stacks of every rank follow")
+            self.tell_agents(signal.SIGUSR1)
+            self._soon(_HANG_SECONDS)
+        elif kind == "launcher":
+            self._soon(_WINDOW_SECONDS)
+        elif kind == "done":
+            self.nodes_done[event["node"]] = event["code"]
+
+    def _soon(self, seconds: float) -> None:
+        if self.end_at is None:
+            self.end_at = time.monotonic() + seconds
+
+    def _show(self, event: Event) -> None:
+        key = (event["rank"], event["stream"])
+        text = self.open_lines.pop(key, "") + event["text"]
+        if event.get("more"):
+            self.open_lines[key] = text
+            return
+        print(text, file=sys.stdout if event["stream"] == "out" else sys.stderr, flush=True)
+
+    def _add_tail(self, event: Event) -> None:
+        tail = self.tails.setdefault(event["rank"], [])
+        key = (event["rank"], "tail")
+        text = self.open_lines.pop(key, "") + event["text"]
+        if event.get("more"):
+            self.open_lines[key] = text
+        else:
+            tail.append(text)
+
+    # -- ending
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self.stop_signal is not None:  # asked twice: now
+            self.end_at = time.monotonic()
+        self.stop_signal = number
+
+    def _signal_children(self, number: int) -> None:
+        """Local agents are children: signal them directly."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _end_all(self) -> None:
+        """Close every agent's lifeline, then make sure: agents kill their ranks when it ends."""
+        for process in self.processes:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    # -- the result
+
+    def _verdict(self) -> int:
+        """Choose the exit status and say why, with the first failure's traceback last."""
+        if self.hung:
+            self._say("ended: the run hung")
+            return 124
+        cause = next((failure for failure in self.failures if not is_secondary(failure.tail)), None)
+        cause = cause or (self.failures[0] if self.failures else None)
+        if cause is not None:
+            self._explain(cause)
+            return exit_status(cause.code)
+        if len(self.nodes_done) == len(self.spec.hosts):
+            return max(self.nodes_done.values())
+        if self.stop_signal is not None:
+            return 128 + self.stop_signal
+        missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
+        self._say(f"error: the run ended on {', '.join(missing)} without a word about its ranks")
+        return max([exit_status(process.returncode) for process in self.processes] + [1])
+
+    def _explain(self, cause: _Failure) -> None:
+        host = self.spec.host_of(cause.rank).name
+        how = f"exit status {cause.code}" if cause.code > 0 else f"signal {-cause.code} ({_signal_name(-cause.code)})"
+        others = sorted({failure.rank for failure in self.failures} - {cause.rank})
+        if others:
+            self._say(f"rank {cause.rank} failed first; ended with it: {', '.join(map(str, others))}")
+        self._say(f"error: rank {cause.rank} on {host} ended with {how}; its last words:")
+        for line in cause.tail or ["(none)"]:
+            self._say(line)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
