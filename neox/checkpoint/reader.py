@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from neox.checkpoint.joining import (
@@ -94,6 +95,14 @@ class CheckpointReader:
             return step
         raise CheckpointError(f"{self.path}: neither its client state nor its name tells the iteration")
 
+    @property
+    def iteration_or_none(self) -> int | None:
+        """`iteration`, or None where nothing tells it (a directory that was renamed and has no client state)."""
+        try:
+            return self.iteration
+        except CheckpointError:
+            return None
+
     def names(self, index: int) -> tuple[str, ...]:
         """Names of the parameters stored for layer `index`."""
         return tuple(self._states(index)[0])
@@ -150,6 +159,31 @@ class CheckpointReader:
         if self.layers is None:
             raise CheckpointError(f"{self.path}: a layer plan is needed to know what layer {index} should hold")
         return {p.name: self.shard(index, p.name, tp_rank, tp_size) for p in self.layers[index].parameters}
+
+    def shape(self, index: int, name: str) -> tuple[int, ...]:
+        """Shape of the parameter over all tensor ranks, as stored (no change of padding)."""
+        return joined_shape(self.spec(index, name), self.parts(index, name))
+
+    def row_blocks(self, index: int, name: str, max_bytes: int = 1 << 25) -> Iterator[Tensor]:
+        """The parameter as stored, in blocks of rows of at most about `max_bytes`: joins without ever holding it whole.
+
+        A vector comes as one block.
+        """
+        spec, parts = self.spec(index, name), self.parts(index, name)
+        if spec.partition_dim is None or parts[0].dim() == 1:
+            yield join(spec, parts, where=str(self.path / layer_file(index, 0)), on_drift=self._on_drift)
+            return
+        row_bytes = parts[0][0].numel() * parts[0].element_size() * (len(parts) if spec.partition_dim == 1 else 1)
+        step = max(1, max_bytes // max(1, row_bytes))
+        groups = [(part,) for part in parts] if spec.partition_dim == 0 else [parts]
+        for group in groups:
+            for start in range(0, group[0].shape[0], step):
+                rows = [part[start : start + step] for part in group]
+                yield rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def release(self) -> None:
+        """Close the open layer's files once its tensors are gone; pages read so far stop counting as memory used."""
+        self._open = None
 
     def items(self) -> Iterator[tuple[int, str]]:
         """(layer index, parameter name) of everything stored, in order."""

@@ -53,6 +53,6 @@ def save_file(path: Path, value: Any) -> Path:
 def _own(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return (
-        tensor if whole and tensor.device.type == "cpu" else tensor.cpu().clone(memory_format=torch.contiguous_format)
-    )
+    if whole and tensor.device.type == "cpu":
+        return tensor
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)

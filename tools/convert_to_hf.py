@@ -1,0 +1,69 @@
+"""Export a NeoX checkpoint as a Hugging Face GPT-NeoX directory.
+
+tools/convert_to_hf.py --input_dir CKPT/global_step1000 --config_file configs/my.yml --output_dir my-model
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.config import load_config
+from neox.convert import read_flat, refuse_inexpressible, to_hf, upload
+from neox.errors import run_script
+from neox.log import setup_logging
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input_dir", "--input-dir", required=True, help="a global_stepN directory")
+    add("--config_file", "--config-file", required=True, nargs="+", help="the YAML file or files of the run")
+    add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")
+    add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary")
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compare the logits of both models and report the largest difference (default: up to 300 M parameters)",
+    )
+    add("--verify-text", help="text to compare on, instead of a built-in one")
+    add("--tokenizer", help="tokenizer file, instead of the config's vocab_file")
+    add("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest size of one safetensors file")
+    add("--average-replicas", action="store_true", help="average replicated weights that differ between tensor ranks")
+    add("--overwrite", action="store_true", help="replace the output directory")
+    add("--upload", metavar="USER/NAME", help="upload the result to this repository of the Hugging Face hub")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    setup_logging()
+    refuse_inexpressible(read_flat(args.config_file))  # all reasons together, before anything else is looked for
+    result = to_hf(
+        args.input_dir,
+        load_config(args.config_file, overrides=args.set),
+        args.output_dir,
+        precision=None if args.precision == "auto" else args.precision,
+        trim_vocab=args.trim_vocab,
+        verify=args.verify,
+        verify_text=args.verify_text,
+        tokenizer_file=args.tokenizer,
+        max_shard_bytes=int(args.max_shard_size * 1e9),
+        average_replicas=args.average_replicas,
+        overwrite=args.overwrite,
+    )
+    export = result.export
+    print(f"{result.output}: {export.tensors} tensors, {export.total_bytes:,} bytes in {export.files} file(s)")
+    print(f"verified: {result.check}" if result.check else "not verified (--verify compares the logits of both models)")
+    if args.upload:
+        print(f"uploaded to {upload(result.output, args.upload)}")
+
+
+if __name__ == "__main__":
+    run_script(main)
