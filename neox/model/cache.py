@@ -58,9 +58,23 @@ class KVCache:
         mask, causal = self._mask(new_tokens)
         return [LayerCache(k, v, self.length, mask, causal) for k, v in zip(self.keys, self.values, strict=True)]
 
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows [B'] in this order, any of them several times, as beam search does."""
+        self.keys, self.values = self._reordered(self.keys, rows), self._reordered(self.values, rows)
+        if self.start is not None:
+            self.start = self.start[rows]
+
     def advance(self, new_tokens: int) -> None:
         """Count `new_tokens` slots as filled; called once after all layers have appended."""
         self.length += new_tokens
+
+    def _reordered(self, store: Tensor, rows: Tensor) -> Tensor:
+        """Move rows of the filled part; new memory only where their number changes."""
+        filled = store[:, rows, :, : self.length]
+        if len(rows) != store.shape[1]:
+            store = store.new_zeros(store.shape[0], len(rows), *store.shape[2:])
+        store[:, :, :, : self.length] = filled
+        return store
 
     def _mask(self, new_tokens: int) -> tuple[Tensor | None, bool]:
         """Return (boolean mask [B or 1, 1, S, length + S] or None, whether plain causality is all that is needed)."""

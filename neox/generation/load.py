@@ -1,0 +1,122 @@
+"""From a configuration and a checkpoint of any degrees to a model that can be run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from neox.checkpoint import CheckpointReader, find_checkpoint
+from neox.config import NeoXConfig, RunPlan, resolve
+from neox.errors import CheckpointError
+from neox.generation.runner import ModelRunner, Stage
+from neox.log import get_logger
+from neox.model import build_layer, tied_logits
+from neox.model.attention import RotaryEmbedding
+from neox.parallel import ParallelGrid
+
+_log = get_logger(__name__)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def choose_checkpoint(config: NeoXConfig) -> Path:
+    """Return the `global_stepN` directory to read: of `load`, or, where that is not given, of `save`.
+
+    Raises CheckpointError where neither is given or nothing whole is there.
+    """
+    keys = config.checkpoint
+    directory = keys.load or keys.save
+    if directory is None:
+        raise CheckpointError(
+            "neither `load` nor `save` is given, so there is no checkpoint to read; --set load=DIRECTORY names one"
+        )
+    return find_checkpoint(directory, keys.iteration)
+
+
+def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
+    """Return the plan with the checkpoint's padded vocabulary, which depends on the degrees it was trained with."""
+    reader = CheckpointReader(checkpoint)
+    rows = sum(part.shape[0] for part in reader.parts(0, "word_embeddings.weight"))
+    if rows == plan.padded_vocab_size:
+        return plan
+    flat = {**plan.config.to_flat(), "padded_vocab_size": rows}
+    sources = {**plan.config.sources(), "padded_vocab_size": str(checkpoint)}
+    return resolve(NeoXConfig.from_flat(flat, sources), plan.grid.world, plan.vocab_size)
+
+
+def load_model(
+    plan: RunPlan, checkpoint: Path, grid: ParallelGrid, device: torch.device, *, recompute: bool = False
+) -> ModelRunner:
+    """Load this rank's part of a checkpoint, whatever degrees it was written with, in the plan's precision.
+
+    Raises CheckpointError for a checkpoint that is broken or of another model.
+    """
+    plan = plan_for_checkpoint(plan, checkpoint)
+    dtype = _DTYPES[plan.precision]
+    reader = CheckpointReader(checkpoint, plan.layers)
+    bounds = plan.stages[grid.pp_rank]
+    layers = {
+        index: load_layer(plan, reader, index, grid, device, dtype)
+        for index in range(bounds.first, bounds.last)
+        if plan.layers[index].kind != "identity"
+    }
+    if grid.rank == 0:
+        _log.info("weights of %s in %s on %s", checkpoint, plan.precision, device)
+    return ModelRunner(
+        _stage(plan, reader, layers, grid, device, dtype),
+        grid,
+        hidden_size=plan.layers.hidden_size,
+        vocab_size=plan.padded_vocab_size,
+        max_length=context_length(plan.config),
+        device=device,
+        dtype=dtype,
+        recompute=recompute,
+    )
+
+
+def context_length(config: NeoXConfig) -> int:
+    """Return the longest sequence the model can read, in tokens."""
+    length = config.model.max_position_embeddings or config.model.seq_length
+    assert length is not None
+    return length
+
+
+def load_layer(
+    plan: RunPlan,
+    reader: CheckpointReader,
+    index: int,
+    grid: ParallelGrid,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Build one layer with the checkpoint's weights for this tensor rank."""
+    # On "meta" no memory is filled with initial weights that would be thrown away.
+    layer = build_layer(plan, index, grid, device="meta", dtype=dtype).to_empty(device=device).eval()
+    for module in layer.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.reset()
+    state = reader.layer_shard(index, grid.tp_rank, grid.tp_size)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(state[name])
+    return layer.requires_grad_(False)
+
+
+def _stage(
+    plan: RunPlan,
+    reader: CheckpointReader,
+    layers: dict[int, nn.Module],
+    grid: ParallelGrid,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Stage:
+    """Sort a rank's layers; a tied head on another stage than the embedding gets its own copy of the weight."""
+    kinds = {plan.layers[index].kind: layer for index, layer in layers.items()}
+    blocks = [layer for index, layer in layers.items() if plan.layers[index].kind == "block"]
+    head = kinds.get("head")
+    if head is not None and plan.layers.tied:
+        embedding = kinds.get("embedding") or load_layer(plan, reader, 0, grid, device, dtype)
+        head = partial(tied_logits, weight=embedding.word_embeddings.weight, grid=grid)
+    return Stage(blocks=blocks, embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head)

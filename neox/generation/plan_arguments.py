@@ -1,0 +1,54 @@
+"""The arguments by which a script that runs a model learns its plan: from the launcher, or from YAML files itself."""
+
+from __future__ import annotations
+
+import argparse
+
+from neox.config import NeoXConfig, RunPlan, decode_payload, load_config, resolve
+from neox.errors import ConfigError
+from neox.tokenizer import Tokenizer, build_tokenizer
+
+# What a run of one process leaves out of a training configuration: how many ranks there are, and their batches.
+_OF_MANY_RANKS = (
+    "pipe_parallel_size",
+    "model_parallel_size",
+    "global_num_gpus",
+    "num_gpus",
+    "num_nodes",
+    "hostfile",
+    "include",
+    "exclude",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the launcher's `--payload`, and the files and settings of a run in this process alone."""
+    parser.add_argument("files", nargs="*", help="YAML files: the model's, and text_generation.yml or the like")
+    parser.add_argument("-d", "--conf_dir", help="directory of the files")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--payload", help="a resolved configuration, from deepy.py")
+
+
+def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
+    """Return the launcher's plan, or that of one process which holds the whole model. Raises ConfigError."""
+    if args.payload:
+        return decode_payload(args.payload)
+    if not args.files:
+        raise ConfigError("no configuration: name the model's YAML files, or start this script through deepy.py")
+    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=args.overrides))
+    return resolve(config, 1, tokenizer_of(config).vocab_size)
+
+
+def one_process(config: NeoXConfig) -> NeoXConfig:
+    """Return the configuration for one process, whatever number of ranks it trains on."""
+    flat = {key: value for key, value in config.to_flat().items() if key not in _OF_MANY_RANKS}
+    flat["train_micro_batch_size_per_gpu"] = 1
+    return NeoXConfig.from_flat(flat, config.sources())
+
+
+def tokenizer_of(config: NeoXConfig) -> Tokenizer:
+    """Build the configuration's tokenizer. Raises TokenizerError."""
+    keys = config.tokenizer
+    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)

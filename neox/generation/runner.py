@@ -1,0 +1,195 @@
+"""A model that reads and continues text, wherever its layers are: here, split over tensor ranks, over stages, or both.
+
+Every rank of the model runs the same program; only `_hidden` and the two exchanges below it talk to other ranks. Logits
+and scores come out equal on all of them, so that all choose the same tokens and stop together.
+
+Legend: B batch, S tokens fed, T tokens seen, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from neox.model import KVCache, TransformerLayer
+from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
+
+_SCORED_LOGITS = 2**25
+"""Logits held at once while scoring."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one rank: all of them, or one pipeline stage's (embedding first, norm and head last)."""
+
+    blocks: Sequence[TransformerLayer]
+    embedding: Callable[[Tensor], Tensor] | None
+    norm: nn.Module | None
+    head: Callable[[Tensor], Tensor] | None
+
+
+class ModelRunner:
+    """Run a stage together with the other ranks of its model; offers `LanguageModel` and evaluation's `ScoringModel`.
+
+    hidden_size, vocab_size: of the whole model. max_length: tokens of context. dtype: of hidden states. recompute: read
+    the whole text again at each step instead of keeping keys and values.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        grid: ParallelGrid,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: bool = False,
+    ) -> None:
+        self.stage, self.grid = stage, grid
+        self.hidden_size, self.vocab_size, self.max_length = hidden_size, vocab_size, max_length
+        self.device, self.dtype = device, dtype
+        self.recompute = recompute
+
+    def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
+        """Start a batch of prompts of `lengths` tokens that will be at most `capacity` tokens wide."""
+        if self.recompute:
+            return RecomputedDecoding(self, lengths)
+        return CachedDecoding(self, lengths, capacity)
+
+    @torch.inference_mode()
+    def score(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each label's log-probability, float32 [B, S], and whether it is the top one, bool [B, S]."""
+        hidden = self.hidden(tokens)
+        result = torch.empty(2, *tokens.shape, device=self.device)
+        if hidden is not None:
+            assert self.stage.head is not None
+            rows = max(1, _SCORED_LOGITS * self.grid.tp_size // (self.vocab_size * tokens.size(0)))
+            for part, hidden_part, labels_part in zip(
+                result.split(rows, dim=2), hidden.split(rows, dim=1), labels.split(rows, dim=1), strict=True
+            ):
+                logits = self.stage.head(hidden_part)
+                part[0] = -vocab_parallel_cross_entropy(logits, labels_part, self.grid)
+                part[1] = most_probable(logits, self.grid) == labels_part
+        self._from_last_stage(result)
+        return result[0], result[1] > 0
+
+    def next_logits(self, hidden: Tensor | None, batch: int) -> Tensor:
+        """Return the logits [B, V] of the next token on every rank; hidden [B, H] on the last stage."""
+        if hidden is None:
+            logits = torch.empty(batch, self.vocab_size, device=self.device, dtype=self.dtype)
+        else:
+            assert self.stage.head is not None
+            logits = gather_last_dim(self.stage.head(hidden.unsqueeze(1)), self.grid).squeeze(1).contiguous()
+        self._from_last_stage(logits)
+        return logits
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
+        """Return the hidden states after the final norm [B, S, H]; None on all but the last stage."""
+        stage, (batch, length) = self.stage, tokens.shape
+        if stage.embedding is None:
+            x = torch.empty(batch, length, self.hidden_size, device=self.device, dtype=self.dtype)
+            dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
+        else:
+            x = stage.embedding(tokens)
+        if cache is None:
+            positions = torch.arange(length, device=self.device)
+            for block in stage.blocks:
+                x = block(x, positions)
+        else:
+            positions = cache.positions(length)
+            for block, part in zip(stage.blocks, cache.layers(length), strict=True):
+                x = block(x, positions, part)
+            cache.advance(length)
+        if stage.norm is None:
+            dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)
+            return None
+        return stage.norm(x)
+
+    def _stage_rank(self, step: int) -> int:
+        """Global rank of the same data and tensor rank on a neighbouring stage."""
+        grid = self.grid
+        return grid.topology.rank_of(grid.pp_rank + step, grid.dp_rank, grid.tp_rank)
+
+    def _from_last_stage(self, x: Tensor) -> None:
+        """Fill `x` on every stage with what it is on the last."""
+        grid = self.grid
+        if grid.pp_size > 1:
+            last = grid.topology.rank_of(grid.pp_size - 1, grid.dp_rank, grid.tp_rank)
+            dist.broadcast(x, src=last, group=grid.pp_group)
+
+
+class CachedDecoding:
+    """A batch whose keys and values are kept: each token is read once."""
+
+    def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
+        self.runner = runner
+        attention = runner.stage.blocks[0].attention if runner.stage.blocks else None
+        self.cache = KVCache(
+            len(runner.stage.blocks),
+            len(lengths),
+            capacity,
+            attention.heads_here if attention else 0,
+            attention.head_dim if attention else 0,
+            device=runner.device,
+            dtype=runner.dtype,
+        )
+        width = max(lengths)
+        if min(lengths) < width:
+            self.cache.reset(torch.tensor([width - length for length in lengths], device=runner.device))
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        hidden = self.runner.hidden(tokens, self.cache)
+        return self.runner.next_logits(None if hidden is None else hidden[:, -1], tokens.size(0))
+
+    def reorder(self, rows: Tensor) -> None:
+        self.cache.reorder(rows)
+
+
+class RecomputedDecoding:
+    """A batch that is read again from its beginning at each step: slow, and without any cache that could be wrong.
+
+    Rows are padded on the right, where causality keeps the padding out of sight.
+    """
+
+    def __init__(self, runner: ModelRunner, lengths: Sequence[int]) -> None:
+        self.runner = runner
+        self.lengths = list(lengths)
+        self.rows: list[list[int]] = []
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        new = tokens.tolist()
+        if self.rows:
+            self.rows = [old + row for old, row in zip(self.rows, new, strict=True)]
+        else:
+            self.rows = [row[len(row) - length :] for row, length in zip(new, self.lengths, strict=True)]
+        width = max(map(len, self.rows))
+        device = self.runner.device
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in self.rows], device=device)
+        last = torch.tensor([len(row) - 1 for row in self.rows], device=device)
+        hidden = self.runner.hidden(padded)
+        if hidden is not None:
+            hidden = hidden[torch.arange(len(self.rows), device=device), last]
+        return self.runner.next_logits(hidden, len(self.rows))
+
+    def reorder(self, rows: Tensor) -> None:
+        self.rows = [list(self.rows[row]) for row in rows.tolist()]
+
+
+def most_probable(logits: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return the id of the largest logit [B, S] over all tensor ranks: logits [B, S, V/tp]; the lower id wins a tie."""
+    values, ids = logits.max(dim=-1)
+    if grid.tp_size == 1:
+        return ids
+    ids = ids + grid.tp_rank * logits.size(-1)
+    all_values = [torch.empty_like(values) for _ in range(grid.tp_size)]
+    all_ids = [torch.empty_like(ids) for _ in range(grid.tp_size)]
+    dist.all_gather(all_values, values.contiguous(), group=grid.tp_group)
+    dist.all_gather(all_ids, ids, group=grid.tp_group)
+    best = torch.stack(all_values).argmax(dim=0, keepdim=True)
+    return torch.stack(all_ids).gather(0, best).squeeze(0)

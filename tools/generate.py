@@ -1,0 +1,48 @@
+"""Continue prompts with a trained checkpoint.
+
+Through `python deepy.py generate.py -d configs MODEL.yml text_generation.yml` on as many ranks as the configuration
+says, or directly, `python tools/generate.py -d configs MODEL.yml`, in one process that holds the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.engine.distributed import initialize_distributed
+from neox.errors import run_script
+from neox.generation import (
+    add_plan_arguments,
+    choose_checkpoint,
+    load_model,
+    plan_from_arguments,
+    run_generation,
+    tokenizer_of,
+)
+from neox.log import setup_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_plan_arguments(parser)
+    parser.add_argument("-i", "--sample_input_file", help="prompts, one a line, or a .jsonl")
+    parser.add_argument("-o", "--sample_output_file", help="where completions go, a JSON object a line")
+    args = parser.parse_args()
+    for key in ("sample_input_file", "sample_output_file"):
+        if (value := getattr(args, key)) is not None:
+            args.overrides.append(f"{key}={value}")
+    setup_logging()
+    plan = plan_from_arguments(args)
+    tokenizer = tokenizer_of(plan.config)
+    checkpoint = choose_checkpoint(plan.config)
+    grid, device = initialize_distributed(plan)
+    setup_logging(grid.rank)
+    model = load_model(plan, checkpoint, grid, device, recompute=plan.config.generation.recompute)
+    run_generation(plan, model, tokenizer, grid)
+
+
+if __name__ == "__main__":
+    run_script(main)
