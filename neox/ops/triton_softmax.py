@@ -1,0 +1,82 @@
+"""The fused kernel: scale, causal mask and softmax in one pass forward and one backward (Triton).
+
+One program per row of scores: it reads only the positions up to its own, and writes zeros after them. Sums are fp32.
+Legend: B batch, N heads, S sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neox.errors import NeoXError
+
+MAX_LENGTH = 2**16
+"""A row is one block of registers: longer ones would spill."""
+
+
+@triton.jit
+def _forward_kernel(scores, weights, scale, length, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    seen = columns <= row % length
+    x = tl.load(scores + row * length + columns, mask=seen, other=-float("inf")).to(tl.float32) * scale
+    x = tl.exp(x - tl.max(x, axis=0))
+    y = x / tl.sum(x, axis=0)
+    tl.store(weights + row * length + columns, y.to(weights.dtype.element_ty), mask=columns < length)
+
+
+@triton.jit
+def _backward_kernel(weights, grad, out, scale, length, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    seen = columns <= row % length
+    y = tl.load(weights + row * length + columns, mask=seen, other=0.0).to(tl.float32)
+    dy = tl.load(grad + row * length + columns, mask=seen, other=0.0).to(tl.float32)
+    dx = (dy - tl.sum(y * dy, axis=0)) * y * scale
+    tl.store(out + row * length + columns, dx.to(out.dtype.element_ty), mask=columns < length)
+
+
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    """Return softmax(scale x scores) with later positions at exactly 0: [B, N, S, S], fp16, bf16 or fp32.
+
+    Raises NeoXError on a device or length the kernel cannot serve.
+    """
+    if scale <= 0.0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if scores.shape[-1] != scores.shape[-2]:
+        raise ValueError(f"scores must be square in the last two dimensions, got {tuple(scores.shape)}")
+    if scores.shape[-1] > MAX_LENGTH:
+        raise NeoXError(f"the fused softmax serves up to {MAX_LENGTH} positions, got {scores.shape[-1]}: use flash")
+    if scores.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise NeoXError(f"the fused softmax needs a GPU, the scores are on {scores.device}: use impl='torch'")
+    return _CausalSoftmax.apply(scores, float(scale))
+
+
+def _launch(kernel: Any, like: Tensor, *args: Any) -> None:
+    length = like.shape[-1]
+    block = triton.next_power_of_2(length)
+    warps = min(16, max(1, block // 512))
+    kernel[(like.numel() // length,)](*args, length, BLOCK=block, num_warps=warps)
+
+
+class _CausalSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
+        scores = scores.contiguous()
+        weights = torch.empty_like(scores)
+        _launch(_forward_kernel, scores, scores, weights, scale)
+        ctx.save_for_backward(weights)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        out = torch.empty_like(weights)
+        _launch(_backward_kernel, weights, weights, grad.contiguous(), out, ctx.scale)
+        return out, None

@@ -1,0 +1,81 @@
+"""Attention kinds against one another and against a plain loop; rotary against complex numbers."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from neox.ops import apply_rotary, bias_gelu, core_attention, gelu, rotary_inv_freq, rotary_tables
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 7, 3, 8, generator=generator).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("impl", ["eager", "flash"])
+def test_attention_by_hand(impl: str):
+    q, k, v = qkv()
+    out = core_attention(q, k, v, impl=impl)
+    for row in range(7):
+        weights = torch.softmax(torch.einsum("bnd,btnd->bnt", q[:, row], k[:, : row + 1]) / math.sqrt(8), -1)
+        torch.testing.assert_close(
+            out[:, row], torch.einsum("bnt,btnd->bnd", weights, v[:, : row + 1]), atol=1e-6, rtol=0
+        )
+
+
+@pytest.mark.parametrize("impl", ["eager", "flash"])
+def test_scaling_before_and_inside_the_softmax_multiply(impl: str):
+    q, k, v = qkv(torch.float32)
+    plain = core_attention(q, k, v, impl=impl, scale=0.3)
+    torch.testing.assert_close(core_attention(q, k, v, impl=impl, scale=0.1, softmax_scale=3.0), plain)
+
+
+@pytest.mark.parametrize("impl", ["eager", "flash"])
+def test_dropout_runs_inside_the_given_context(impl: str):
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(True)
+        yield
+
+    q, k, v = qkv(torch.float32)
+    dropped = core_attention(q, k, v, impl=impl, dropout_p=0.5, dropout_context=context())
+    assert entered
+    assert not torch.allclose(dropped, core_attention(q, k, v, impl=impl))
+
+
+def test_rotary_is_a_rotation_of_pairs_and_leaves_the_rest():
+    q, k, _ = qkv(torch.float32)
+    inv_freq = rotary_inv_freq(4, 10000)
+    torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.01]))
+    rotated, rotated_k = apply_rotary(q, k, *rotary_tables(inv_freq, torch.arange(7), torch.float32))
+    turn = torch.polar(torch.ones(7, 2), torch.outer(torch.arange(7.0), inv_freq))[None, :, None]
+    for before, after in ((q, rotated), (k, rotated_k)):
+        expected = torch.complex(before[..., :2], before[..., 2:4]) * turn
+        torch.testing.assert_close(after[..., :2], expected.real)
+        torch.testing.assert_close(after[..., 2:4], expected.imag)
+        assert torch.equal(after[..., 4:], before[..., 4:])
+
+
+def test_rotary_positions_may_differ_by_row_and_tables_keep_fp32_angles():
+    q, k, _ = qkv(torch.float32)
+    inv_freq = rotary_inv_freq(8, 10000)
+    positions = torch.stack([torch.arange(7), torch.arange(7) + 1990])
+    both, _ = apply_rotary(q, k, *rotary_tables(inv_freq, positions, torch.float32))
+    second, _ = apply_rotary(q[1:], k[1:], *rotary_tables(inv_freq, positions[1], torch.float32))
+    torch.testing.assert_close(both[1:], second)
+    cos, _ = rotary_tables(inv_freq, positions, torch.bfloat16)
+    exact = (positions[..., None].double() * inv_freq.double()).cos()[:, :, None]
+    torch.testing.assert_close(cos.double(), exact, atol=2**-8, rtol=0)
+
+
+def test_gelus():
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    torch.testing.assert_close(gelu(x), x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
+    by_hand = 0.5 * (x + 1) * (1 + torch.tanh(0.79788456 * (x + 1) * (1 + 0.044715 * (x + 1) ** 2)))
+    torch.testing.assert_close(bias_gelu(x, torch.ones(1, dtype=torch.float64)), by_hand, atol=1e-7, rtol=0)
