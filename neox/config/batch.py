@@ -1,34 +1,49 @@
-"""The batch triple."""
+"""The batch triple: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp."""
 
 from __future__ import annotations
 
 from neox.config.plan import BatchPlan
 from neox.config.sections import NeoXConfig
+from neox.config.wording import place, said
+
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 def solve_batch(config: NeoXConfig, dp: int, problems: list[str]) -> BatchPlan | None:
-    """Return the triple: any two of its keys give the third, one alone takes defaults."""
+    """Return the triple, in samples: any two of its keys give the third, one alone takes one accumulation step.
+
+    A triple that does not fit goes to `problems`, with the nearest one that does.
+    """
     ds = config.deepspeed
     total, micro, steps = ds.train_batch_size, ds.train_micro_batch_size_per_gpu, ds.gradient_accumulation_steps
     if total is None and micro is None:
-        problems.append(
-            "the batch size is missing: give train_micro_batch_size_per_gpu (and gradient_accumulation_steps), "
-            "or train_batch_size"
-        )
+        problems.append(f"the batch size is missing: give {MICRO} (with {STEPS}), or {TOTAL}")
         return None
-    if total is not None and micro is None:
+    if total is None:
+        assert micro is not None
         steps = steps or 1
-        micro = total // (steps * dp)
-    elif total is not None and micro is not None and steps is None:
-        steps = total // (micro * dp)
-    assert micro is not None
-    steps = 1 if steps is None else steps
-    if total is not None and total != micro * steps * dp:
+        return BatchPlan(micro * steps * dp, micro, steps)
+    if micro is not None and steps is not None:
+        if micro * steps * dp == total:
+            return BatchPlan(total, micro, steps)
+        fits = f"{TOTAL} {micro * steps * dp}, or {_nearest(total, micro * dp, STEPS)}"
+        factors = f"{said(config, MICRO, micro)} x {said(config, STEPS, steps)} x {dp} data-parallel ranks"
+        problems.append(f"{place(config, TOTAL)}`{TOTAL}: {total}` is not {factors} = {micro * steps * dp}; use {fits}")
+        return None
+    given, value, missing = (MICRO, micro, STEPS) if micro is not None else (STEPS, steps or 1, MICRO)
+    assert value is not None
+    rest, remainder = divmod(total, value * dp)
+    if remainder or not rest:
+        fits = f"{_nearest(total, value * dp, missing)}"
+        unit = said(config, given, value) if config.given(given) else f"{given} 1"
         problems.append(
-            f"train_batch_size {total} ({config.source('train_batch_size')}) is not train_micro_batch_size_per_gpu "
-            f"{micro} ({config.source('train_micro_batch_size_per_gpu')}) x gradient_accumulation_steps {steps} "
-            f"({config.source('gradient_accumulation_steps')}) x {dp} data-parallel ranks; the nearest that fits is "
-            f"{max(1, round(total / (max(micro, 1) * dp))) * max(micro, 1) * dp}"
+            f"{place(config, TOTAL)}`{TOTAL}: {total}` is not a multiple of {unit} x {dp} data-parallel ranks; use {fits}"
         )
         return None
-    return BatchPlan(micro * steps * dp, micro, steps)
+    return BatchPlan(total, value, rest) if given == MICRO else BatchPlan(total, rest, value)
+
+
+def _nearest(total: int, unit: int, key: str) -> str:
+    """Return the multiple of `unit` nearest to `total`, with the factor it means for `key`."""
+    factor = max(1, round(total / unit))
+    return f"{TOTAL} {factor * unit} with {key} {factor}"

@@ -106,23 +106,45 @@ def _unknown(key: str, sources: Mapping[str, str]) -> str:
 def _translate_aliases(flat: Mapping[str, Any], nested: dict[str, Any], sources: Mapping[str, str]) -> list[str]:
     """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`."""
     problems = []
-    for alias, target in ALIASES.items():
-        if alias not in flat:
+    for name in flat:
+        alias = ALIASES.get(name)
+        if alias is None:
             continue
-        *blocks, last = target.split(".")
-        place = nested
-        for name in blocks:
-            inner = place.get(name)
-            place[name] = dict(inner) if isinstance(inner, dict) else {}
-            place = place[name]
-        if last in place and place[last] != flat[alias]:
+        agreeing = (flat[name],) if alias.values is None else alias.values.get(flat[name], ())
+        present, value = _look_up(nested, alias.target)
+        if not agreeing or (present and value in agreeing):
+            continue
+        if present:
             problems.append(
-                f"{at(alias, sources)}`{alias}: {flat[alias]}` contradicts `{target}: {place[last]}` "
-                f"({sources.get(target, 'given')}); they are the same setting, so remove one"
+                f"{at(name, sources)}`{name}: {flat[name]}` contradicts `{alias.target}: {value}` "
+                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one"
             )
             continue
-        place[last] = flat[alias]
+        _put(nested, alias.target, agreeing[0])
     return problems
+
+
+def _look_up(nested: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+    """Return whether a dotted path is present, and its value. A block of a wrong type counts as absent."""
+    value: Any = nested
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+def _put(nested: dict[str, Any], path: str, value: Any) -> None:
+    """Set a dotted path, copying blocks on the way; a block of a wrong type is left for validation to refuse."""
+    *blocks, last = path.split(".")
+    place = nested
+    for name in blocks:
+        inner = place.get(name, {})
+        if not isinstance(inner, Mapping):
+            return
+        place[name] = dict(inner)
+        place = place[name]
+    place[last] = value
 
 
 def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> str:

@@ -61,7 +61,7 @@ class RunPlan:
     """Everything a run needs to know; nothing changes afterwards.
 
     vocab_size: ids the tokenizer can produce; padded_vocab_size: rows of the embedding.
-    save_iterations: completed steps after which a checkpoint is written, ascending, the last step included if `save` is set.
+    save_iterations: completed steps after which a checkpoint is written, ascending; with `save`, the last one included.
     deepspeed: the JSON object handed to DeepSpeed. notes: what was translated, assumed or dropped, for people.
     attention: how each transformer layer computes attention.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neox.config.plan import Precision
 from neox.config.sections import NeoXConfig
+from neox.config.wording import place
 
 
 def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | None:
@@ -13,15 +14,18 @@ def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | Non
         claims["precision"] = "bf16" if config.model.precision in ("bfloat16", "bf16") else config.model.precision
     fp16 = config.deepspeed.fp16
     if fp16 is not None:
-        enabled = fp16.enabled if fp16.enabled is not None else bool(fp16.fp16)
+        enabled = fp16.enabled if fp16.enabled is not None else fp16.fp16
         if fp16.type in ("bfloat16", "bf16"):
             claims["fp16"] = "bf16"
-        elif enabled:
+        elif enabled or (enabled is None and fp16.type == "fp16"):
             claims["fp16"] = "fp16"
+        elif enabled is False and claims.get("precision") == "fp16":
+            claims["fp16"] = "fp32"
     if config.deepspeed.bf16 is not None and config.deepspeed.bf16.enabled:
         claims["bf16"] = "bf16"
     if len(set(claims.values())) > 1:
         said = ", ".join(f"`{key}` ({config.source(key)}) says {value}" for key, value in claims.items())
-        problems.append(f"two precisions: {said}; keep one")
+        last = list(claims)[-1]
+        problems.append(f"{place(config, last)}two precisions: {said}; keep one")
         return None
     return next(iter(claims.values()), "fp32")

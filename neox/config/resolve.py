@@ -7,10 +7,12 @@ from itertools import pairwise
 from neox.config.attention import attention_impls
 from neox.config.batch import solve_batch
 from neox.config.deepspeed_json import deepspeed_json
+from neox.config.grid import solve_grid
 from neox.config.laws import static_problems
+from neox.config.laws.collect import unsupported_notes
 from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.memory import estimate_memory
-from neox.config.plan import GridPlan, RunPlan, StagePlan
+from neox.config.plan import RunPlan, StagePlan
 from neox.config.precision import choose_precision
 from neox.config.saves import save_iterations
 from neox.config.sections import NeoXConfig
@@ -24,15 +26,16 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     Raises ConfigError listing every law that the configuration breaks.
     """
     problems = static_problems(config)
-    grid = _grid(config, world_size, problems)
+    grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, grid.dp, problems) if grid else None
-    precision = choose_precision(config, problems)
+    precision = choose_precision(config, [])  # a contradiction is among the laws' problems
     padded = padded_vocabulary(config, vocab_size, problems)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(problems)
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid.pp)
     json, notes = deepspeed_json(config, grid, batch, precision)
+    notes += unsupported_notes(config)
     return RunPlan(
         config=config,
         grid=grid,
@@ -53,7 +56,9 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
     """Return the layer plan of a configuration whose sizes are given."""
     model = config.model
-    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    assert model.num_layers
+    assert model.hidden_size
+    assert model.num_attention_heads
     return build_layer_plan(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -69,6 +74,8 @@ def padded_vocabulary(config: NeoXConfig, vocab_size: int, problems: list[str]) 
     """Return the rows of the embedding: vocab_size rounded up, or the explicit padded_vocab_size."""
     mp = config.parallelism.model_parallel_size
     multiple = config.model.make_vocab_size_divisible_by * mp
+    if vocab_size < 1:
+        problems.append(f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one")
     explicit = config.tokenizer.padded_vocab_size
     if explicit is None:
         return -(-vocab_size // multiple) * multiple
@@ -78,17 +85,6 @@ def padded_vocabulary(config: NeoXConfig, vocab_size: int, problems: list[str]) 
     if explicit % mp:
         problems.append(f"{where}: `padded_vocab_size: {explicit}` is not a multiple of model_parallel_size {mp}")
     return explicit
-
-
-def _grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan | None:
-    pp, mp = max(1, config.parallelism.pipe_parallel_size), config.parallelism.model_parallel_size
-    if world % (pp * mp) or world < 1:
-        problems.append(
-            f"{world} GPUs cannot be divided into pipe_parallel_size {pp} ({config.source('pipe_parallel_size')}) x "
-            f"model_parallel_size {mp} ({config.source('model_parallel_size')}); use a multiple of {pp * mp}"
-        )
-        return None
-    return GridPlan(pp, mp, world // (pp * mp), world)
 
 
 def _stages(config: NeoXConfig, layers: LayerPlan, pp: int) -> tuple[StagePlan, ...]:

@@ -1,0 +1,52 @@
+"""All laws that do not depend on the number of ranks or the tokenizer."""
+
+from __future__ import annotations
+
+from neox.config.laws.memory_and_precision import memory_and_precision_problems
+from neox.config.laws.network import network_problems
+from neox.config.laws.run import run_problems
+from neox.config.sections import NeoXConfig
+from neox.config.unsupported import UNSUPPORTED
+from neox.config.wording import place, said
+
+
+def static_problems(config: NeoXConfig) -> list[str]:
+    """Return every violation as a sentence: what, where, why, what to do."""
+    return [
+        *unsupported_problems(config),
+        *network_problems(config),
+        *memory_and_precision_problems(config),
+        *run_problems(config),
+    ]
+
+
+def unsupported_problems(config: NeoXConfig) -> list[str]:
+    """Return a sentence for every given key of gpt-neox that asks for a feature that does not exist here."""
+    problems = []
+    for name, value in config.to_flat().items():
+        key = UNSUPPORTED.get(name)
+        if key is not None and key.status == "refused" and not key.is_off(value):
+            problems.append(f"{place(config, name)}`{name}: {value}` does not work here: {key.reason}")
+    return problems
+
+
+def unsupported_notes(config: NeoXConfig) -> list[str]:
+    """Return a sentence for every given key that changes nothing here."""
+    notes = []
+    for name, value in config.to_flat().items():
+        key = UNSUPPORTED.get(name)
+        if key is not None and key.status == "no effect" and not key.is_off(value):
+            notes.append(f"{said(config, name, value)} changes nothing: {key.reason}")
+    return notes
+
+
+def missing_for_training(config: NeoXConfig) -> list[str]:
+    """Return a sentence for each thing that training needs and the configuration does not name."""
+    missing = []
+    if config.training.train_iters is None:
+        missing.append("`train_iters` is missing: give the number of training iterations")
+    if config.data.data_path is None and config.data.train_data_paths is None:
+        missing.append("no training data: give data_path (or train_data_paths, valid_data_paths, test_data_paths)")
+    if config.tokenizer.vocab_file is None and config.tokenizer.tokenizer_type not in ("CharLevelTokenizer",):
+        missing.append(f"no vocabulary: give vocab_file for tokenizer_type {config.tokenizer.tokenizer_type}")
+    return missing

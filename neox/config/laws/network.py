@@ -1,0 +1,108 @@
+"""Laws of the network: shapes that divide, kinds that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neox.config.attention import attention_kinds
+from neox.config.sections import NeoXConfig
+from neox.config.wording import place, said
+from neox.errors import ConfigError
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+# Values gpt-neox knows and this project does not build, by key, and what to write instead.
+_KINDS = {
+    "norm": (("layernorm",), "use layernorm"),
+    "pos_emb": (("rotary", "none"), "use rotary (or none)"),
+    "activation": (("gelu",), "use gelu"),
+}
+
+
+def network_problems(config: NeoXConfig) -> Iterator[str]:
+    """Yield violations of laws about the network."""
+    model = config.model
+    for key in REQUIRED:
+        if getattr(model, key) is None:
+            yield f"`{key}` is missing: every model needs it"
+    for key, (works, advice) in _KINDS.items():
+        value = getattr(model, key)
+        if value not in works:
+            unset = "" if config.given(key) else f"; gpt-neox's default is {value}, so it must be given"
+            yield f"{place(config, key)}`{key}: {value}` is not implemented: {advice}{unset}"
+    yield from _heads(config)
+    yield from _lengths(config)
+    yield from _attention(config)
+
+
+def _heads(config: NeoXConfig) -> Iterator[str]:
+    model, mp = config.model, config.parallelism.model_parallel_size
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if heads is None:
+        return
+    if heads % mp:
+        yield (
+            f"{place(config, 'num_attention_heads')}`num_attention_heads: {heads}` cannot be divided over "
+            f"{said(config, 'model_parallel_size', mp)}; use a degree among {_divisors(heads)}"
+        )
+    if hidden is None:
+        return
+    if hidden % heads:
+        lower, upper = hidden // heads * heads, -(-hidden // heads) * heads
+        nearest = " or ".join(str(n) for n in (lower, upper) if n)
+        yield (
+            f"{place(config, 'hidden_size')}`hidden_size: {hidden}` is not a multiple of "
+            f"{said(config, 'num_attention_heads', heads)}; the nearest multiples are {nearest}"
+        )
+    elif model.pos_emb == "rotary":
+        rotated = int(hidden // heads * model.rotary_pct)
+        if rotated < 2 or rotated % 2:
+            yield (
+                f"{place(config, 'rotary_pct')}`rotary_pct: {model.rotary_pct}` rotates {rotated} of the "
+                f"{hidden // heads} dimensions of a head; it must be an even number of at least 2"
+            )
+
+
+def _lengths(config: NeoXConfig) -> Iterator[str]:
+    model, pp = config.model, config.parallelism.pipe_parallel_size
+    if model.seq_length and model.max_position_embeddings and model.seq_length > model.max_position_embeddings:
+        yield (
+            f"{place(config, 'seq_length')}`seq_length: {model.seq_length}` is longer than "
+            f"{said(config, 'max_position_embeddings', model.max_position_embeddings)}; raise the second"
+        )
+    if model.num_layers is not None and pp > model.num_layers:
+        yield (
+            f"{place(config, 'pipe_parallel_size')}`pipe_parallel_size: {pp}` is more stages than "
+            f"{said(config, 'num_layers', model.num_layers)}; use at most {model.num_layers}"
+        )
+    asked = config.to_flat().get("is_pipe_parallel")
+    if asked is not None and bool(asked) != (pp >= 2) and not (asked and pp == 1):
+        yield (
+            f"{place(config, 'is_pipe_parallel')}`is_pipe_parallel: {asked}` contradicts "
+            f"{said(config, 'pipe_parallel_size', pp)}, from which it follows; remove it"
+        )
+
+
+def _attention(config: NeoXConfig) -> Iterator[str]:
+    key, layers = "attention_config", config.model.num_layers
+    if config.model.attention_config is None or layers is None:
+        return
+    try:
+        kinds = attention_kinds(config)
+    except ConfigError as error:
+        yield from (f"{place(config, key)}{problem}" for problem in error.problems)
+        return
+    unknown = sorted(set(kinds) - {"global", "flash"})
+    if unknown:
+        yield f"{place(config, key)}`{key}` asks for {', '.join(unknown)}: not implemented, use global or flash"
+    if len(kinds) != layers:
+        yield (
+            f"{place(config, key)}`{key}` describes {len(kinds)} layers, but "
+            f'{said(config, "num_layers", layers)}; write [[["{kinds[0] if kinds else "global"}"], {layers}]]'
+        )
+    if "flash" in kinds and config.model.pos_emb == "alibi":
+        yield f"{place(config, key)}flash attention cannot add alibi"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
