@@ -53,3 +53,16 @@ class RunnerConfig(Section):
 
     force_multi: bool = False
     """Launch through pdsh even where there is one host."""
+
+    ssh_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the hosts' ssh servers; what ssh's own configuration says where unset."""
+
+    forward_environment: tuple[str, ...] | None = None
+    """Environment variables (with `*`) that travel to the ranks on other hosts, in place of the default list: NCCL_*,
+    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never do."""
+
+    hang_timeout: float | None = Field(1800.0, gt=0)
+    """Seconds without progress or output of any rank after which a run is ended, with every rank's stack; null: never."""
+
+    stop_timeout: float = Field(60.0, gt=0)
+    """Seconds that ranks have to save and end after SIGTERM or Ctrl-C, before they are killed."""
