@@ -11,14 +11,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import neox
 from neox.config import NeoXConfig, RunPlan, encode_payload, format_plan, load_config, plan_as_dict, resolve
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
-from neox.launch.environment import child_environment, forwarded_environment, withheld_secrets
+from neox.launch.environment import FORWARDED, child_environment, forwarded_environment, withheld_secrets
 from neox.launch.placement import (
     Placement,
     Request,
@@ -37,6 +36,18 @@ from neox.log import setup_logging
 # A dry run without the tokenizer's files assumes these many ids.
 _ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
 _ASSUMED_OTHERWISE = 50257
+
+_FLAGS_OF_KEYS = (
+    "hostfile",
+    "sample_input_file",
+    "sample_output_file",
+    "iteration",
+    "eval_results_prefix",
+    "eval_tasks",
+    "wandb_group",
+    "wandb_team",
+    "autotuning_run",
+)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,7 +95,8 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     keys = ("hostfile", "sample_input_file", "sample_output_file", "iteration", "eval_results_prefix")
     keys += ("wandb_group", "wandb_team", "autotuning_run", "eval_tasks")
     given = ((key, getattr(arguments, key)) for key in keys)
-    return [f"{key}={json.dumps(value)}" for key, value in given if value is not None] + arguments.set
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
+    return [f"{key}={text}" for key, text in texts] + arguments.set
 
 
 def find_script(name: str) -> Path:
@@ -177,7 +189,9 @@ def build_spec(
         code_root=str(code_root()),
         run_directory=str(directory),
         python=sys.executable,
-        environment=forwarded_environment(environment),
+        environment=forwarded_environment(environment, plan.config.runner.forward_environment or FORWARDED),
+        hang_timeout=plan.config.training.hang_timeout,
+        stop_timeout=plan.config.runner.stop_timeout,
     )
 
 
@@ -185,15 +199,16 @@ def show_plan(plan: RunPlan, placement: Placement, spec: LaunchSpec, warnings: l
     """Print what a dry run answers: one JSON object, or text; warnings go to stderr."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    commands = shown_commands(spec, plan.config.runner)
+    commands = shown_commands(spec)
     if as_json:
         hosts: list[dict[str, Any]] = [{"name": host.name, "slots": len(host.slots)} for host in placement.hosts]
         print(json.dumps({**plan_as_dict(plan), "hosts": hosts, "warnings": warnings, "commands": commands}))
         return
     print(format_plan(plan))
     print(f"hosts     {len(placement.hosts)} ({placement.why})")
-    for line in commands:
-        print(f"command   {line}")
+    print(f"command   on {commands[0]['host']}: {commands[0]['command']}")
+    if len(commands) > 1:
+        print(f"          on {len(commands) - 1} more hosts the same with --node_rank 1 to {len(commands) - 1}")
 
 
 def main() -> int:
@@ -220,7 +235,7 @@ def main() -> int:
         config=plan.config.to_flat(),
         commands=[[sys.executable, *sys.argv]],
     )
-    return launch(replace(spec), plan.config.runner, environment)
+    return launch(spec, plan.config.runner, environment)
 
 
 if __name__ == "__main__":
