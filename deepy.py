@@ -92,11 +92,9 @@ def _positive(text: str) -> int:
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
     """Turn flags into overrides of the keys they stand for; `--set` comes last and wins."""
-    keys = ("hostfile", "sample_input_file", "sample_output_file", "iteration", "eval_results_prefix")
-    keys += ("wandb_group", "wandb_team", "autotuning_run", "eval_tasks")
-    given = ((key, getattr(arguments, key)) for key in keys)
-    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
-    return [f"{key}={text}" for key, text in texts] + arguments.set
+    given = ((key, getattr(arguments, key)) for key in _FLAGS_OF_KEYS)
+    changes = [f"{key}={json.dumps(value)}" for key, value in given if value is not None]
+    return [*changes, *arguments.set]
 
 
 def find_script(name: str) -> Path:

@@ -22,9 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from neox.errors import run_script
+from neox.errors import LaunchError, run_script
 from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
+from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, parent_death_hook, process_state, signal_group
 from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.spec import LaunchSpec
@@ -117,6 +118,8 @@ class NodeAgent:
                 self.selector.register(listener, selectors.EVENT_READ, ("listener", None))
                 if self.lifeline:
                     self.selector.register(sys.stdin, selectors.EVENT_READ, ("head", None))
+                for lock in break_stale_locks():
+                    self.say(f"{self.host.name}: removed {lock}, left by a build whose process is gone")
                 self.launcher = subprocess.Popen(
                     self.launcher_command(directory / "socket"),
                     env=self.environment(directory),
@@ -329,13 +332,13 @@ class _Keeper:
         self.rank: int | None = None
 
 
-def deepspeed_launch(spec: LaunchSpec, node_rank: int) -> list[str]:
-    """The start of DeepSpeed's per-host launcher for one host."""
+def deepspeed_launch(spec: LaunchSpec, node_rank: int, world_info: str | None = None) -> list[str]:
+    """The start of DeepSpeed's per-host launcher for one host; world_info saves encoding it again for each of many."""
     return [
         spec.python,
         "-m",
         "deepspeed.launcher.launch",
-        f"--world_info={spec.world_info}",
+        f"--world_info={world_info or spec.world_info}",
         f"--node_rank={node_rank}",
         f"--master_addr={spec.master_addr}",
         f"--master_port={spec.master_port}",
@@ -348,11 +351,21 @@ def main() -> int:
     """Run the agent of one host."""
     parser = argparse.ArgumentParser(prog="python -m neox.launch.node", description="Start and watch one host's ranks.")
     parser.add_argument("spec", help="the run, as base64")
-    parser.add_argument("--node_rank", type=int, required=True, help="number of this host, from 0")
+    parser.add_argument("--node_rank", required=True, help="number of this host, from 0; `auto` asks slurm or mpirun")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
     spec = LaunchSpec.decode(arguments.spec)
-    return NodeAgent(spec, arguments.node_rank, arguments.lifeline).run()
+    return NodeAgent(spec, _node_rank(arguments.node_rank), arguments.lifeline).run()
+
+
+def _node_rank(text: str) -> int:
+    """Read a host's number, or find it where srun and mpirun put it (one agent per host)."""
+    if text != "auto":
+        return int(text)
+    for name in ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    raise LaunchError("neither SLURM_NODEID nor OMPI_COMM_WORLD_RANK is set: was this started by srun or mpirun?")
 
 
 if __name__ == "__main__":

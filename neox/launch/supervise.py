@@ -115,7 +115,7 @@ class Supervisor:
         return bool(data)
 
     def _line(self, line: str, stream: str) -> None:
-        host, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
+        _, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
         event = decode_event(line) or (decode_event(rest) if mark else None)
         if event is not None:
             self._take(event)

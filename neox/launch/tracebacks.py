@@ -10,7 +10,8 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 _FATAL = ("Fatal Python error:", "terminate called", "Segmentation fault")
 _SECONDARY = re.compile(
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|remote process exited|Socket Timeout"
-    r"|NCCL (error|communicator was aborted)|Software caused connection abort|recvValue failed|store is being destroyed",
+    r"|NCCL (error|communicator was aborted)|Software caused connection abort|recvValue failed"
+    r"|store is being destroyed",
     re.IGNORECASE,
 )
 _LINES_WITHOUT_TRACEBACK = 20

@@ -59,10 +59,8 @@ class RunnerConfig(Section):
 
     forward_environment: tuple[str, ...] | None = None
     """Environment variables (with `*`) that travel to the ranks on other hosts, in place of the default list: NCCL_*,
-    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never do."""
-
-    hang_timeout: float | None = Field(1800.0, gt=0)
-    """Seconds without progress or output of any rank after which a run is ended, with every rank's stack; null: never."""
+    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never
+    do."""
 
     stop_timeout: float = Field(60.0, gt=0)
     """Seconds that ranks have to save and end after SIGTERM or Ctrl-C, before they are killed."""
