@@ -34,10 +34,11 @@ def solve_batch(config: NeoXConfig, dp: int, problems: list[str]) -> BatchPlan |
     assert value is not None
     rest, remainder = divmod(total, value * dp)
     if remainder or not rest:
-        fits = f"{_nearest(total, value * dp, missing)}"
+        fits = _nearest(total, value * dp, missing)
         unit = said(config, given, value) if config.given(given) else f"{given} 1"
         problems.append(
-            f"{place(config, TOTAL)}`{TOTAL}: {total}` is not a multiple of {unit} x {dp} data-parallel ranks; use {fits}"
+            f"{place(config, TOTAL)}`{TOTAL}: {total}` is not a multiple of {unit} x {dp} data-parallel ranks; "
+            f"use {fits}"
         )
         return None
     return BatchPlan(total, value, rest) if given == MICRO else BatchPlan(total, rest, value)

@@ -15,8 +15,8 @@ def solve_grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan 
     if world < 1 or world % copy:
         near = sorted({n for n in (world // copy * copy, -(-world // copy) * copy) if n > 0} or {copy})
         problems.append(
-            f"{world} GPUs cannot be divided into copies of the model on {copy}: {said(config, 'pipe_parallel_size', asked)} "
-            f"x {said(config, 'model_parallel_size', mp)}; use {' or '.join(map(str, near))} GPUs, or other degrees"
+            f"{world} GPUs cannot be divided into copies of the model on {copy}: "
+            f"{said(config, 'pipe_parallel_size', asked)} x {said(config, 'model_parallel_size', mp)}; use {' or '.join(map(str, near))} GPUs, or other degrees"
         )
         return None
     return GridPlan(pp, mp, world // copy, world)

@@ -108,10 +108,9 @@ def build_layer_plan(
 ) -> LayerPlan:
     """List the layers of a GPT-NeoX model (LayerNorm with biases, biased linears, 4 x hidden MLP)."""
     h = hidden_size
-    norm = lambda name: (  # noqa: E731
-        ParameterSpec(f"{name}weight", (h,), decay=False),
-        ParameterSpec(f"{name}bias", (h,), decay=False),
-    )
+
+    def norm(name: str) -> tuple[ParameterSpec, ParameterSpec]:
+        return ParameterSpec(f"{name}weight", (h,), decay=False), ParameterSpec(f"{name}bias", (h,), decay=False)
 
     def row_bias(name: str) -> ParameterSpec:
         return ParameterSpec(name, (h,), summed_in_neox=gpt_j_residual, decay=False)

@@ -10,8 +10,9 @@ from neox.config.wording import place
 def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | None:
     """Return the precision; a contradiction between `precision`, `fp16` and `bf16` goes to `problems`."""
     claims: dict[str, Precision] = {}
-    if config.model.precision is not None:
-        claims["precision"] = "bf16" if config.model.precision in ("bfloat16", "bf16") else config.model.precision
+    named = config.model.precision
+    if named is not None:
+        claims["precision"] = "bf16" if named == "bfloat16" else named
     fp16 = config.deepspeed.fp16
     if fp16 is not None:
         enabled = fp16.enabled if fp16.enabled is not None else fp16.fp16
