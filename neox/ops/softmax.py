@@ -27,7 +27,8 @@ def scale_mask_softmax(scores: Tensor, scale: float = 1.0, impl: SoftmaxImpl = "
     if impl == "triton":
         return _triton_softmax(scores, scale)
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-    x = scores.float() if scale == 1.0 else scores.float() * scale
+    x = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    x = x if scale == 1.0 else x * scale
     return x.masked_fill(later, MASKED_SCORE).softmax(-1).to(scores.dtype)
 
 

@@ -1,0 +1,77 @@
+"""The whole model on one rank: loss, recomputation, generation cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neox.errors import NeoXError
+from neox.model import GPT, lm_loss
+from neox.parallel import ParallelGrid
+from tests.unit.model.plans import small_plan
+
+TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_lm_loss_is_the_mean_of_unmasked_tokens():
+    grid = ParallelGrid.single()
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, 3], [4, 0, 1]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(lm_loss(logits, (labels, mask), grid), -(picked * mask).sum() / 3)
+    assert lm_loss(logits, (labels, torch.zeros(2, 3)), grid) == 0.0
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int):
+    grid = ParallelGrid.single()
+    results = []
+    for recompute in (False, True):
+        keys = {"checkpoint_activations": recompute, "checkpoint_num_layers": chunk}
+        model = GPT(small_plan(hidden_dropout=0.2, attention_dropout=0.2, **keys), grid)
+        grid.seed(3)
+        loss = lm_loss(model(TOKENS), (TOKENS, torch.ones(TOKENS.shape)), grid)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+def test_later_tokens_do_not_change_earlier_logits():
+    model = GPT(small_plan(), ParallelGrid.single()).eval()
+    changed = TOKENS.clone()
+    changed[:, 7] = 5
+    torch.testing.assert_close(model(TOKENS)[:, :7], model(changed)[:, :7])
+    assert not torch.allclose(model(TOKENS)[:, 7], model(changed)[:, 7])
+
+
+@pytest.mark.parametrize("steps", [(12,), (5, 1, 1, 5), (1,) * 12])
+@torch.no_grad()
+def test_cache_gives_the_logits_of_the_whole_sequence(steps: tuple[int, ...]):
+    model = GPT(small_plan(), ParallelGrid.single()).eval()
+    cache = model.new_cache(batch=2, max_length=12)
+    logits = torch.cat([model(part, cache) for part in TOKENS.split(steps, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(TOKENS), atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_left_padded_rows_give_the_logits_of_each_row_alone():
+    model = GPT(small_plan(), ParallelGrid.single()).eval()
+    short = TOKENS[1:, :8]
+    padded = torch.stack([TOKENS[0, :11], torch.cat([torch.zeros(3, dtype=torch.long), short[0]])])
+    cache = model.new_cache(batch=2, max_length=16)
+    cache.reset(start=torch.tensor([0, 3]))
+    logits = model(padded, cache)
+    assert logits.isfinite().all()
+    following = torch.tensor([[7], [9]])
+    logits = torch.cat([logits, model(following, cache)], dim=1)
+    for row, alone in enumerate([TOKENS[:1, :11], short]):
+        expected = model(torch.cat([alone, following[row : row + 1]], dim=1))[0]
+        torch.testing.assert_close(logits[row, -expected.shape[0] :], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_full_cache_is_an_error():
+    model = GPT(small_plan(), ParallelGrid.single()).eval()
+    cache = model.new_cache(batch=2, max_length=4)
+    with pytest.raises(NeoXError, match="room for 4 tokens"):
+        model(TOKENS, cache)

@@ -1,0 +1,106 @@
+"""Initial weights: NeoX's distributions, and the same full tensors under every layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from neox.model import GPT, build_layer, initialize
+from neox.model.initial_weights import draw
+from neox.parallel import ParallelGrid, Topology
+from tests.unit.model.plans import small_plan
+
+
+def drawn(method: str, shape: tuple[int, int] = (300, 200)) -> torch.Tensor:
+    return draw(method, shape, torch.Generator().manual_seed(0), std=0.02, layers=8, hidden=200)
+
+
+@pytest.mark.parametrize(
+    ("method", "deviation"),
+    [
+        ("normal", 0.02),
+        ("scaled_normal", 0.02 / math.sqrt(16)),
+        ("small_init", math.sqrt(2 / (5 * 200))),
+        ("wang_init", 2 / 8 / math.sqrt(200)),
+        ("xavier_normal", math.sqrt(2 / 500)),
+        ("xavier_uniform", math.sqrt(2 / 500)),
+    ],
+)
+def test_deviations(method: str, deviation: float):
+    weight = drawn(method)
+    assert weight.std().item() == pytest.approx(deviation, rel=0.01)
+    assert abs(weight.mean().item()) < deviation / 50
+    assert (weight.abs().max() <= math.sqrt(3) * deviation * 1.0001) == (method == "xavier_uniform")
+
+
+@pytest.mark.parametrize(("method", "gain"), [("orthogonal", math.sqrt(2)), ("scaled_orthogonal", math.sqrt(2 / 8))])
+def test_orthogonal(method: str, gain: float):
+    weight = drawn(method)
+    torch.testing.assert_close(weight.T @ weight, torch.eye(200) * gain**2, atol=1e-5, rtol=0)
+
+
+def test_unknown_method_is_an_error():
+    with pytest.raises(ValueError, match="known: normal"):
+        drawn("zeros")
+
+
+def test_methods_go_where_neox_sends_them():
+    model = GPT(small_plan(init_method="orthogonal", output_layer_init_method="scaled_normal"), ParallelGrid.single())
+    for name, weight in model.named_parameters():
+        if name.endswith(("dense.weight", "dense_4h_to_h.weight")):
+            assert weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)
+        elif weight.dim() == 2:
+            assert torch.linalg.svdvals(weight.detach()) == pytest.approx(math.sqrt(2), rel=1e-4)
+        else:
+            assert torch.equal(
+                weight, torch.ones(32) if "norm" in name and "weight" in name else torch.zeros_like(weight)
+            )
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tensor_ranks_hold_slices_of_the_same_tensors(tp_size: int):
+    whole = dict(GPT(small_plan(), ParallelGrid.single()).named_parameters())
+    plan = small_plan(tp_size, model_parallel_size=tp_size)
+    for entry in plan.layers:
+        parts = []
+        for rank in range(tp_size):
+            grid = replace(ParallelGrid.single(), topology=Topology(1, 1, tp_size), rank=rank)
+            parts.append(dict(build_layer(plan, entry.index, grid).named_parameters()))
+        for spec in entry.parameters:
+            full = whole[f"sequential.{entry.index}.{spec.name}"]
+            if spec.partition_dim is None:
+                assert all(torch.equal(part[spec.name], full) for part in parts)
+            else:
+                assert torch.equal(torch.cat([part[spec.name] for part in parts], spec.partition_dim), full)
+
+
+def test_seed_changes_weights_and_torchs_own_stream_does_not():
+    torch.manual_seed(1)
+    one = build_layer(small_plan(), 2, ParallelGrid.single()).mlp.dense_h_to_4h.weight
+    torch.manual_seed(2)
+    same = build_layer(small_plan(), 2, ParallelGrid.single()).mlp.dense_h_to_4h.weight
+    other = build_layer(small_plan(seed=99), 2, ParallelGrid.single()).mlp.dense_h_to_4h.weight
+    next_layer = build_layer(small_plan(), 3, ParallelGrid.single()).mlp.dense_h_to_4h.weight
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, next_layer)
+
+
+def test_meta_layers_can_be_filled_later():
+    plan, grid = small_plan(), ParallelGrid.single()
+    expected = GPT(plan, grid).state_dict()
+    model = GPT(plan, grid, device="meta").to_empty(device="cpu")
+    for index, layer in enumerate(model.sequential):
+        initialize(layer, plan, index, grid)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_bf16_parameters_are_the_rounded_fp32_ones_and_the_rotary_buffer_stays_fp32():
+    plan, grid = small_plan(), ParallelGrid.single()
+    exact = GPT(plan, grid).state_dict()
+    for name, tensor in GPT(plan, grid, dtype=torch.bfloat16).state_dict().items():
+        dtype = torch.float32 if name.endswith("inv_freq") else torch.bfloat16
+        assert torch.equal(tensor, exact[name].to(dtype))

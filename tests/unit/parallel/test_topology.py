@@ -1,0 +1,37 @@
+"""Rank arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.parallel import ParallelGrid, Topology
+
+
+def test_pipe_is_outermost_and_tensor_innermost():
+    topology = Topology(pp_size=2, dp_size=3, tp_size=4)
+    assert topology.world_size == 24
+    assert topology.rank_of(1, 2, 3) == 23
+    assert [topology.rank_of(*topology.coordinates(rank)) for rank in range(24)] == list(range(24))
+    assert topology.tp_groups()[0] == [0, 1, 2, 3]
+    assert topology.dp_groups()[0] == [0, 4, 8]
+    assert topology.pp_groups()[0] == [0, 12]
+    assert topology.model_groups()[1] == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("groups", ["tp_groups", "dp_groups", "pp_groups", "model_groups"])
+def test_groups_of_an_axis_hold_every_rank_once(groups: str):
+    ranks = [rank for group in getattr(Topology(2, 3, 4), groups)() for rank in group]
+    assert sorted(ranks) == list(range(24))
+
+
+def test_impossible_degrees_and_ranks_are_errors():
+    with pytest.raises(ValueError, match="at least 1"):
+        Topology(0, 1, 1)
+    with pytest.raises(ValueError, match="outside a world of 2"):
+        Topology(2, 1, 1).coordinates(2)
+
+
+def test_single_grid_needs_no_process_group():
+    grid = ParallelGrid.single()
+    assert (grid.world_size, grid.pp_rank, grid.dp_rank, grid.tp_rank) == (1, 0, 0, 0)
+    assert not grid.rng.enabled
