@@ -1,0 +1,52 @@
+"""Generation and scores on several ranks equal those of one process; no rank waits for another that has left."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from neox.config import load_config, resolve
+from neox.generation import SamplingParams, generate_all, load_model
+from neox.parallel import ParallelGrid, Topology
+from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAME = "v2_pp2_mp2_dp1_fp32"
+PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "one two three", ""]
+SETTINGS = ({}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"num_beams": 3})
+
+
+def outputs(pp: int, dp: int, tp: int, **changes: str) -> list:
+    """Generate and score with these degrees; called by every rank."""
+    tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
+    degrees = {"pipe_parallel_size": pp, "model_parallel_size": tp, "global_num_gpus": pp * dp * tp, **changes}
+    overrides = [f"{key}={value}" for key, value in degrees.items()]
+    plan = resolve(
+        load_config([GOLDEN / NAME / f"{NAME}.yml"], overrides=overrides), pp * dp * tp, tokenizer.vocab_size
+    )
+    grid = ParallelGrid.build(Topology(pp, dp, tp)) if dist.is_initialized() else ParallelGrid.single()
+    model = load_model(plan, GOLDEN / NAME / "global_step30", grid, torch.device("cpu"))
+    results = []
+    for settings in SETTINGS:
+        params = SamplingParams(max_new_tokens=7, stop=() if "num_beams" in settings else ("the",), **settings)
+        results.append([c.tokens for c in generate_all(model, PROMPTS, params, tokenizer, grid, batch_size=3)])
+    tokens = torch.tensor([[5, 9, 400, 27, 3], [1, 1, 2, 800, 999]])
+    scores, top = model.score(tokens[:, :-1], tokens[:, 1:])
+    return [results, scores.tolist(), top.tolist()]
+
+
+def several_layouts(layouts: list) -> list:
+    return [outputs(*layout) for layout in layouts]
+
+
+@pytest.mark.parametrize("layouts", [[(2, 1, 1), (1, 1, 2), (1, 2, 1)], [(2, 1, 2), (1, 2, 2)]])
+def test_every_layout_gives_the_text_and_scores_of_one_process(layouts):
+    texts, scores, top = outputs(1, 1, 1)
+    world = layouts[0][0] * layouts[0][1] * layouts[0][2]
+    for answers in run_ranks(world, several_layouts, layouts):
+        for layout, (their_texts, their_scores, their_top) in zip(layouts, answers, strict=True):
+            assert their_texts == texts, layout
+            assert torch.allclose(torch.tensor(their_scores), torch.tensor(scores), atol=1e-5), layout
+            assert their_top == top, layout

@@ -1,0 +1,86 @@
+"""The runner on golden checkpoints, in one process: logits, scores, cache and no cache, beams."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from neox.config import load_config, resolve
+from neox.errors import CheckpointError
+from neox.generation import SamplingParams, choose_checkpoint, generate, load_model, one_process
+from neox.parallel import ParallelGrid
+from neox.tokenizer import build_tokenizer
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+RUNS = ["v2_pp1_mp1_dp1_fp32", "v2_pp2_mp1_dp1_fp32", "v2_pp2_mp2_dp1_fp32"]
+PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "Ünïcode 漢字"]
+TOKENIZER = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
+
+
+def golden_model(name, step=30, **changes):
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    config = one_process(load_config([GOLDEN / name / f"{name}.yml"], overrides=overrides))
+    plan = resolve(config, 1, TOKENIZER.vocab_size)
+    return load_model(plan, GOLDEN / name / f"global_step{step}", ParallelGrid.single(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(name):
+    model = golden_model(name)
+    golden = np.load(GOLDEN / name / "logits_step30.npz")
+    tokens, logits = torch.from_numpy(golden["tokens"]).long(), torch.from_numpy(golden["logits"])
+    with torch.inference_mode():
+        assert torch.allclose(model.stage.head(model.hidden(tokens)), logits, atol=1e-5, rtol=0)
+    scores, top = model.score(tokens[:, :-1], tokens[:, 1:])
+    expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    assert torch.allclose(scores, expected, atol=1e-5, rtol=0)
+    assert torch.equal(top, logits[:, :-1].argmax(-1) == tokens[:, 1:])
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"num_beams": 3}])
+def test_cache_batch_and_padding_change_nothing(settings):
+    params = SamplingParams(max_new_tokens=24, min_new_tokens=8, **settings)
+    model = golden_model("v2_pp2_mp1_dp1_fp32")
+    together = [c.tokens for c in generate(model, PROMPTS, params, TOKENIZER)]
+    alone = [generate(model, [p], params, TOKENIZER, numbers=[n])[0].tokens for n, p in enumerate(PROMPTS)]
+    model.recompute = True
+    recomputed = [c.tokens for c in generate(model, PROMPTS, params, TOKENIZER)]
+    assert together == alone == recomputed
+    assert all(8 <= len(tokens) <= 24 for tokens in together)
+
+
+def test_generation_up_to_the_end_of_the_context():
+    model = golden_model("v2_pp2_mp1_dp1_fp32")
+    prompt = TOKENIZER.decode([400] * 120)
+    room = model.max_length - len(TOKENIZER.encode(prompt))
+    params = SamplingParams(max_new_tokens=1000, min_new_tokens=200, temperature=1.0)
+    long, short = generate(model, [prompt, "a"], params, TOKENIZER)
+    assert long.length == room
+    assert short.length == model.max_length - 1
+
+
+def test_half_precision_on_request():
+    scores = golden_model("v2_pp2_mp1_dp1_fp32", precision="bf16").score(torch.tensor([[5, 6]]), torch.tensor([[6, 7]]))
+    exact = golden_model("v2_pp2_mp1_dp1_fp32").score(torch.tensor([[5, 6]]), torch.tensor([[6, 7]]))
+    assert torch.allclose(scores[0], exact[0], atol=0.1)
+    assert not torch.equal(scores[0], exact[0])
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    with pytest.raises(CheckpointError, match="the model has 3 blocks"):
+        golden_model("v2_pp2_mp1_dp1_fp32", num_layers=3)
+    with pytest.raises(CheckpointError, match="another model"):
+        golden_model("v2_pp2_mp1_dp1_fp32", hidden_size=128)
+
+
+def test_no_checkpoint_is_an_error_that_says_what_to_set(tmp_path):
+    name = RUNS[0]
+    files = [GOLDEN / name / f"{name}.yml"]
+    with pytest.raises(CheckpointError, match="--set load=DIRECTORY"):
+        choose_checkpoint(load_config(files, overrides=["save=null"]))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        choose_checkpoint(load_config(files, overrides=[f"load={tmp_path}"]))
+    assert (
+        choose_checkpoint(load_config(files, overrides=[f"load={GOLDEN / name}", "iteration=0"])).name == "global_step0"
+    )
