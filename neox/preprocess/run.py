@@ -1,0 +1,237 @@
+"""Inputs to datasets: read, hand out, collect in order, write; and go on where an interrupted run was."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, parse_texts, read_blocks
+from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
+from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
+from neox.errors import DataError
+from neox.log import get_logger
+from neox.preprocess.display import Display, show_progress
+from neox.preprocess.journal import Journal, Progress, only_run
+from neox.preprocess.pool import BlockPool
+from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, share_memory
+from neox.preprocess.worker import EncodeJob, load_ftfy
+from neox.tokenizer import Tokenizer, build_tokenizer
+from neox.tokenizer.flat import choose_accelerator
+
+_log = get_logger(__name__)
+_SECONDS_BETWEEN_JOURNALS = 5.0
+_SAMPLE_BYTES = 1 << 17
+_SAMPLE_CHARS = 1 << 16
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What a run made. documents, tokens: for each key. skipped: bad inputs passed over. text_bytes: JSON lines read,
+    decompressed. seconds: of this run. accelerator: used, `off` for none. fresh: False if all was there already."""
+
+    documents: Mapping[str, int]
+    tokens: Mapping[str, int]
+    skipped: int
+    text_bytes: int
+    seconds: float
+    accelerator: str
+    fresh: bool = True
+
+
+def preprocess(settings: PreprocessSettings) -> PreprocessReport:
+    """Make the datasets of a run; the same bytes for any number of workers, any accelerator and any interruption.
+
+    Raises DataError for bad input beyond the budget, a disk that is full, a worker that dies twice; TokenizerError for
+    a tokenizer that cannot be built. What is done by then is kept, and the same settings go on there.
+    """
+    files = expand_inputs(settings.inputs)
+    if not files:
+        raise DataError("no inputs: give --input with files or directories, commas between them")
+    if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
+        raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: each key once, and at least one")
+    spec = settings.tokenizer
+    tokenizer = build_tokenizer(
+        spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
+    )
+    if settings.ftfy:
+        load_ftfy()
+    with only_run(settings.output_prefix):
+        return _Run(settings, files, tokenizer).go()
+
+
+class _Run:
+    """The parts of one run that several steps need."""
+
+    def __init__(self, settings: PreprocessSettings, files: tuple[str, ...], tokenizer: Tokenizer) -> None:
+        self.settings, self.files, self.tokenizer = settings, files, tokenizer
+        self.shares = share_memory(settings.workers, settings.memory_mb)
+        description = describe_run(settings, files, tokenizer.content_hash, self.shares.in_flight_bytes)
+        self.description, self.name = description, fingerprint(description)
+        self.journal = Journal(settings.output_prefix)
+        self.dtype = best_dtype(tokenizer.vocab_size if settings.impl == "mmap" else None)
+
+    def go(self) -> PreprocessReport:
+        started = time.monotonic()
+        done = None if self.settings.restart else self._finished()
+        if done is not None:
+            return done
+        so_far = (None if self.settings.restart else self.journal.read(self.name)) or Progress(self.name)
+        choice = choose_accelerator(self.tokenizer, self.settings.accelerator, self._sample())
+        if choice.note:
+            _log.warning(choice.note)
+        wanted = self.settings
+        job = EncodeJob(wanted.tokenizer, choice.name, wanted.keys, wanted.append_eod, wanted.ftfy, self.dtype.str)
+        try:
+            with BlockPool(self.shares.workers, job, self.shares.in_flight_bytes) as pool:
+                so_far, builders = self._open(so_far)
+                end = self._collect(pool, builders, so_far)
+            return self._finish(builders, end, time.monotonic() - started, choice.name)
+        except OSError as error:
+            raise DataError(f"{error.filename or wanted.output_prefix} cannot be written: {error.strerror}") from error
+
+    def _finished(self) -> PreprocessReport | None:
+        """Return the report of an earlier, equal run whose datasets are all in place."""
+        sidecars = {key: read_sidecar(self.settings.prefix(key)) for key in self.settings.keys}
+        if not all(
+            sidecar and sidecar.settings.get("run") == self.name and Path(f"{self.settings.prefix(key)}.idx").exists()
+            for key, sidecar in sidecars.items()
+        ):
+            return None
+        made = {key: sidecar for key, sidecar in sidecars.items() if sidecar}
+        any_one = next(iter(made.values())).settings
+        return PreprocessReport(
+            {key: sidecar.documents for key, sidecar in made.items()},
+            {key: sidecar.tokens for key, sidecar in made.items()},
+            any_one.get("skipped", 0),
+            any_one.get("text_bytes", 0),
+            0.0,
+            self.settings.accelerator,
+            fresh=False,
+        )
+
+    def _sample(self) -> list[str]:
+        """The first texts of the first input, to check an accelerator with; errors are met again later, in order."""
+        texts: list[str] = []
+        for block in read_blocks(self.files[0], block_bytes=1, max_line_bytes=_SAMPLE_BYTES):
+            if isinstance(block, LineBlock):
+                head = replace(block, data=block.data[:_SAMPLE_BYTES].rpartition(b"\n")[0])
+                texts = [text for column in parse_texts(head, self.settings.keys)[0] for text in column]
+                break
+        return [text for i, text in enumerate(texts) if sum(map(len, texts[: i + 1])) <= _SAMPLE_CHARS]
+
+    def _open(self, so_far: Progress) -> tuple[Progress, dict[str, IndexedDatasetBuilder]]:
+        """Open the datasets where the interrupted run left them, or anew."""
+        try:
+            builders = {key: self._builder(key, so_far.builders.get(key)) for key in self.settings.keys}
+        except DataError as error:
+            if not so_far.builders:
+                raise
+            _log.warning("the interrupted run cannot be continued (%s): starting over", error)
+            so_far = Progress(self.name)
+            builders = {key: self._builder(key, None) for key in self.settings.keys}
+        if so_far.builders:
+            _log.info("continuing at %s:%d", self.files[so_far.file], so_far.position.line)
+        return so_far, builders
+
+    def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
+        return IndexedDatasetBuilder(self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state)
+
+    def _blocks(self, start: Progress, order: deque[int], shown: Display) -> Iterator[LineBlock | BadInput]:
+        """Read every input from `start` on; the number of the input of each item goes to `order`."""
+        for number in range(start.file, len(self.files)):
+            for item in read_blocks(
+                self.files[number],
+                block_bytes=self.shares.block_bytes,
+                max_line_bytes=self.shares.in_flight_bytes,
+                start=start.position if number == start.file else None,
+                consumed=shown.read,
+            ):
+                order.append(number)
+                yield item
+
+    def _collect(self, pool: BlockPool, builders: Mapping[str, IndexedDatasetBuilder], start: Progress) -> Progress:
+        """Write results as they come; note the progress every few seconds, and when something goes wrong."""
+        budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
+        at, noted = start, time.monotonic()
+        order: deque[int] = deque()
+        with show_progress(self.files, self.settings.num_documents, self.settings.log_interval) as shown:
+            try:
+                for result in pool.map(self._blocks(start, order, shown)):
+                    file = order.popleft()
+                    if isinstance(result, BadInput):
+                        budget.add(result)
+                        continue
+                    for bad in result.bad:
+                        budget.add(bad)
+                    states = {}
+                    for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
+                        builder.add_documents(encoded.ids, encoded.lengths)
+                        states[key] = _state(builder)
+                    read = at.text_bytes + result.text_bytes
+                    at = Progress(self.name, file, result.end, budget.skipped, read, states)
+                    shown.written(next(iter(builders.values())).num_documents)
+                    if time.monotonic() - noted > _SECONDS_BETWEEN_JOURNALS:
+                        self._note(at, builders)
+                        noted = time.monotonic()
+            except BaseException:
+                self._note_if_possible(at, builders)
+                raise
+        return replace(at, skipped=budget.skipped)
+
+    def _note(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+        for builder in builders.values():
+            builder.state()  # on disk first
+        self.journal.write(at)
+
+    def _note_if_possible(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+        try:
+            if at.builders:
+                self._note(at, builders)
+                _log.warning("stopped at %s:%d; the same command goes on there", self.files[at.file], at.position.line)
+        except (OSError, DataError) as error:
+            _log.warning("the progress could not be noted (%s)", error)
+
+    def _finish(
+        self, builders: Mapping[str, IndexedDatasetBuilder], end: Progress, seconds: float, accelerator: str
+    ) -> PreprocessReport:
+        """Put the datasets in place, each with its sidecar."""
+        report = PreprocessReport(
+            {key: builder.num_documents for key, builder in builders.items()},
+            {key: builder.num_tokens for key, builder in builders.items()},
+            end.skipped,
+            end.text_bytes,
+            seconds,
+            accelerator,
+        )
+        if not any(report.documents.values()):
+            for builder in builders.values():
+                builder.discard()
+            self.journal.remove()
+            raise DataError(f"the inputs hold no text under {' or '.join(self.settings.keys)}: nothing was written")
+        facts = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
+        for key, builder in builders.items():
+            builder.finalize()
+            write_sidecar(self.settings.prefix(key), self._sidecar(key, builder, facts))
+        self.journal.remove()
+        return report
+
+    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, facts: Mapping[str, object]) -> Sidecar:
+        return Sidecar(
+            tokenizer_type=self.settings.tokenizer.tokenizer_type,
+            tokenizer_hash=self.tokenizer.content_hash,
+            vocab_size=self.tokenizer.vocab_size,
+            eod=self.tokenizer.eod,
+            append_eod=self.settings.append_eod,
+            documents=builder.num_documents,
+            tokens=builder.num_tokens,
+            max_id=builder.max_id,
+            inputs=self.files,
+            settings={**self.description, **facts, "key": key},
+        )
+
+
+def _state(builder: IndexedDatasetBuilder) -> BuilderState:
+    return BuilderState(documents=builder.num_documents, tokens=builder.num_tokens, max_id=builder.max_id)

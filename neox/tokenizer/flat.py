@@ -1,0 +1,132 @@
+"""Many texts to one flat array of ids: the fast way to make a dataset, and the check that it gives the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from neox.errors import TokenizerError
+from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+
+ACCELERATORS = ("auto", "off", "fastokens")
+_BATCH_CHARS = 1 << 18
+_TRICKY = (
+    "",
+    " ",
+    "\n\n \t\r\n  x",
+    "it's we'll I'M '' 'tis they'd've",
+    "naïve café Å e\u0301 \u1e9b\u0323 a\u0316\u0301 ﬁ Ⅷ ½ x²",
+    "日本語 中文 한국어 \u1112\u1161\u11ab العربية हिन्दी ไทย",
+    "😀👩‍👩‍👧‍👦🏳️‍🌈 \u200b\u200d\ufeff\u00a0\u2028\u3000",
+    f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT} {END_OF_DOCUMENT}{END_OF_DOCUMENT}<|padding|><|endof",
+    "def f(x):\n        return x  +  1.5e-10\t# __init__\n",
+    "\0\x01\x1b\x1c\x1f\x7f\x85",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 8 + " " * 40 + "=" * 80 + "1234567890" * 8,
+)
+
+
+class FlatEncoder(Protocol):
+    """Encode texts into one array: (ids uint32 [all tokens], lengths int64 [texts])."""
+
+    name: str
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class PlainEncoder:
+    """The tokenizer itself, a batch of bounded size at a time (its own results are large)."""
+
+    name = "off"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts, lengths = [], np.zeros(len(texts), dtype=np.int64)
+        start = size = 0
+        for end, text in enumerate(texts, 1):
+            size += len(text)
+            if size >= _BATCH_CHARS or end == len(texts):
+                for i, ids in enumerate(self._tokenizer.encode_batch(texts[start:end]), start):
+                    lengths[i] = len(ids)
+                    parts.append(np.array(ids, dtype=np.uint32))
+                start, size = end, 0
+        return (np.concatenate(parts) if parts else np.empty(0, np.uint32)), lengths
+
+
+class FastokensEncoder:
+    """The package `fastokens` on the same `tokenizer.json`: flat buffers, words remembered."""
+
+    name = "fastokens"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from neox.tokenizer.huggingface import HFTokenizer
+
+        if not isinstance(tokenizer, HFTokenizer):
+            raise TokenizerError(f"fastokens reads Hugging Face tokenizers only, and this is a {tokenizer.name}")
+        try:
+            import fastokens
+        except ImportError as error:
+            raise TokenizerError(
+                "fastokens is not installed: pip install -r requirements/requirements-corpus.txt"
+            ) from error
+        try:
+            self._backend = fastokens.Tokenizer.from_json_str(tokenizer.to_json())
+        except Exception as error:  # whatever a young package raises means the same here
+            raise TokenizerError(f"fastokens cannot read this tokenizer ({error})") from error
+        self._split_special = not tokenizer.special_in_text
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, offsets = self._backend.encode_batch_flat(list(texts), True, self._split_special)
+        return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.uint64).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: the accelerator to use, `off` for none. note: why, where that is worth saying to the user."""
+
+    name: str
+    note: str | None = None
+
+
+def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
+    """Return the encoder of a name in ACCELERATORS (not `auto`); TokenizerError if it cannot serve this tokenizer."""
+    if name == "fastokens":
+        return FastokensEncoder(tokenizer)
+    if name == "off":
+        return PlainEncoder(tokenizer)
+    raise TokenizerError(f"accelerator {name!r} is unknown; known: {', '.join(ACCELERATORS)}")
+
+
+def choose_accelerator(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
+    """Choose by trying: an accelerator must give `tokenizers`' ids on difficult texts and on a sample of the input.
+
+    wanted: `auto` takes the fastest that passes, and says what it passed over; a name insists, so that a failure is a
+        TokenizerError.
+    """
+    if wanted == "off":
+        return Choice("off")
+    if wanted not in ACCELERATORS:
+        raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
+    try:
+        difference = first_difference(make_encoder(tokenizer, "fastokens"), tokenizer, [*_TRICKY, *sample])
+    except TokenizerError as error:
+        difference = str(error)
+    if difference is None:
+        return Choice("fastokens")
+    if wanted != "auto":
+        raise TokenizerError(f"accelerator {wanted}: {difference}")
+    return Choice("off", f"tokenizing without accelerator, many times slower: {difference}")
+
+
+def first_difference(encoder: FlatEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
+    """Say where an encoder's ids differ from the tokenizer's own, None if nowhere."""
+    flat, lengths = encoder.encode_flat(texts)
+    ends = np.cumsum(lengths)
+    for text, ids, end, length in zip(texts, tokenizer.encode_batch(texts), ends, lengths, strict=True):
+        if not np.array_equal(flat[end - length : end], np.asarray(ids, dtype=np.uint32)):
+            return f"{encoder.name} gives other ids than `tokenizers` for {text[:60]!r}"
+    return None

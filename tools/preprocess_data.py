@@ -1,0 +1,92 @@
+"""Turn documents into token ids that training can map: `PREFIX_text_document.{bin,idx,json}`.
+
+    python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \\
+        --tokenizer-type HFTokenizer --vocab-file 20B_tokenizer.json --append-eod --workers 8
+
+An interrupted run goes on where it was when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from neox.errors import run_script
+from neox.log import setup_logging
+from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.tokenizer import TOKENIZER_TYPES
+from neox.tokenizer.flat import ACCELERATORS
+
+
+def parser() -> argparse.ArgumentParser:
+    """gpt-neox's flags, and ours behind them."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = p.add_argument_group("input")
+    data.add_argument("--input", required=True, help="files or directories, commas between them")
+    data.add_argument("--jsonl-keys", nargs="+", default=["text"], help="JSON keys; each makes a dataset of its own")
+    data.add_argument("--num-docs", type=int, help="number of documents, where known, for the progress display")
+    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    tokens = p.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
+    tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
+    tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode first")
+    tokens.add_argument(
+        "--special-in-text",
+        action=argparse.BooleanOptionalAction,
+        help="whether a literal <|endoftext|> in a text is the end-of-document id (default: as gpt-neox, yes for "
+        "HFTokenizer and HFGPT2Tokenizer, no for GPT2BPETokenizer)",
+    )
+    out = p.add_argument_group("output")
+    out.add_argument("--output-prefix", required=True, help="path without _text_document.bin")
+    out.add_argument("--dataset-impl", default="mmap", choices=["mmap", "cached", "lazy"])
+    out.add_argument("--restart", action="store_true", help="forget an interrupted run; make finished data again")
+    run = p.add_argument_group("running")
+    run.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    run.add_argument(
+        "--memory-mb", type=int, default=0, help="for all processes together (default: 1024 and 256 for each worker)"
+    )
+    run.add_argument("--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest that is right")
+    run.add_argument("--log-interval", type=int, metavar="N", help="a line of log every N documents")
+    return p
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    report = preprocess(
+        PreprocessSettings(
+            inputs=tuple(path for path in args.input.split(",") if path),
+            output_prefix=args.output_prefix,
+            tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
+            keys=tuple(args.jsonl_keys),
+            append_eod=args.append_eod,
+            ftfy=args.ftfy,
+            impl=args.dataset_impl,
+            workers=args.workers,
+            memory_mb=args.memory_mb,
+            skip_bad=args.skip_bad,
+            accelerator=args.accelerator,
+            restart=args.restart,
+            num_documents=args.num_docs,
+            log_interval=args.log_interval,
+        )
+    )
+    for key, documents in report.documents.items():
+        print(f"{args.output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
+    if not report.fresh:
+        print("made by an earlier run with the same inputs and settings (--restart makes it again)")
+        return 0
+    rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
+    skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""
+    print(f"{report.seconds:.1f} s, {rate:.1f} MB/s, accelerator {report.accelerator}{skipped}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,67 @@
+"""Train a tokenizer on documents: 20B-style byte-level BPE, GPT-2's two files, or SentencePiece.
+
+python tools/train_tokenizer.py --input data/mydata.jsonl.zst --vocab-size 50257 --output 20B_tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from neox.corpus import read_documents
+from neox.errors import run_script
+from neox.log import progress, setup_logging
+from neox.tokenizer import TOKENIZER_KINDS, train_tokenizer
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--input", required=True, help="files or directories, commas between them")
+    p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
+    p.add_argument("--vocab-size", type=int, required=True)
+    p.add_argument("--output", required=True, help="tokenizer.json; kind gpt2: a directory; sentencepiece: a .model")
+    p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
+    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    p.add_argument("--sample", type=float, default=1.0, help="share of the documents to train on (default: all)")
+    p.add_argument("--max-mb", type=float, help="stop after so many MB of text: bounds time and memory")
+    p.add_argument("--seed", type=int, default=1234, help="of --sample")
+    return p
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    if not 0 < args.sample <= 1:
+        parser().error(f"--sample {args.sample} must be above 0 and at most 1")
+    texts = chosen_texts(args.input.split(","), args.jsonl_key, args.skip_bad, args.sample, args.max_mb, args.seed)
+    for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):
+        print(path)
+    return 0
+
+
+def chosen_texts(
+    inputs: Sequence[str], key: str, skip_bad: int, share: float, max_mb: float | None, seed: int
+) -> Iterator[str]:
+    """Yield the texts to train on: the same documents for the same seed."""
+    chance = random.Random(seed)
+    left = float("inf") if max_mb is None else max_mb * 1e6
+    with progress("reading", unit="characters") as bar:
+        for document in read_documents([path for path in inputs if path], key, skip_bad=skip_bad):
+            if share < 1 and chance.random() >= share:
+                continue
+            bar.update(len(document.text))
+            yield document.text
+            left -= len(document.text)
+            if left <= 0:
+                return
+
+
+if __name__ == "__main__":
+    run_script(main)
