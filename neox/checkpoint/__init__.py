@@ -1,6 +1,7 @@
 """Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
 
 from neox.checkpoint.finding import find_checkpoint, why_not_whole
+from neox.checkpoint.identity import check_same_model, identity_state, model_differences
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
 from neox.checkpoint.reader import CheckpointReader
@@ -22,14 +23,17 @@ __all__ = [
     "CheckpointReader",
     "Manifest",
     "check_manifest",
+    "check_same_model",
     "checkpoint_directories",
     "commit",
     "delete_checkpoint",
     "discard",
     "find_checkpoint",
+    "identity_state",
     "keep_last",
     "layer_file",
     "load_file",
+    "model_differences",
     "mp_rank_file",
     "neox_state",
     "parse_step_directory",

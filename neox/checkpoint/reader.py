@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.joining import (
     VOCABULARY,
     OnDrift,
@@ -81,9 +82,9 @@ class CheckpointReader:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The model's numbers under NeoX's names, as far as the run stored them."""
-        args = self.client_state.get("args")
-        return args if isinstance(args, Mapping) else {}
+        """The model's settings under NeoX's names, as far as the run stored them."""
+        stored = (self.client_state.get(key) for key in (ARGS, MODEL))
+        return {name: value for part in stored if isinstance(part, Mapping) for name, value in part.items()}
 
     @property
     def iteration(self) -> int:
@@ -217,7 +218,7 @@ class CheckpointReader:
                 f"{head}, the checkpoint's last layer is {last}"
             )
         extra = [index for index in sorted(stored - wanted) if self.names(index)]
-        if layers.tied and extra == [len(layers) - 1]:
+        if layers.tied and extra == [len(layers) - 1] and self.names(extra[0]) == ("word_embeddings.weight",):
             return  # a tied head's copy of the embedding
         if extra:
             raise CheckpointError(

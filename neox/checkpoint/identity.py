@@ -1,0 +1,92 @@
+"""Which model a checkpoint is of: what is stored about it, and a table of differences from the one that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neox.config import RunPlan
+from neox.errors import CheckpointError
+
+# gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
+ARGS, MODEL = "args", "model_identity"
+
+
+class Difference(NamedTuple):
+    """One field that differs."""
+
+    field: str
+    saved: Any
+    wanted: Any
+
+
+def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
+    """The client state that says which model this is: gpt-neox's `args`, and what else decides the function."""
+    model = plan.config.model
+    return {
+        ARGS: {
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+            "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+            "padded_vocab_size": plan.padded_vocab_size,
+            "tokenizer_type": plan.config.tokenizer.tokenizer_type,
+            "model_parallel_size": plan.grid.mp,
+        },
+        MODEL: {
+            **_function(plan),
+            "vocab_size": plan.vocab_size,
+            "pipe_parallel_size": plan.grid.pp,
+            "data_parallel_size": plan.grid.dp,
+            "zero_stage": plan.config.deepspeed.zero_optimization.stage,
+            "precision": plan.precision,
+        },
+    }
+
+
+def model_differences(args: Mapping[str, Any], plan: RunPlan) -> list[Difference]:
+    """Fields in which a checkpoint's model (`CheckpointReader.args`) is another one than the plan's.
+
+    Fields that the checkpoint does not store are not compared. Degrees, precision and vocabulary padding may differ.
+    """
+    model = plan.config.model
+    wanted = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        **_function(plan),
+    }
+    return [
+        Difference(field, args[field], value)
+        for field, value in wanted.items()
+        if field in args and args[field] != value
+    ]
+
+
+def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> None:
+    """Raise CheckpointError with a table of the fields that differ, if any do."""
+    differences = model_differences(args, plan)
+    if not differences:
+        return
+    rows = [("field", "checkpoint", "this run"), *((d.field, str(d.saved), str(d.wanted)) for d in differences)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    raise CheckpointError(f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another `load`")
+
+
+def _function(plan: RunPlan) -> dict[str, Any]:
+    """Settings besides the sizes that decide what the network computes."""
+    model = plan.config.model
+    return {
+        "gpt_j_residual": model.gpt_j_residual,
+        "no_weight_tying": model.no_weight_tying,
+        "norm": model.norm,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "pos_emb": model.pos_emb,
+        "rotary_pct": model.rotary_pct,
+        "rotary_emb_base": model.rotary_emb_base,
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "activation": model.activation,
+    }

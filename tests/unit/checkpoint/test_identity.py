@@ -1,0 +1,42 @@
+"""The table of differences between a checkpoint's model and the run's."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.checkpoint import check_same_model, identity_state, model_differences
+from neox.config import NeoXConfig, resolve
+from neox.errors import CheckpointError
+
+
+def plan(**changes):
+    flat = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "seq_length": 8,
+        "pos_emb": "rotary",
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    return resolve(NeoXConfig.from_flat({**flat, **changes}), 1, 60)
+
+
+def args(run):
+    return {name: value for part in identity_state(run).values() for name, value in part.items()}
+
+
+def test_the_same_model_at_other_degrees_and_padding():
+    assert model_differences(args(plan()), plan(make_vocab_size_divisible_by=8)) == []
+    assert model_differences({"num_layers": 2, "make_vocab_size_divisible_by": 7}, plan()) == []
+    assert args(plan())["vocab_size"] == 60
+
+
+def test_a_table_of_what_differs(tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(tmp_path, args(plan()), plan(num_layers=3, gpt_j_residual=True))
+    rows = [line.split() for line in str(error.value).splitlines()[1:4]]
+    assert rows == [
+        ["field", "checkpoint", "this", "run"],
+        ["num_layers", "2", "3"],
+        ["gpt_j_residual", "False", "True"],
+    ]

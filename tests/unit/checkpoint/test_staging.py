@@ -1,0 +1,228 @@
+"""Commit, `latest`, finding the newest whole checkpoint, and everything that can be wrong with a directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from neox.checkpoint import (
+    CheckpointReader,
+    check_manifest,
+    commit,
+    find_checkpoint,
+    keep_last,
+    layer_file,
+    read_manifest,
+    stage_directory,
+    staging_path,
+    why_not_whole,
+)
+from neox.checkpoint import staging as staging_module
+from neox.errors import CheckpointError
+from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
+
+LAYERS = small_plan(num_layers=1)
+
+
+@pytest.fixture(autouse=True)
+def _propagate(caplog):
+    caplog.set_level(logging.INFO, logger="neox")
+    logging.getLogger("neox").propagate = True
+
+
+def save(directory: Path, iteration: int) -> Path:
+    staged = stage_directory(directory, iteration)
+    assert staged == staging_path(directory, iteration)
+    write_checkpoint(staged, LAYERS, seeded_weights(LAYERS, seed=iteration), client_state={"iteration": iteration})
+    return commit(staged)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(content)
+
+
+def test_a_commit_is_whole_and_named_in_latest(tmp_path, caplog):
+    for iteration in (10, 20):
+        path = save(tmp_path, iteration)
+        assert path == tmp_path / f"global_step{iteration}"
+        assert (tmp_path / "latest").read_text() == path.name
+        assert check_manifest(path, read_manifest(path)) == []
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step20"
+    assert find_checkpoint(tmp_path, 10) == tmp_path / "global_step10"
+    assert find_checkpoint(tmp_path / "global_step10") == tmp_path / "global_step10"
+    assert CheckpointReader(path, LAYERS).iteration == 20
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "global_step20", "latest"]
+    assert "loading checkpoint" in caplog.text
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path):
+    save(tmp_path, 10)
+    (tmp_path / "global_step10" / "old").write_text("x")
+    save(tmp_path, 10)
+    assert not (tmp_path / "global_step10" / "old").exists()
+    assert find_checkpoint(tmp_path).name == "global_step10"
+
+
+def test_300_flipped_bits_are_found(tmp_path):
+    path = save(tmp_path, 10)
+    files = sorted(p for p in path.iterdir() if p.name != "manifest.json")
+    manifest = read_manifest(path)
+    generator = random.Random(0)
+    for _ in range(300):
+        file = generator.choice(files)
+        bit = generator.randrange(8 * file.stat().st_size)
+        flip_bit(file, bit)
+        assert check_manifest(path, manifest) == [f"{file.name} has changed since it was written (sha256 differs)"]
+        flip_bit(file, bit)
+    assert check_manifest(path, manifest) == []
+
+
+def test_a_damaged_newest_gives_the_one_before_and_says_so(tmp_path, caplog):
+    save(tmp_path, 10)
+    newest = save(tmp_path, 20)
+    target = newest / layer_file(0, 0)
+    flip_bit(target, 9000)
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
+    assert "global_step20 is not whole: layer_00" in caplog.text
+    assert find_checkpoint(tmp_path, verify=False) == newest  # the user's own choice: sizes alone
+    with pytest.raises(CheckpointError, match="sha256 differs"):
+        find_checkpoint(tmp_path, 20)
+    target.write_bytes(target.read_bytes()[:-1])
+    assert find_checkpoint(tmp_path, verify=False) == tmp_path / "global_step10"
+    target.unlink()
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
+    assert "is missing" in caplog.text
+
+
+def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path):
+    for iteration in (10, 20):
+        (save(tmp_path, iteration) / layer_file(0, 0)).unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)global_step20: layer_00.*global_step10: layer_00.*from scratch"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no global_stepN directories"):
+        find_checkpoint(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"global_step30 does not exist.*global_step20, global_step10"):
+        find_checkpoint(tmp_path, 30)
+
+
+@pytest.mark.parametrize("latest", [None, "", "global_step99", "../elsewhere"])
+def test_latest_missing_empty_or_wrong(tmp_path, caplog, latest):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step20"
+    assert "taking the newest whole checkpoint" in caplog.text
+
+
+def test_an_edited_latest_rolls_back(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "latest").write_text("global_step10\n")
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
+    save(tmp_path, 15)  # the run goes on from there; an older branch's step 20 must not win
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step15"
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+def test_killed_at_any_point_of_a_commit(tmp_path, monkeypatch, call):
+    """Whatever of a save was done, the checkpoint before or the new one loads, and the next save works."""
+    save(tmp_path, 10)
+    staged = stage_directory(tmp_path, 20)
+    write_checkpoint(staged, LAYERS, seeded_weights(LAYERS))
+    calls = 0
+
+    def counted(function):
+        def wrapper(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for target, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (staging_module, "write_manifest")):
+        monkeypatch.setattr(target, name, counted(getattr(target, name)))
+    try:
+        commit(staged)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert call > 10
+    monkeypatch.undo()
+    found = find_checkpoint(tmp_path)
+    assert found.name in ("global_step10", "global_step20")
+    assert (found.name == "global_step20") == (tmp_path / "global_step20").exists()
+    assert save(tmp_path, 30) == find_checkpoint(tmp_path)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_killed_while_replacing_keeps_the_old_one(tmp_path):
+    final = save(tmp_path, 10)
+    os.rename(final, tmp_path / ".replaced-global_step10")  # killed between the two renames
+    stage_directory(tmp_path, 20)
+    assert find_checkpoint(tmp_path).name == "global_step10"
+
+
+def test_keep_last_never_deletes_the_last_good_one(tmp_path):
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, iteration)
+    assert [p.name for p in keep_last(tmp_path, 2)] == ["global_step20", "global_step10"]
+    (tmp_path / "global_step40" / layer_file(0, 0)).unlink()
+    assert keep_last(tmp_path, 1) == []  # only 30 is whole
+    assert find_checkpoint(tmp_path).name == "global_step30"
+    save(tmp_path, 50)
+    (tmp_path / "latest").write_text("global_step30")
+    assert [p.name for p in keep_last(tmp_path, 1)] == ["global_step40"]
+
+
+def test_checkpoints_without_a_manifest_are_checked_by_their_archives(tmp_path):
+    shutil.copytree(save(tmp_path, 10), tmp_path / "neox" / "global_step10")
+    shutil.copytree(tmp_path / "global_step10", tmp_path / "neox" / "global_step20")
+    for step in (10, 20):
+        (tmp_path / "neox" / f"global_step{step}" / "manifest.json").unlink()
+    (tmp_path / "neox" / "latest").write_text("global_step20")
+    assert find_checkpoint(tmp_path / "neox").name == "global_step20"
+    file = tmp_path / "neox" / "global_step20" / layer_file(0, 0)
+    flip_bit(file, 8 * (file.stat().st_size // 2))
+    assert "damaged" in why_not_whole(file.parent)[0]
+    assert find_checkpoint(tmp_path / "neox").name == "global_step10"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert find_checkpoint(tmp_path / "neox", verify=False).name == "global_step10"
+
+
+def test_a_broken_manifest_is_not_whole(tmp_path):
+    save(tmp_path, 10)
+    path = save(tmp_path, 20)
+    for content in ("", "{", json.dumps({"version": 99, "files": {}}), "[]", '{"version": 1}'):
+        (path / "manifest.json").write_text(content)
+        assert find_checkpoint(tmp_path).name == "global_step10"
+
+
+def test_a_directory_without_write_access(tmp_path):
+    if os.geteuid() == 0:  # permissions do not stop root; /proc does
+        tmp_path = Path("/proc/neox")
+    else:
+        tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match=f"save: {tmp_path} cannot be written"):
+        stage_directory(tmp_path, 10)
+
+
+def test_a_save_directory_that_is_a_file(tmp_path):
+    (tmp_path / "save").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        stage_directory(tmp_path / "save", 10)

@@ -1,0 +1,128 @@
+"""Imports from Hugging Face directories: bin and safetensors, sharded or not, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save_file as save_safetensors
+
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig, load_config
+from neox.convert import from_hf, to_hf
+from neox.convert.plain_model import plain_plan
+from neox.errors import ConversionError
+from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
+from tests.unit.convert.test_to_hf import SIZES
+
+
+@pytest.fixture
+def exported(tmp_path):
+    config = NeoXConfig.from_flat({**SIZES, "gpt_j_residual": True})
+    layers = plain_plan(config, 96).layers
+    weights = seeded_weights(layers, dtype=torch.float16)
+    directory = write_checkpoint(tmp_path / "global_step3", layers, weights)
+    to_hf(directory, config, tmp_path / "hf", verify=False)
+    return tmp_path / "hf", layers, weights
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def as_bin(directory, *, shards, extra=None):
+    """Pythia's form: bin files, one or two, with the buffers that old transformers saved."""
+    state = load_safetensors(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    state["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+    state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    state["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(4)
+    state.update(extra or {})
+    if shards == 1:
+        torch.save(state, directory / "pytorch_model.bin")
+        return
+    weight_map = {key: f"pytorch_model-{1 + i % 2:05d}-of-00002.bin" for i, key in enumerate(state)}
+    for file in set(weight_map.values()):
+        torch.save({k: v for k, v in state.items() if weight_map[k] == file}, directory / file)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bin_files_with_old_buffers(exported, tmp_path, shards):
+    directory, layers, weights = exported
+    as_bin(directory, shards=shards)
+    result = from_hf(directory, tmp_path / "back", model_parallel_size=2)
+    reader = CheckpointReader(result.checkpoint, layers)
+    assert (reader.tp_size, reader.iteration, result.parameters) == (2, 0, layers.numel)
+    assert all(torch.equal(reader.full(*key), value) for key, value in weights.items())
+    config = load_config([result.config_file])
+    assert config.model.gpt_j_residual
+    assert config.model.rotary_pct == 1.0
+    assert config.checkpoint.finetune
+    assert (tmp_path / "back" / "latest").read_text() == "global_step0"
+
+
+def test_a_config_of_transformers_4(exported, tmp_path):
+    directory, _, _ = exported
+    config = json.loads((directory / "config.json").read_text())
+    del config["rope_parameters"]
+    (directory / "config.json").write_text(json.dumps({**config, "rotary_pct": 0.25, "rotary_emb_base": 500000}))
+    loaded = load_config([from_hf(directory, tmp_path / "back").config_file])
+    assert (loaded.model.rotary_pct, loaded.model.rotary_emb_base) == (0.25, 500000)
+
+
+def test_precision(exported, tmp_path):
+    directory, layers, weights = exported
+    reader = CheckpointReader(from_hf(directory, tmp_path / "back", precision="fp32").checkpoint, layers)
+    assert torch.equal(reader.full(0, "word_embeddings.weight"), weights[0, "word_embeddings.weight"].float())
+
+
+def test_what_cannot_be_expressed_is_named_together(exported, tmp_path):
+    directory, _, _ = exported
+    edit_config(
+        directory,
+        model_type="llama",
+        intermediate_size=100,
+        hidden_act="relu",
+        attention_bias=False,
+        rope_parameters={"rope_type": "yarn"},
+    )
+    with pytest.raises(ConversionError) as error:
+        from_hf(directory, tmp_path / "back")
+    for reason in ("model_type: llama", "intermediate_size: 100", "hidden_act: relu", "attention_bias", "yarn"):
+        assert reason in str(error.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_missing_and_unknown_weights(exported, tmp_path):
+    directory, _, _ = exported
+    state = load_safetensors(directory / "model.safetensors")
+    state["gpt_neox.layers.0.extra.weight"] = state.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.bias")
+    save_safetensors(state, directory / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"(?s)missing: \S+dense_h_to_4h\.bias.*unknown: \S+extra\.weight"):
+        from_hf(directory, tmp_path / "back")
+
+
+def test_broken_or_missing_files(exported, tmp_path):
+    directory, _, _ = exported
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ConversionError, match="broken or no safetensors file"):
+        from_hf(directory, tmp_path / "back")
+    path.unlink()
+    with pytest.raises(ConversionError, match="not a Hugging Face model"):
+        from_hf(directory, tmp_path / "back")
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
+    with pytest.raises(ConversionError, match=r"missing: .*x\.bin"):
+        from_hf(directory, tmp_path / "back")
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ConversionError, match="cannot be read as JSON"):
+        from_hf(directory, tmp_path / "back")
+
+
+def test_a_degree_that_does_not_divide(exported, tmp_path):
+    with pytest.raises(ConversionError, match=r"model_parallel_size 5 does not divide .*attention heads \(4\)"):
+        from_hf(exported[0], tmp_path / "back", model_parallel_size=5)

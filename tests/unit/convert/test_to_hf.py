@@ -1,0 +1,189 @@
+"""What an export refuses, writes and leaves behind; without comparing logits (tests/parity does)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig
+from neox.convert import inexpressible, to_hf
+from neox.convert.plain_model import plain_plan
+from neox.errors import ConversionError
+from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "pos_emb": "rotary",
+    "output_layer_parallelism": "column",
+    "no_weight_tying": True,
+}
+
+
+def checkpoint(tmp_path, *, rows=96, tp_size=2, dtype=torch.float32, state=None, **changes):
+    config = NeoXConfig.from_flat({**SIZES, **changes})
+    layers = plain_plan(config, rows).layers
+    weights = seeded_weights(layers, dtype=dtype)
+    directory = write_checkpoint(tmp_path / "global_step3", layers, weights, tp_size=tp_size, client_state=state)
+    return directory, config, weights
+
+
+def tensors(directory):
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(path), "pt") as opened:
+            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118
+    return found
+
+
+def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
+    config = NeoXConfig.from_flat(
+        {**SIZES, "pos_emb": "alibi", "norm": "rmsnorm", "activation": "geglu", "attention_config": [[["local"], 2]]}
+    )
+    with pytest.raises(ConversionError) as error:
+        to_hf(tmp_path / "nowhere", config, tmp_path / "out")
+    for reason in ("pos_emb: alibi", "norm: rmsnorm", "activation: geglu", "attention_config: local"):
+        assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"pos_emb": "learned"},
+        {"pos-emb": "rpe"},
+        {"pos_emb": "sinusoidal"},
+        {"norm": "scalenorm"},
+        {"gpt_j_tied": True},
+        {"attention_config": [[["global", "sparse_fixed"], 1]]},
+        {"attention-config": [[["gmlp"], "all"]]},
+        {"num_kv_heads": 2},
+        {"sliding_window_width": 4},
+        {"use_bias_in_norms": False},
+        {"moe_num_experts": 8},
+    ],
+)
+def test_one_reason(flat):
+    assert inexpressible(SIZES) == []
+    assert (
+        inexpressible({**SIZES, "attention_config": [[["global"], 1], [["flash"], "all"]], "num_kv_heads": "None"})
+        == []
+    )
+    without = {k: v for k, v in SIZES.items() if k != "pos_emb"} if flat.keys() & {"pos-emb", "pos_emb"} else SIZES
+    assert len(inexpressible({**without, **flat})) == 1
+    assert inexpressible({}) == [
+        "pos_emb: learned (gpt-neox's default): Hugging Face GPT-NeoX has rotary positions only"
+    ]
+
+
+def test_shards_and_index(tmp_path):
+    directory, config, weights = checkpoint(tmp_path)
+    whole = to_hf(directory, config, tmp_path / "whole", verify=False)
+    shards = to_hf(directory, config, tmp_path / "shards", verify=False, max_shard_bytes=20_000)
+    assert whole.export.files == 1
+    assert shards.export.files > 2
+    assert whole.export.total_bytes == 4 * sum(w.numel() for w in weights.values())
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == whole.export.total_bytes
+    one, many = tensors(tmp_path / "whole"), tensors(tmp_path / "shards")
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert all(torch.equal(one[key], many[key]) for key in one)
+    qkv = "attention.query_key_value.weight"
+    assert torch.equal(one[f"gpt_neox.layers.1.{qkv}"], weights[3, qkv])
+
+
+def test_precision(tmp_path):
+    directory, config, weights = checkpoint(tmp_path)
+    to_hf(directory, config, tmp_path / "bf16", precision="bf16", verify=False)
+    found = tensors(tmp_path / "bf16")
+    assert {t.dtype for t in found.values()} == {torch.bfloat16}
+    assert torch.equal(found["embed_out.weight"], weights[6, "final_linear.weight"].bfloat16())
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_values_too_large_for_fp16_are_refused_and_nothing_is_left(tmp_path):
+    directory, config, weights = checkpoint(tmp_path, tp_size=1)
+    weights[2, "attention.dense.weight"][0, 0] = 70000.0
+    write_checkpoint(directory, plain_plan(config, 96).layers, weights)
+    with pytest.raises(ConversionError, match=r"layer 2 attention\.dense\.weight has values beyond fp16"):
+        to_hf(directory, config, tmp_path / "fp16", precision="fp16", verify=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3"]
+
+
+def test_trimming_the_vocabulary(tmp_path):
+    directory, config, weights = checkpoint(tmp_path, rows=1024)
+    result = to_hf(
+        directory,
+        config,
+        tmp_path / "hf",
+        trim_vocab=True,
+        tokenizer_file=GOLDEN / "data" / "tokenizer.json",
+        verify=False,
+    )
+    found = tensors(tmp_path / "hf")
+    assert found["gpt_neox.embed_in.weight"].shape == (1000, 32)
+    assert torch.equal(found["embed_out.weight"], weights[6, "final_linear.weight"][:1000])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 1000
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert result.check is None
+
+
+def test_vocabularies_that_do_not_fit(tmp_path):
+    directory, config, _ = checkpoint(tmp_path)
+    with pytest.raises(ConversionError, match="1000 ids, the embedding 96 rows"):
+        to_hf(directory, config, tmp_path / "hf", tokenizer_file=GOLDEN / "data" / "tokenizer.json")
+    with pytest.raises(ConversionError, match="--trim-vocab needs"):
+        to_hf(directory, config, tmp_path / "hf", trim_vocab=True)
+    with pytest.raises(ConversionError, match="does not exist"):
+        to_hf(directory, config, tmp_path / "hf", tokenizer_file=tmp_path / "none.json")
+
+
+def test_an_output_that_holds_something_is_not_touched(tmp_path):
+    directory, config, _ = checkpoint(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("x")
+    with pytest.raises(ConversionError, match="not empty"):
+        to_hf(directory, config, tmp_path / "hf", verify=False)
+    assert (tmp_path / "hf" / "mine").read_text() == "x"
+    to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)
+    assert not (tmp_path / "hf" / "mine").exists()
+
+
+def test_the_wrong_config_is_named(tmp_path):
+    directory, _, _ = checkpoint(tmp_path)
+    with pytest.raises(ConversionError, match=r"shape \[96, 32\], the config's model has \[96, 64\]"):
+        to_hf(directory, NeoXConfig.from_flat({**SIZES, "hidden_size": 64}), tmp_path / "hf", verify=False)
+
+
+def test_a_directory_of_20b_layout(tmp_path):
+    """GPT-NeoX-20B's files (44 layers, pipe 4, model 2, its client state) with a small hidden size."""
+    changes = {"num_layers": 44, "gpt_j_residual": True, "rotary_pct": 0.25}
+    args = {"num_layers": 44, "hidden_size": 32, "padded_vocab_size": 96, "model_parallel_size": 2}
+    config = NeoXConfig.from_flat({**SIZES, **changes})
+    layers = plain_plan(config, 96).layers
+    weights = seeded_weights(layers, dtype=torch.float16)
+    directory = write_checkpoint(
+        tmp_path / "global_step150000",
+        layers,
+        weights,
+        tp_size=2,
+        pp_size=4,
+        client_state={"args": args, "iteration": 150000},
+    )
+    assert (directory / "layer_47-model_01-model_states.pt").exists()
+    assert (directory / "mp_rank_07_model_states.pt").exists()
+    reader = CheckpointReader(directory, layers)
+    assert (reader.iteration, reader.pp_size, reader.tp_size) == (150000, 4, 2)
+    result = to_hf(directory, config, tmp_path / "hf", verify=False)
+    found = tensors(tmp_path / "hf")
+    assert result.export.tensors == len(found) == len(weights)
+    assert torch.equal(found["gpt_neox.layers.43.mlp.dense_4h_to_h.weight"], weights[45, "mlp.dense_4h_to_h.weight"])
+    assert torch.equal(found["gpt_neox.final_layer_norm.weight"], weights[47, "norm.weight"])
+    assert "150,000 training steps" in (tmp_path / "hf" / "README.md").read_text()

@@ -1,0 +1,50 @@
+"""Import a Hugging Face GPT-NeoX directory (Pythia, GPT-NeoX-20B, our own exports) as a NeoX checkpoint.
+
+    tools/convert_from_hf.py --input_dir pythia-160m --output_dir checkpoints/pythia-160m
+
+writes checkpoints/pythia-160m/global_step0, `latest`, `config.yml` and the tokenizer: add data, batch and optimizer
+keys to that file to go on training from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.convert import from_hf
+from neox.errors import run_script
+from neox.log import setup_logging
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input_dir", "--input-dir", required=True, help="a directory with config.json and safetensors or bin files")
+    add("--output_dir", "--output-dir", required=True, help="a checkpoint directory; global_step0 is written into it")
+    add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
+    add(
+        "--precision",
+        choices=["auto", "fp32", "fp16", "bf16"],
+        default="auto",
+        help="of the weights (auto: the same)",
+    )
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    setup_logging()
+    result = from_hf(
+        args.input_dir,
+        args.output_dir,
+        model_parallel_size=args.model_parallel_size,
+        precision=None if args.precision == "auto" else args.precision,
+    )
+    print(f"{result.checkpoint}: {result.parameters:,} parameters; model config in {result.config_file}")
+
+
+if __name__ == "__main__":
+    run_script(main)
