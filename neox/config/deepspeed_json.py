@@ -6,12 +6,44 @@ from typing import Any
 
 from neox.config.plan import BatchPlan, GridPlan, Precision
 from neox.config.sections import NeoXConfig
+from neox.config.wording import said
+
+# DeepSpeed takes unknown top-level keys in silence, so these are the only ones written.
+TOP_LEVEL_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "optimizer",
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "data_types",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "dump_state",
+        "zero_allow_untested_optimizer",
+        "flops_profiler",
+        "comms_logger",
+    }
+)
+
+# Passed through where given.
+_PLAIN = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
 
 
 def deepspeed_json(
     config: NeoXConfig, grid: GridPlan, batch: BatchPlan, precision: Precision
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return DeepSpeed's configuration and notes on what was translated or dropped."""
+    """Return DeepSpeed's configuration, and notes on what was translated or dropped.
+
+    Where DeepSpeed's default may differ from NeoX's (`gradient_clipping`), the value is written even when it was not
+    given.
+    """
     notes: list[str] = []
     ds = config.deepspeed
     result: dict[str, Any] = {
@@ -22,43 +54,78 @@ def deepspeed_json(
         "steps_per_print": ds.steps_per_print,
         "wall_clock_breakdown": ds.wall_clock_breakdown,
     }
-    if config.given("optimizer"):
-        result["optimizer"] = config.optimizer.optimizer.model_dump(exclude_none=True, mode="json")
-    zero = ds.zero_optimization.model_dump(exclude_none=True)
-    if grid.pp > 1 and zero.get("overlap_comm"):
-        del zero["overlap_comm"]
-        notes.append("zero_optimization.overlap_comm is dropped: DeepSpeed's pipeline engine cannot overlap")
-    result["zero_optimization"] = zero
-    if precision == "fp16":
-        result["fp16"] = _fp16(config, notes)
-    if precision == "bf16":
-        result["bf16"] = {"enabled": True}
-        if zero["stage"] >= 1:
-            result["data_types"] = {"grad_accum_dtype": "fp32"}
-    for key in (
-        "fp32_allreduce",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "sparse_gradients",
-        "dump_state",
-        "zero_allow_untested_optimizer",
-        "communication_data_type",
-    ):
-        if config.given(key):
-            result[key] = getattr(ds, key)
+    if config.optimizer.model_fields_set & {"optimizer"}:
+        result["optimizer"] = config.optimizer.optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
+    result["zero_optimization"] = _zero(config, grid, notes)
+    result |= _precision(config, precision, notes)
+    result |= {key: getattr(ds, key) for key in _PLAIN if config.given(key)}
+    communication = _communication(config, notes)
+    if communication is not None:
+        result["communication_data_type"] = communication
     for key in ("flops_profiler", "comms_logger"):
         block = getattr(ds, key)
         if block is not None:
             result[key] = block.model_dump(exclude_none=True)
+    assert TOP_LEVEL_KEYS.issuperset(result)
     return result, notes
 
 
+def _zero(config: NeoXConfig, grid: GridPlan, notes: list[str]) -> dict[str, Any]:
+    """Return the ZeRO block; offload keys that say `none` are left out (others are refused by a law)."""
+    settings = config.deepspeed.zero_optimization
+    offload = {"cpu_offload", "offload_optimizer", "offload_param"}
+    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=offload)
+    if grid.pp > 1 and block.pop("overlap_comm", False):
+        notes.append(
+            f"{said(config, 'zero_optimization.overlap_comm', True)} is dropped: DeepSpeed's pipeline engine cannot "
+            "overlap reduction with the backward pass"
+        )
+    if settings.overlap_comm is False:
+        block["overlap_comm"] = False
+    return block
+
+
+def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> dict[str, Any]:
+    """Return the fp16, bf16 and data_types blocks."""
+    asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
+    accumulation = {"data_types": {"grad_accum_dtype": asked}} if asked else {}
+    if precision == "fp16":
+        return {"fp16": _fp16(config, notes), **accumulation}
+    if precision == "bf16":
+        _note_bf16(config, notes)
+        if asked is None and config.deepspeed.zero_optimization.stage >= 1:
+            # DeepSpeed would accumulate in bf16. With ZeRO-0 it accumulates in fp32 and refuses the key.
+            accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
+            notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
+        return {"bf16": {"enabled": True}, **accumulation}
+    return accumulation
+
+
 def _fp16(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
+    """Return DeepSpeed's fp16 block: v2.0's own keys translated to `enabled`."""
     block = config.deepspeed.fp16
     if block is None:
         return {"enabled": True}
-    if block.fp16 is not None:
-        notes.append("fp16.fp16 is v2.0's old name and is left out: DeepSpeed refuses it, fp16.enabled says it")
-    if block.type is not None:
-        notes.append("fp16.type is v2.0's own and is left out: DeepSpeed refuses it")
+    for key in ("fp16", "type"):
+        if getattr(block, key) is not None:
+            given = said(config, f"fp16.{key}", getattr(block, key))
+            notes.append(f"{given} is written as fp16.enabled, the one DeepSpeed knows")
     return {**block.model_dump(exclude_none=True, exclude={"fp16", "type"}), "enabled": True}
+
+
+def _note_bf16(config: NeoXConfig, notes: list[str]) -> None:
+    block = config.deepspeed.fp16
+    if block is not None and block.type in ("bfloat16", "bf16"):
+        notes.append(
+            f"{said(config, 'fp16.type', block.type)} is written as bf16.enabled; bf16 needs no loss scale, so the "
+            "other keys of fp16 are left out"
+        )
+
+
+def _communication(config: NeoXConfig, notes: list[str]) -> str | None:
+    """Return the format gradients travel in, if it was asked for."""
+    ds = config.deepspeed
+    if ds.fp32_allreduce and ds.communication_data_type is None:
+        notes.append(f"{said(config, 'fp32_allreduce', True)} is written as communication_data_type fp32")
+        return "fp32"
+    return ds.communication_data_type

@@ -14,9 +14,10 @@ def solve_grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan 
     copy = pp * mp
     if world < 1 or world % copy:
         near = sorted({n for n in (world // copy * copy, -(-world // copy) * copy) if n > 0} or {copy})
+        degrees = f"{said(config, 'pipe_parallel_size', asked)} x {said(config, 'model_parallel_size', mp)}"
         problems.append(
-            f"{world} GPUs cannot be divided into copies of the model on {copy}: "
-            f"{said(config, 'pipe_parallel_size', asked)} x {said(config, 'model_parallel_size', mp)}; use {' or '.join(map(str, near))} GPUs, or other degrees"
+            f"{world} GPUs cannot be divided into copies of the model on {copy}: {degrees}; "
+            f"use {' or '.join(map(str, near))} GPUs, or other degrees"
         )
         return None
     return GridPlan(pp, mp, world // copy, world)

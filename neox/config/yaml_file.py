@@ -20,6 +20,9 @@ _MAX_BYTES = 1_000_000
 _MAX_NODES = 100_000
 _MAX_DEPTH = 20
 
+# What PyYAML calls untagged mappings, sequences and scalars, and quoted scalars.
+_TAGS = frozenset({*(f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str")), "!"})
+
 _NULL = re.compile(r"^(?:~|null|Null|NULL|None|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
@@ -71,16 +74,16 @@ class _Builder:
         self.nodes += 1
         if self.nodes > _MAX_NODES or depth > _MAX_DEPTH:
             raise ConfigError(f"{self.name}: too large or too deep for a configuration (aliases count expanded)")
+        tag = str(node.tag)
+        if tag not in _TAGS:
+            line = node.start_mark.line + 1
+            self.problems.append(f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value")
+            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, f"{path}.{i}", depth + 1) for i, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
-        tag = str(node.tag)
-        if tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:null", "!"):
-            line = node.start_mark.line + 1
-            self.problems.append(f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value")
-            return None
         if node.style is None and tag != "!":
             return parse_scalar(str(node.value))
         return None if node.value == "None" else str(node.value)

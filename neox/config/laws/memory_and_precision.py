@@ -17,6 +17,12 @@ def memory_and_precision_problems(config: NeoXConfig) -> Iterator[str]:
     yield from contradictions
     yield from _fp16(config)
     yield from _accumulation(config)
+    travels = config.deepspeed.communication_data_type
+    if config.deepspeed.fp32_allreduce and travels not in (None, "fp32"):
+        yield (
+            f"{place(config, 'fp32_allreduce')}`fp32_allreduce: true` contradicts "
+            f"{said(config, 'communication_data_type', travels)}; keep one"
+        )
     if config.deepspeed.sparse_gradients:
         yield f"{place(config, 'sparse_gradients')}`sparse_gradients: true`: gradients are dense here; remove it"
 

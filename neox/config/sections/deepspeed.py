@@ -31,7 +31,7 @@ class ZeroSettings(Section):
     """Copy gradients to a contiguous buffer."""
     reduce_scatter: bool | None = None
     """Reduce-scatter in place of all-reduce."""
-    reduce_bucket_size: int | None = Field(None, ge=0)
+    reduce_bucket_size: int | None = Field(None, gt=0)
     """Elements reduced at once."""
     allgather_partitions: bool | None = None
     """All-gather in place of broadcasts."""
@@ -80,13 +80,13 @@ class Fp16Settings(Section):
     """Fixed loss scale; 0 is dynamic."""
     initial_scale_power: int | None = None
     """First dynamic loss scale: 2 to this power."""
-    loss_scale_window: float | None = Field(None, gt=0)
+    loss_scale_window: int | None = Field(None, gt=0)
     """Good steps before the scale doubles."""
     hysteresis: int | None = Field(None, ge=0)
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool | None = None
     """Refill the hysteresis at every good step."""
-    min_loss_scale: float | None = Field(None, ge=0)
+    min_loss_scale: int | None = Field(None, ge=1)
     """The scale never falls below this."""
     auto_cast: bool | None = None
     """Cast inputs to fp16."""

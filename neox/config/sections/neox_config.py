@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr
 
+from neox.config.aliases import ALIASES
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
 from neox.config.sections.data import DataConfig
@@ -73,12 +74,15 @@ class NeoXConfig(Section):
 
     def source(self, key: str) -> str:
         """Where a flat key or dotted path came from: `configs/20B.yml:12`, `--set`, `default`."""
+        if not self.given(key):
+            aliases = (name for name, alias in ALIASES.items() if alias.target == key and name in self._given)
+            return next((self.source(name) for name in aliases), "default")
         path = key
         while path:
             if path in self._sources:
                 return self._sources[path]
             path = path.rpartition(".")[0]
-        return "given" if self.given(key) else "default"
+        return "given"
 
     def sources(self) -> dict[str, str]:
         """Return every known source by key or dotted path."""

@@ -1,0 +1,131 @@
+"""Every shipped YAML loads, resolves at 1, 8 and 96 GPUs where its degrees allow, and DeepSpeed accepts its JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch.distributed
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from neox.config import load_config, resolve
+from neox.config.deepspeed_json import TOP_LEVEL_KEYS
+from neox.config.laws import missing_for_training
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")
+SELF_CONTAINED = ("quickstart", "one_gpu")
+MODELS = sorted(
+    path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
+)
+PUBLISHED_PARAMETERS = {
+    "20B": 20_554_567_680,
+    "pythia/14M": 14_067_712,
+    "pythia/31M": 30_494_720,
+    "pythia/70M": 70_426_624,
+    "pythia/160M": 162_322_944,
+    "pythia/410M": 405_334_016,
+    "pythia/1B": 1_011_781_632,
+    "pythia/1-4B": 1_414_647_808,
+    "pythia/2-8B": 2_775_208_960,
+    "pythia/6-9B": 6_857_302_016,
+    "pythia/12B": 11_846_072_320,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank_group():
+    """A one-rank gloo group: without one DeepSpeed assumes a world of 1 and ignores the mpu."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def deepspeed_judges(plan) -> DeepSpeedConfig:
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: plan.grid.dp)
+    return DeepSpeedConfig(dict(plan.deepspeed), mpu=mpu)
+
+
+def files_of(name: str, *overlays: str) -> list[str]:
+    return [name, *overlays] if name in SELF_CONTAINED else [name, "local_setup", *overlays]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [1, 8, 96])
+def test_resolves_and_deepspeed_accepts(name, world):
+    config = load_config(files_of(name), conf_dir=CONFIGS)
+    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    if world % copy:
+        pytest.skip(f"{name} needs multiples of {copy} GPUs")
+    plan = resolve(config, world, 50277)
+    assert TOP_LEVEL_KEYS.issuperset(plan.deepspeed)
+    judged = deepspeed_judges(plan)
+    assert judged.train_batch_size == plan.batch.train_batch_size
+    assert judged.gradient_clipping == config.deepspeed.gradient_clipping
+    assert judged.zero_optimization_stage == config.deepspeed.zero_optimization.stage
+    assert (judged.float16_config.enabled, judged.bfloat16_config.enabled) == (
+        plan.precision == "fp16",
+        plan.precision == "bf16",
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("overlay", ["slurm", "finetune", "text_generation"])
+def test_overlays_compose_with_every_model(name, overlay):
+    config = load_config(files_of(name, overlay), conf_dir=CONFIGS)
+    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    resolve(config, copy, 50277)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_everything_training_needs_and_explicit_dropouts(name):
+    config = load_config(files_of(name), conf_dir=CONFIGS)
+    assert missing_for_training(config) == []
+    assert config.given("attention_dropout")
+    assert config.given("hidden_dropout")
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_parameter_counts_are_the_published_ones(name):
+    config = load_config([name], conf_dir=CONFIGS)
+    # Pythia's embeddings have 50,304 rows at every degree on the Hub; the files there were padded for two ranks at 6.9B
+    # and four at 12B.
+    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    assert resolve(config, copy, 50277).layers.numel == PUBLISHED_PARAMETERS[name]
+
+
+def test_20b_is_as_published():
+    config = load_config(["20B.yml"], conf_dir=CONFIGS, overrides=["global_num_gpus=96"])
+    plan = resolve(config, 96, 50277)
+    assert (plan.grid.pp, plan.grid.mp, plan.grid.dp) == (4, 2, 12)
+    assert plan.batch.train_batch_size == 1536
+    assert plan.padded_vocab_size == 50432
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (44, 6144, 64)
+    assert (model.rotary_pct, model.gpt_j_residual, model.no_weight_tying) == (0.25, True, True)
+    assert (model.init_method, model.output_layer_init_method) == ("small_init", "wang_init")
+    assert plan.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1_260_000_000
+    assert "overlap_comm" not in plan.deepspeed["zero_optimization"]
+    assert plan.deepspeed["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0.0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 12,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
+    assert any("overlap_comm" in note for note in plan.notes)
+    assert any("fp16.fp16" in note for note in plan.notes)
+
+
+def test_quickstart_is_small_and_saves_on_the_way():
+    config = load_config(["quickstart"], conf_dir=CONFIGS)
+    plan = resolve(config, 2, 16384)
+    assert plan.layers.numel <= 27_000_000
+    assert len(plan.save_iterations) > 1
+    assert config.training.eval_interval < config.training.train_iters
+    one = load_config(["quickstart"], conf_dir=CONFIGS, overrides=["pipe_parallel_size=1", "num_gpus=1"])
+    assert resolve(one, 1, 16384).grid.pp == 1
