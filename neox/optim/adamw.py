@@ -58,6 +58,11 @@ class ClippingAdamW(torch.optim.AdamW):
             torch._foreach_mul_([p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], scale)
         return super().step(closure)
 
+    @property
+    def last_norm(self) -> float:
+        """The global gradient norm of the last step, before clipping."""
+        return self._global_grad_norm
+
     def global_norm(self) -> float:
         """Return the L2 norm of the whole model's gradient, the same on every rank of the group."""
         counted = [

@@ -1,0 +1,86 @@
+"""The start of a rank: environment, device, process groups. The only place above `launch` that reads the environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
+
+from neox.config import RunPlan
+from neox.errors import LaunchError
+from neox.log import get_logger
+from neox.parallel import ParallelGrid, Topology
+
+_log = get_logger(__name__)
+
+
+def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
+    """Join the other ranks and return this rank's grid and device; all ranks call it together.
+
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them; without them, a run of one
+    rank. Raises LaunchError when the world is not the plan's.
+    """
+    deepspeed_logger.setLevel(logging.WARNING)  # its lines about itself drown the run's
+    world = _complete_environment()
+    if world != plan.grid.world:
+        raise LaunchError(
+            f"{world} ranks were started, the plan was made for {plan.grid.world} "
+            f"(pp {plan.grid.pp} x dp {plan.grid.dp} x mp {plan.grid.mp}); start them through deepy.py"
+        )
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = choose_device(local_rank)
+    if device.type == "cpu":
+        # Used for inference only, and compiled at first start: minutes, a C++ compiler, and a lock that can go stale.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=plan.config.training.hang_timeout)
+        backend = choose_backend(plan.config.runner.distributed_backend, device)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    else:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
+    return grid, device
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """Return this rank's device and make it current. Raises LaunchError when there are fewer GPUs than local ranks."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"rank with LOCAL_RANK {local_rank} finds {torch.cuda.device_count()} GPUs on {socket.gethostname()}; "
+            "start fewer ranks per host (num_gpus), or look at CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_backend(asked: str, device: torch.device) -> str:
+    """Return the torch.distributed backend: what was asked for, and gloo on a CPU, said aloud."""
+    if device.type == "cpu" and asked == "nccl":
+        _log.info("distributed_backend: nccl needs GPUs; on this machine gloo is used")
+        return "gloo"
+    return asked
+
+
+def _complete_environment() -> int:
+    """Return the world size; give a lone process, started without a launcher, the variables DeepSpeed insists on."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, value)
+        if "MASTER_PORT" not in os.environ:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    missing = [n for n in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise LaunchError(f"WORLD_SIZE is {world}, but {', '.join(missing)} are not set; start ranks through deepy.py")
+    return world

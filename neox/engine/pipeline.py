@@ -1,0 +1,110 @@
+"""The network as a DeepSpeed `PipelineModule`: the layer plan's layers, cut where the run plan cuts them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from neox.config import RunPlan
+from neox.model import build_layer, lm_loss, tied_logits
+from neox.parallel import ParallelGrid
+
+TIE = "embedding"
+_TIED_WEIGHT = "word_embeddings.weight"
+BuildLayer = Callable[[int], nn.Module]
+
+
+class _PlannedLayer(LayerSpec):
+    """A layer of the plan, built only on the stage that holds it."""
+
+    def __init__(self, build: BuildLayer, index: int) -> None:
+        super().__init__(nn.Module)
+        self._build_layer, self._index = build, index
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build_layer(self._index)
+
+
+class _TiedLayer(TiedLayerSpec):
+    """A layer that uses the embedding: the embedding itself, or a head that multiplies by its weight."""
+
+    def __init__(self, build: BuildLayer, index: int, forward_fn: Callable[..., Tensor] | None = None) -> None:
+        super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=_TIED_WEIGHT)
+        self._build_layer, self._index = build, index
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build_layer(self._index)
+
+
+class PipelineGPT(PipelineModule):
+    """The stage of the network that this rank holds. One tensor travels between stages: hidden states [B, S, H].
+
+    Initial weights are the plain model's. device, dtype: of the parameters.
+    """
+
+    def __init__(self, plan: RunPlan, grid: ParallelGrid, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._stages = plan.stages
+        build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
+        training = plan.config.training
+        # DeepSpeed prints its topology from here, and broadcasts tied weights as if that should be differentiated.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+            super().__init__(
+                layers=_specs(plan, grid, build),
+                # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.
+                topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
+                loss_fn=partial(lm_loss, grid=grid),
+                partition_method="uniform",  # unused: see _partition_layers
+                activation_checkpoint_interval=training.checkpoint_num_layers if training.checkpoint_activations else 0,
+                activation_checkpoint_func=grid.rng.checkpoint,
+                checkpointable_layers=["TransformerLayer"],
+            )
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Cut where the plan says, rather than let DeepSpeed derive it again from class names."""
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = [self._stages[0].first, *(s.last for s in self._stages)]
+        assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield (index in the layer plan, module) of the layers here that hold weights; a tied copy under index 0."""
+        if TIE in self.tied_modules:
+            yield 0, self.tied_modules[TIE]
+        for index in range(self._local_start, self._local_stop):
+            module = getattr(self, str(index), None)
+            if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+                yield index, module
+
+    def synchronize_tied_weights(self) -> None:
+        """Copy the first stage's embedding to the head's stage."""
+        with torch.no_grad():
+            self._synchronize_tied_weights()
+
+
+def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
+    """One specification per layer of the plan; identity layers are functions, so that no file is written for them."""
+
+    def head(embedding: nn.Module, hidden: Tensor) -> Tensor:
+        return tied_logits(hidden, embedding.word_embeddings.weight, grid)
+
+    def spec(index: int) -> Any:
+        entry = plan.layers[index]
+        if entry.kind == "identity":
+            return _identity
+        if not plan.layers.tied or entry.kind not in ("embedding", "head"):
+            return _PlannedLayer(build, index)
+        return _TiedLayer(build, 0, head if entry.kind == "head" else None)
+
+    return [spec(entry.index) for entry in plan.layers]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
