@@ -93,8 +93,8 @@ def _positive(text: str) -> int:
 def overrides(arguments: argparse.Namespace) -> list[str]:
     """Turn flags into overrides of the keys they stand for; `--set` comes last and wins."""
     given = ((key, getattr(arguments, key)) for key in _FLAGS_OF_KEYS)
-    changes = [f"{key}={json.dumps(value)}" for key, value in given if value is not None]
-    return [*changes, *arguments.set]
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
+    return [*(f"{key}={text}" for key, text in texts), *arguments.set]
 
 
 def find_script(name: str) -> Path:

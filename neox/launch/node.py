@@ -26,7 +26,7 @@ from neox.errors import LaunchError, run_script
 from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
 from neox.launch.extensions import break_stale_locks
-from neox.launch.lifeline import exit_status, parent_death_hook, process_state, signal_group
+from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, process_state, signal_group
 from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.spec import LaunchSpec
 
@@ -43,6 +43,7 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pid: int | None = None
+        self.keeper_pid: int | None = None
         self.code: int | None = None
 
 
@@ -147,7 +148,6 @@ class NodeAgent:
                 beat = now
                 self.tell({"kind": "alive"})
             if self.stacks_requested:
-                self.stacks_requested = False
                 self._show_stacks()
             if self.stop_requested and not self.stopping:
                 self._stop_gently(now)
@@ -159,6 +159,7 @@ class NodeAgent:
                     self._launcher_failed()
             self._check_progress()
         self._end_launcher()
+        self._wait_for_keepers()
         self.tell({"kind": "done", "code": self.code})
         return self.code
 
@@ -192,7 +193,7 @@ class NodeAgent:
     def _take(self, keeper: _Keeper, event: Event) -> None:
         rank = self.ranks[event["rank"]]
         if event["kind"] == "start":
-            keeper.rank, rank.pid = event["rank"], event["pid"]
+            keeper.rank, rank.pid, rank.keeper_pid = event["rank"], event["pid"], event["keeper"]
         self.tell(event)
         if event["kind"] == "exit":
             self._ended(rank, event["code"])
@@ -259,6 +260,13 @@ class NodeAgent:
             self.launcher.kill()
         self.launcher.wait()
 
+    def _wait_for_keepers(self) -> None:
+        """They end with the launcher; when this agent says that it is done, they are gone too."""
+        deadline = time.monotonic() + 1.0
+        pids = [rank.keeper_pid for rank in self.ranks.values() if rank.keeper_pid is not None]
+        while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def end_now(self) -> None:
         """Nobody listens any more: kill everything and go."""
         for rank in self.ranks.values():
@@ -288,10 +296,12 @@ class NodeAgent:
         self.code = EXIT_HANG
         self.tell({"kind": "hang", "seconds": silent})
         self._show_stacks()
+        self.stacks_requested = False  # the head process asks every host, this one too
         self.kill_at = time.monotonic()
 
     def _show_stacks(self) -> None:
         """Ask every rank for its Python stacks and show what they wrote."""
+        self.stacks_requested = False
         sizes: dict[int, int] = {}
         for rank in self.ranks.values():
             if rank.pid is not None and rank.code is None:

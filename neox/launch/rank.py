@@ -52,7 +52,7 @@ class RankKeeper:
             start_new_session=True,
             preexec_fn=parent_death_hook(),
         )
-        self.tell({"kind": "start", "pid": process.pid})
+        self.tell({"kind": "start", "pid": process.pid, "keeper": os.getpid()})
         assert process.stdout is not None
         assert process.stderr is not None
         with selectors.DefaultSelector() as selector:

@@ -53,6 +53,7 @@ class Supervisor:
         self.nodes_done: dict[int, int] = {}
         self.nodes_seen: set[int] = set()
         self.hung = False
+        self.nodes_shown: set[int] = set()
         self.stop_signal: int | None = None
         self.end_at: float | None = None
         self.strays: list[str] = []
@@ -138,6 +139,10 @@ class Supervisor:
             self._say(f"no rank got on for {event['seconds']:.0f} s (hang_timeout): the stacks of every rank follow")
             self.tell_agents(signal.SIGUSR1)
             self._soon(_HANG_SECONDS)
+        elif kind == "stacks" and self.hung:
+            self.nodes_shown.add(event["node"])
+            if len(self.nodes_shown) == len(self.spec.hosts):
+                self.end_at = time.monotonic() + _POLL_SECONDS
         elif kind == "launcher":
             self._soon(_WINDOW_SECONDS)
         elif kind == "done":
@@ -199,11 +204,14 @@ class Supervisor:
         if self.hung:
             self._say("ended: the run hung")
             return 124
-        cause = next((failure for failure in self.failures if not is_secondary(failure.tail)), None)
-        cause = cause or (self.failures[0] if self.failures else None)
+        failures = [failure for failure in self.failures if not self._was_asked_to(failure)]
+        cause = next((failure for failure in failures if not is_secondary(failure.tail)), None)
+        cause = cause or (failures[0] if failures else None)
         if cause is not None:
             self._explain(cause)
             return exit_status(cause.code)
+        if self.failures and self.stop_signal is not None:
+            return 128 + self.stop_signal
         if len(self.nodes_done) == len(self.spec.hosts):
             return max(self.nodes_done.values())
         if self.stop_signal is not None:
@@ -211,6 +219,10 @@ class Supervisor:
         missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
         self._say(f"error: the run ended on {', '.join(missing)} without a word about its ranks")
         return max([exit_status(process.returncode) for process in self.processes] + [1])
+
+    def _was_asked_to(self, failure: _Failure) -> bool:
+        """Whether a rank ended by the signal that we passed on, or was killed after its time was up."""
+        return self.stop_signal is not None and failure.code in (-signal.SIGTERM, -signal.SIGKILL)
 
     def _explain(self, cause: _Failure) -> None:
         host = self.spec.host_of(cause.rank).name

@@ -1,0 +1,155 @@
+"""Runs of `deepy.py` with cheap dummy ranks: starting them, finding their processes, waiting for their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = {
+    "head": "deepy.py",
+    "agent": "neox.launch.node",
+    "launcher": "deepspeed.launcher.launch",
+    "keeper": "neox.launch.rank",
+    "rank": "neox.launch.bootstrap",
+}
+
+DUMMY_RANK = """
+import os, signal, subprocess, sys, time
+
+rank = int(os.environ["RANK"])
+mode = os.environ.get("NEOX_DUMMY", "sleep")
+if os.environ.get("NEOX_DUMMY_CHILD"):
+    subprocess.Popen(["sleep", "600"])
+print(f"rank {rank} is up", flush=True)
+
+def stopped(signum, frame):
+    print(f"[rank {rank}] saved", flush=True)
+    sys.exit(0)
+
+if mode == "save":
+    signal.signal(signal.SIGTERM, stopped)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "quick":
+    sys.exit(0)
+if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+    if mode == "raise":
+        time.sleep(0.5)
+        try:
+            {}["first"]
+        except KeyError:
+            raise ValueError("the reason of rank 1")
+    if mode.startswith("exit"):
+        sys.exit(int(mode[4:]))
+    if mode == "segfault":
+        import faulthandler
+        faulthandler._sigsegv()
+for _ in range(600):
+    time.sleep(1)
+"""
+
+
+class LaunchedRun:
+    """One `deepy.py` process and everything it started, found by a mark in the environment."""
+
+    def __init__(self, directory: Path, arguments: Sequence[str] = (), ranks: int = 2, **variables: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.directory = directory / self.mark
+        self.directory.mkdir(parents=True)
+        (self.directory / "dummy.py").write_text(DUMMY_RANK)
+        write_config(self.directory / "tiny.yml", self.directory / "run", ranks)
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            deepy_command(self.directory, arguments),
+            env={**os.environ, "NEOX_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.directory,
+        )
+
+    def pids(self, role: str | None = None) -> list[int]:
+        """Processes of this run that live, of one role or all."""
+        return marked_pids(self.mark, role)
+
+    def wait_up(self, ranks: int = 2, seconds: float = 60) -> None:
+        """Wait until every rank has said that it is up."""
+        logs = self.directory / "run" / "ranks"
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            up = sum("is up" in log.read_text() for log in logs.glob("*/rank_*.log"))
+            if up == ranks:
+                return
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended early: {self.output()}")
+            time.sleep(0.05)
+        raise AssertionError(f"{ranks} ranks did not start in {seconds} s; {self.pids()}")
+
+    def output(self, timeout: float = 30) -> str:
+        """Everything printed, once the head process has ended."""
+        return self.process.communicate(timeout=timeout)[0]
+
+    def seconds_until_gone(self, limit: float = 20) -> float:
+        """Seconds until no process of this run lives; raises where that takes longer than `limit`."""
+        started = time.monotonic()
+        while left := self.pids():
+            if time.monotonic() - started > limit:
+                raise AssertionError(f"still alive after {limit} s: {[command_line(pid) for pid in left]}")
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+    def end(self) -> None:
+        """Kill whatever is left (after a failed test)."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+def deepy_command(directory: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """`deepy.py dummy.py tiny.yml` with further arguments."""
+    script, config = directory / "dummy.py", directory / "tiny.yml"
+    return [sys.executable, str(ROOT / "deepy.py"), str(script), str(config), *arguments]
+
+
+def write_config(path: Path, run_directory: Path, ranks: int | None) -> None:
+    """A configuration that resolves for any number of ranks."""
+    tokenizer = ROOT / "tests" / "golden" / "data" / "tokenizer.json"
+    count = f"num_gpus: {ranks}\n" if ranks else ""
+    path.write_text(
+        f"num_layers: 2\nhidden_size: 32\nnum_attention_heads: 2\nseq_length: 32\nmax_position_embeddings: 32\n"
+        f"pipe_parallel_size: 1\nmodel_parallel_size: 1\npos_emb: rotary\ndistributed_backend: gloo\n{count}"
+        f"train_micro_batch_size_per_gpu: 1\ntrain_iters: 10\nlr_decay_iters: 10\n"
+        f"optimizer:\n  type: Adam\n  params:\n    lr: 0.001\n"
+        f"tokenizer_type: HFTokenizer\nvocab_file: {tokenizer}\nlog_dir: {run_directory}\n"
+    )
+
+
+def marked_pids(mark: str, role: str | None = None) -> list[int]:
+    """Living processes with a mark in their environment, zombies left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            marked = f"NEOX_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if marked and state not in "ZX" and (role is None or ROLES[role] in command_line(int(entry.name))):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def command_line(pid: int) -> str:
+    """The start of a process's command line."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:150]
+    except OSError:
+        return ""

@@ -1,0 +1,143 @@
+"""Two machines on one: network namespaces joined by a virtual cable, an sshd in each, pdsh between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def why_not() -> str | None:
+    """What keeps this machine from running such tests, None when nothing does."""
+    if os.geteuid() != 0:
+        return "needs root for network namespaces"
+    missing = [name for name in ("ip", "pdsh", "ssh", "sshd", "ssh-keygen") if _find(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian: iproute2, pdsh, openssh-client, openssh-server)"
+    probe = f"neoxprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"cannot make network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+class TwoMachines:
+    """`hosts[0]` and `hosts[1]` are the addresses; `run` and `start` act as if on the first."""
+
+    def __init__(self, directory: Path, subnet: str) -> None:
+        self.directory = directory
+        self.hosts = (f"{subnet}.1", f"{subnet}.2")
+        self.names = tuple(f"neox{os.getpid()}n{number}" for number in (1, 2))
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ssh, pdsh and gloo need to find one another."""
+        return {
+            **os.environ,
+            "PDSH_SSH_ARGS_APPEND": f"-F{self.directory / 'ssh_config'}",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def inside(self, command: Sequence[str], number: int = 0) -> list[str]:
+        """A command as run on one of the machines."""
+        return ["ip", "netns", "exec", self.names[number], *command]
+
+    def run(self, command: Sequence[str], timeout: float = 90, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on the first machine."""
+        environment = {**self.environment, **extra}
+        return subprocess.run(
+            self.inside(command), env=environment, capture_output=True, text=True, timeout=timeout, cwd=self.directory
+        )
+
+    def start(self, command: Sequence[str], **extra: str) -> subprocess.Popen[str]:
+        """Start a command on the first machine."""
+        return subprocess.Popen(
+            self.inside(command),
+            env={**self.environment, **extra},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.directory,
+        )
+
+    def set_up(self) -> None:
+        """Make the cable, the keys and the daemons."""
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", f"nx{os.getpid()}", "type", "veth", "peer", "name", f"ny{os.getpid()}")
+        for cable, name, address in zip((f"nx{os.getpid()}", f"ny{os.getpid()}"), self.names, self.hosts, strict=True):
+            _ip("link", "set", cable, "netns", name)
+            _ip("-n", name, "link", "set", cable, "name", "eth0")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        for key in ("host_key", "user_key"):
+            path = str(self.directory / key)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+        shutil.copy(self.directory / "user_key.pub", self.directory / "authorized_keys")
+        self._configure()
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for number, address in enumerate(self.hosts):
+            sshd = [_find("sshd") or "sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
+            daemon = self.inside([*sshd, f"-oListenAddress={address}"], number)
+            self.daemons.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
+        for address in self.hosts:
+            self._wait_for(address)
+
+    def _configure(self) -> None:
+        (self.directory / "sshd_config").write_text(
+            f"HostKey {self.directory}/host_key\nAuthorizedKeysFile {self.directory}/authorized_keys\n"
+            "PermitRootLogin yes\nPasswordAuthentication no\nStrictModes no\nUsePAM no\nPidFile none\n"
+            "MaxStartups 100\nMaxSessions 100\n"
+        )
+        (self.directory / "ssh_config").write_text(
+            f"Host *\n  IdentityFile {self.directory}/user_key\n  IdentitiesOnly yes\n  User root\n"
+            f"  StrictHostKeyChecking no\n  UserKnownHostsFile {self.directory}/known_hosts\n  LogLevel ERROR\n"
+        )
+
+    def _wait_for(self, address: str) -> None:
+        command = ["ssh", "-F", str(self.directory / "ssh_config"), "-oConnectTimeout=2", address, "true"]
+        for _ in range(50):
+            if subprocess.run(self.inside(command), capture_output=True).returncode == 0:
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"sshd on {address} does not answer")
+
+    def tear_down(self) -> None:
+        """End what `set_up` started, and whatever still runs in the namespaces."""
+        for name in self.names:
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for daemon in self.daemons:
+            daemon.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def two_machines(directory: Path) -> Iterator[TwoMachines]:
+    """Two machines for the time of a `with` block."""
+    machines = TwoMachines(directory, f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}")
+    try:
+        machines.set_up()
+        yield machines
+    finally:
+        machines.tear_down()
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,86 @@
+"""One machine: true exit codes, the first traceback last, signals passed on, and nothing left running, ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launched_runs import ROLES, LaunchedRun, marked_pids
+
+
+@pytest.fixture
+def runs() -> Iterator[list[LaunchedRun]]:
+    """Runs to clean up after."""
+    started: list[LaunchedRun] = []
+    yield started
+    for run in started:
+        run.end()
+
+
+def test_killing_any_process_leaves_nothing_running(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    runs += [LaunchedRun(tmp_path, NEOX_DUMMY_CHILD="1") for _ in ROLES]
+    for run, role in zip(runs, ROLES, strict=True):
+        run.wait_up()
+        os.kill(run.pids(role)[-1], signal.SIGKILL)
+    for run, role in zip(runs, ROLES, strict=True):
+        assert run.seconds_until_gone(10) < 10, role
+        output = run.output()
+        if role == "rank":
+            assert run.process.returncode == 128 + signal.SIGKILL
+            assert re.search(r"error: rank \d on localhost ended with signal 9 \(SIGKILL\)", output)
+        else:
+            assert run.process.returncode != 0, (role, output)
+
+
+def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    cases = {"raise": 1, "exit7": 7, "segfault": 128 + signal.SIGSEGV, "quick": 0}
+    runs += [LaunchedRun(tmp_path, NEOX_DUMMY=mode) for mode in cases]
+    outputs = {mode: run.output(60) for mode, run in zip(cases, runs, strict=True)}
+    assert {mode: run.process.returncode for mode, run in zip(cases, runs, strict=True)} == cases
+    assert outputs["raise"].rstrip().endswith("ValueError: the reason of rank 1")
+    assert "error: rank 1 on localhost ended with exit status 1" in outputs["raise"]
+    assert "KeyError: 'first'" in outputs["raise"].rpartition("its last words")[2]  # the chain, whole
+    assert "runpy" not in outputs["raise"]
+    assert "Fatal Python error: Segmentation fault" in outputs["segfault"]
+    assert "rank 0 is up" in outputs["quick"]
+    for run in runs:
+        assert not run.pids()
+
+
+def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    saving, interrupted = LaunchedRun(tmp_path, NEOX_DUMMY="save"), LaunchedRun(tmp_path, NEOX_DUMMY="save")
+    stubborn = LaunchedRun(tmp_path, ["--set", "stop_timeout=2"], NEOX_DUMMY="stubborn")
+    runs += [saving, interrupted, stubborn]
+    for run, signum in ((saving, signal.SIGTERM), (interrupted, signal.SIGINT), (stubborn, signal.SIGTERM)):
+        run.wait_up()
+        run.process.send_signal(signum)
+    for run in (saving, interrupted):
+        output = run.output(20)
+        assert run.process.returncode == 0, output
+        assert "[rank 0] saved" in output
+        assert "[rank 1] saved" in output
+    asked = time.monotonic()
+    stubborn.output(20)
+    assert time.monotonic() - asked < 10
+    assert stubborn.process.returncode == 128 + signal.SIGTERM
+    for run in runs:
+        assert not run.pids()
+
+
+def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    run = LaunchedRun(tmp_path, ["--set", "hang_timeout=3"])
+    runs.append(run)
+    run.wait_up()
+    os.kill(run.pids("rank")[-1], signal.SIGSTOP)
+    output = run.output(30)
+    assert run.process.returncode == 124, output
+    assert "stacks of rank 0 on localhost" in output
+    assert "dummy.py" in output  # where the other rank waits
+    assert "the process is stopped" in output
+    assert not marked_pids(run.mark)
