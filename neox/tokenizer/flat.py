@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from neox.tokenizer.words import WordEncoder, cut, cut_reason
 
-ACCELERATORS = ("auto", "off", "fastokens")
+ACCELERATORS = ("auto", "off", "fastokens", "words")
 _BATCH_CHARS = 1 << 18
 _TRICKY = (
     "",
@@ -37,24 +38,35 @@ class FlatEncoder(Protocol):
 
 
 class PlainEncoder:
-    """The tokenizer itself, a batch of bounded size at a time (its own results are large)."""
+    """The tokenizer itself, a batch of bounded size at a time (its own results are large); long texts are cut where
+    that changes nothing."""
 
     name = "off"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._may_cut = cut_reason(tokenizer) is None
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        parts, lengths = [], np.zeros(len(texts), dtype=np.int64)
-        start = size = 0
-        for end, text in enumerate(texts, 1):
-            size += len(text)
-            if size >= _BATCH_CHARS or end == len(texts):
-                for i, ids in enumerate(self._tokenizer.encode_batch(texts[start:end]), start):
-                    lengths[i] = len(ids)
-                    parts.append(np.array(ids, dtype=np.uint32))
-                start, size = end, 0
-        return (np.concatenate(parts) if parts else np.empty(0, np.uint32)), lengths
+        parts, lengths = [np.empty(0, np.uint32)], np.zeros(len(texts), dtype=np.int64)
+        for batch in self._batches(texts):
+            for (i, _), ids in zip(batch, self._tokenizer.encode_batch([piece for _, piece in batch]), strict=True):
+                lengths[i] += len(ids)
+                parts.append(np.array(ids, dtype=np.uint32))
+        return np.concatenate(parts), lengths
+
+    def _batches(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+        """Yield batches of (number of the text, piece of it)."""
+        batch, size = [], 0
+        for i, text in enumerate(texts):
+            for piece in cut(text, _BATCH_CHARS) if self._may_cut else (text,):
+                batch.append((i, piece))
+                size += len(piece)
+                if size >= _BATCH_CHARS:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
 
 
 class FastokensEncoder:
@@ -96,6 +108,8 @@ def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
     """Return the encoder of a name in ACCELERATORS (not `auto`); TokenizerError if it cannot serve this tokenizer."""
     if name == "fastokens":
         return FastokensEncoder(tokenizer)
+    if name == "words":
+        return WordEncoder(tokenizer)
     if name == "off":
         return PlainEncoder(tokenizer)
     raise TokenizerError(f"accelerator {name!r} is unknown; known: {', '.join(ACCELERATORS)}")
@@ -105,21 +119,31 @@ def choose_accelerator(tokenizer: Tokenizer, wanted: str, sample: Sequence[str])
     """Choose by trying: an accelerator must give `tokenizers`' ids on difficult texts and on a sample of the input.
 
     wanted: `auto` takes the fastest that passes, and says what it passed over; a name insists, so that a failure is a
-        TokenizerError.
+        TokenizerError; `off` uses none.
     """
     if wanted == "off":
         return Choice("off")
     if wanted not in ACCELERATORS:
         raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
-    try:
-        difference = first_difference(make_encoder(tokenizer, "fastokens"), tokenizer, [*_TRICKY, *sample])
-    except TokenizerError as error:
-        difference = str(error)
-    if difference is None:
-        return Choice("fastokens")
+    passed_over = []
+    for name in ("fastokens", "words") if wanted == "auto" else (wanted,):
+        try:
+            problem = first_difference(make_encoder(tokenizer, name), tokenizer, [*_TRICKY, *sample])
+        except TokenizerError as error:
+            problem = str(error)
+        if problem is None:
+            return Choice(name, _note(name, passed_over))
+        passed_over.append(problem)
     if wanted != "auto":
-        raise TokenizerError(f"accelerator {wanted}: {difference}")
-    return Choice("off", f"tokenizing without accelerator, many times slower: {difference}")
+        raise TokenizerError(f"accelerator {wanted}: {passed_over[0]}")
+    return Choice("off", _note("off", passed_over))
+
+
+def _note(name: str, passed_over: Sequence[str]) -> str | None:
+    if not passed_over:
+        return None
+    speed = {"words": "several times slower than with fastokens", "off": "many times slower than with an accelerator"}
+    return f"tokenizing {speed[name]}: {'; '.join(passed_over)}"
 
 
 def first_difference(encoder: FlatEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:

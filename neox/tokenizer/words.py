@@ -1,0 +1,125 @@
+"""Encode by remembering words: exact for byte-level BPE with GPT-2's pre-tokenizer, without any further package.
+
+GPT-2's pattern never looks back, and NFC never joins a white-space character to what stands before it. So a text may
+be cut before white space that follows a visible ASCII character, and the ids of the pieces are the ids of the text.
+Between such cuts ASCII splits into GPT-2's words by a pattern that needs no Unicode tables; what touches other
+characters goes to `tokenizers` a whole piece at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from neox.errors import TokenizerError
+from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.huggingface import HFTokenizer
+
+_SPACE = r"\t-\r "  # what GPT-2's \s means within ASCII
+_CUT = re.compile(r"(?<=[!-~])(?=[ \t\n\r])")
+_ASCII_WORD = re.compile(
+    rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
+)
+_SLICE_CHARS = 1 << 19
+_MAX_WORDS = 300_000
+_LONGEST_WORD = 48
+
+
+def cut_reason(tokenizer: Tokenizer) -> str | None:
+    """Say why a tokenizer's texts may not be cut, None if they may."""
+    if not isinstance(tokenizer, HFTokenizer):
+        return f"a {tokenizer.name} is not byte-level BPE of Hugging Face's kind"
+    state = json.loads(tokenizer.to_json())
+    if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
+        return "its model is not plain BPE"
+    if _types(state["normalizer"], "normalizers") not in ([], ["NFC"]):
+        return "it normalizes by other means than NFC"
+    if _types(state["post_processor"], "processors") not in ([], ["ByteLevel"]):
+        return "it adds ids to a text"
+    splitter = state["pre_tokenizer"] or {}
+    if splitter.get("type") != "ByteLevel" or splitter.get("add_prefix_space") or not splitter.get("use_regex", True):
+        return "it does not split as GPT-2 does"
+    for token in state["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"] or _CUT.search(token["content"]):
+            return f"its added token {token['content']!r} depends on what stands around it"
+    return None
+
+
+def _types(step: dict[str, Any] | None, inner: str) -> list[str]:
+    if step is None:
+        return []
+    return [each["type"] for each in step[inner]] if step["type"] == "Sequence" else [step["type"]]
+
+
+def cut(text: str, size: int) -> Iterator[str]:
+    """Yield a text in pieces of about `size` characters that encode as the whole does."""
+    start = 0
+    while len(text) - start > size:
+        found = _CUT.search(text, start + size)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:] if start else text
+
+
+class WordEncoder:
+    """Words looked up, new ones encoded by `tokenizers`; the memory of words is bounded."""
+
+    name = "words"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        reason = cut_reason(tokenizer)
+        if reason is not None or not isinstance(tokenizer, HFTokenizer):
+            raise TokenizerError(f"the accelerator `words` cannot serve this tokenizer: {reason}")
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._ids: dict[str, bytes] = {}
+        added = [token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]]
+        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids uint32 [all tokens], lengths int64 [texts])."""
+        encoded = [b"".join(self._encode(piece) for piece in cut(text, _SLICE_CHARS)) for text in texts]
+        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64) // self._dtype.itemsize
+        return np.frombuffer(b"".join(encoded), self._dtype).astype(np.uint32), lengths
+
+    def _encode(self, text: str) -> bytes:
+        words = self._words(text)
+        try:
+            return b"".join(map(self._ids.__getitem__, words))
+        except KeyError:
+            return self._learn(words)
+
+    def _words(self, text: str) -> list[str]:
+        if self._added is not None and self._added.search(text):
+            return _CUT.split(text)
+        return _ASCII_WORD.findall(text) if text.isascii() else _mixed_words(text)
+
+    def _learn(self, words: list[str]) -> bytes:
+        """Encode the unknown words of a text and remember the short ones."""
+        if len(self._ids) > _MAX_WORDS:
+            self._ids.clear()
+        new = list(set(words).difference(self._ids))
+        ids = {
+            word: np.array(found, self._dtype).tobytes()
+            for word, found in zip(new, self._tokenizer.encode_batch(new), strict=True)
+        }
+        self._ids.update((word, found) for word, found in ids.items() if len(word) <= _LONGEST_WORD)
+        ids.update((word, self._ids[word]) for word in set(words).difference(ids))
+        return b"".join(map(ids.__getitem__, words))
+
+
+def _mixed_words(text: str) -> list[str]:
+    """Split a text with characters beyond ASCII: pure ASCII pieces into words, the others left whole."""
+    words: list[str] = []
+    for piece in _CUT.split(text):
+        if piece.isascii():
+            words += _ASCII_WORD.findall(piece)
+        else:
+            words.append(piece)
+    return words
