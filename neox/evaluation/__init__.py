@@ -1,0 +1,28 @@
+"""Scores: perplexities, LAMBADA, and the tasks of lm-evaluation-harness."""
+
+from neox.evaluation.harness import harness_model, harness_tasks
+from neox.evaluation.job import evaluate_tasks, parse_tasks
+from neox.evaluation.lambada import lambada
+from neox.evaluation.perplexity import Scoring, corpus_perplexity, wikitext
+from neox.evaluation.result import TaskResult, flat_metrics, format_table, write_results
+from neox.evaluation.scoring import ScoringModel, Span, SpanScore, score_spans, windows
+
+__all__ = [
+    "Scoring",
+    "ScoringModel",
+    "Span",
+    "SpanScore",
+    "TaskResult",
+    "corpus_perplexity",
+    "evaluate_tasks",
+    "flat_metrics",
+    "format_table",
+    "harness_model",
+    "harness_tasks",
+    "lambada",
+    "parse_tasks",
+    "score_spans",
+    "wikitext",
+    "windows",
+    "write_results",
+]

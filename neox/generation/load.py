@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig, RunPlan, resolve
@@ -57,15 +58,40 @@ def load_model(
     dtype = _DTYPES[plan.precision]
     reader = CheckpointReader(checkpoint, plan.layers)
     bounds = plan.stages[grid.pp_rank]
+    wanted = set(range(bounds.first, bounds.last))
+    if plan.layers.tied and plan.layers[bounds.last - 1].kind == "head":
+        wanted.add(0)  # a tied head on another stage than the embedding needs its own copy of the weight
     layers = {
         index: load_layer(plan, reader, index, grid, device, dtype)
-        for index in range(bounds.first, bounds.last)
+        for index in sorted(wanted)
         if plan.layers[index].kind != "identity"
     }
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, plan.precision, device)
+    return runner_of_layers(plan, layers, grid, device, dtype, recompute=recompute)
+
+
+def runner_of_layers(
+    plan: RunPlan,
+    layers: Mapping[int, nn.Module],
+    grid: ParallelGrid,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    recompute: bool = False,
+) -> ModelRunner:
+    """Return a runner of modules that exist already, such as those of a model in training (put them in eval mode).
+
+    layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
+    """
+    bounds = plan.stages[grid.pp_rank]
+    here = {plan.layers[index].kind: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
+    blocks = [layers[index] for index in sorted(layers) if plan.layers[index].kind == "block"]
+    head: Callable[[Tensor], Tensor] | None = here.get("head")
+    if plan.layers.tied and plan.layers[bounds.last - 1].kind == "head":
+        head = partial(_tied_head, layers[0], grid)
     return ModelRunner(
-        _stage(plan, reader, layers, grid, device, dtype),
+        Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head),
         grid,
         hidden_size=plan.layers.hidden_size,
         vocab_size=plan.padded_vocab_size,
@@ -74,6 +100,10 @@ def load_model(
         dtype=dtype,
         recompute=recompute,
     )
+
+
+def _tied_head(embedding: nn.Module, grid: ParallelGrid, hidden: Tensor) -> Tensor:
+    return tied_logits(hidden, embedding.word_embeddings.weight, grid)
 
 
 def context_length(config: NeoXConfig) -> int:
@@ -102,21 +132,3 @@ def load_layer(
         for name, parameter in layer.named_parameters():
             parameter.copy_(state[name])
     return layer.requires_grad_(False)
-
-
-def _stage(
-    plan: RunPlan,
-    reader: CheckpointReader,
-    layers: dict[int, nn.Module],
-    grid: ParallelGrid,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Stage:
-    """Sort a rank's layers; a tied head on another stage than the embedding gets its own copy of the weight."""
-    kinds = {plan.layers[index].kind: layer for index, layer in layers.items()}
-    blocks = [layer for index, layer in layers.items() if plan.layers[index].kind == "block"]
-    head = kinds.get("head")
-    if head is not None and plan.layers.tied:
-        embedding = kinds.get("embedding") or load_layer(plan, reader, 0, grid, device, dtype)
-        head = partial(tied_logits, weight=embedding.word_embeddings.weight, grid=grid)
-    return Stage(blocks=blocks, embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head)

@@ -1,0 +1,201 @@
+"""Any task of EleutherAI's lm-evaluation-harness (package `lm-eval`), through its own interface for models."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neox.errors import EvaluationError
+from neox.evaluation.lambada import fit
+from neox.evaluation.perplexity import Scoring
+from neox.evaluation.result import TaskResult
+from neox.evaluation.scoring import Span, windows
+from neox.generation import Completion, SamplingParams, generate, over_replicas
+from neox.log import get_logger
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+
+_log = get_logger(__name__)
+_DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that name no maximum
+
+
+def harness_tasks(
+    names: Sequence[str], scoring: Scoring, *, num_fewshot: int | None = None, limit: int | None = None
+) -> list[TaskResult]:
+    """Evaluate tasks by the harness's names, or by YAML files of tasks; all ranks together.
+
+    num_fewshot: examples before each question, None for what the task says. limit: examples of each task.
+    Raises EvaluationError when the package is missing or a task is unknown.
+    """
+    require_harness()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    manager = TaskManager()
+    check_names(names, manager)
+    found = simple_evaluate(
+        model=harness_model(scoring),
+        tasks=list(names),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    assert found is not None, "the harness answers on its own rank 0, and every rank of ours is one"
+    return results_of(found)
+
+
+def require_harness() -> None:
+    """Raise EvaluationError unless the harness is installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise EvaluationError(
+            "eval_tasks names tasks of lm-evaluation-harness, which is not installed: "
+            "pip install -r requirements/requirements-eval.txt"
+        )
+
+
+def check_names(names: Sequence[str], manager: Any) -> None:
+    """Raise EvaluationError naming every task that the harness does not know."""
+    unknown = [name for name in names if not name.endswith((".yaml", ".yml")) and not manager.match_tasks([name])]
+    missing = [name for name in names if name.endswith((".yaml", ".yml")) and not Path(name).is_file()]
+    problems = [f"task {name!r} is unknown to lm-evaluation-harness" for name in unknown]
+    problems += [f"task file {name} does not exist" for name in missing]
+    if problems:
+        raise EvaluationError(
+            "; ".join(problems)
+            + " (`lm-eval ls tasks` lists all; own texts are wikitext=FILE, lambada=FILE, perplexity=FILE)"
+        )
+
+
+def results_of(found: Any) -> list[TaskResult]:
+    """Turn the harness's `metric,filter` -> value tables into ours; standard errors keep their name `..._stderr`."""
+    results = []
+    for task, table in found["results"].items():
+        metrics: dict[str, float] = {}
+        for key, value in table.items():
+            metric, _, name = key.partition(",")
+            if isinstance(value, int | float) and not isinstance(value, bool) and name:
+                metrics[metric if name == "none" else f"{metric}_{name}"] = float(value)
+        samples = found.get("n-samples", {}).get(task, {}).get("effective")
+        results.append(TaskResult(task, metrics, {"examples": int(samples)} if samples else {}))
+    return results
+
+
+def harness_model(scoring: Scoring) -> TemplateLM:
+    """Return our model as the harness knows models."""
+    from lm_eval.api.model import TemplateLM
+
+    class HarnessModel(TemplateLM):
+        """loglikelihood, loglikelihood_rolling and generate_until over our runner."""
+
+        # Every rank of a split model answers every request, and replicas share them among themselves.
+        _rank, _world_size = 0, 1
+
+        @property
+        def eot_token_id(self) -> int:
+            return scoring.tokenizer.eod
+
+        @property
+        def max_length(self) -> int:
+            return scoring.model.max_length
+
+        @property
+        def tokenizer_name(self) -> str:
+            return scoring.tokenizer.name
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            return scoring.tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+            spans = [
+                fit(Span((*context, *continuation), len(context)), scoring.model.max_length)
+                for _, context, continuation in requests
+            ]
+            scores = over_replicas(spans, lambda mine: scoring.score(mine, "loglikelihood"), scoring.grid)
+            return [(score.log_probability, score.greedy) for score in scores]
+
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+            texts = [[scoring.tokenizer.eod, *self.tok_encode(request.args[0])] for request in requests]
+            longest = scoring.model.max_length
+            cut = [(n, span) for n, text in enumerate(texts) for span in full_windows(text, longest)]
+            spans = [span for _, span in cut]
+            scores = over_replicas(spans, lambda mine: scoring.score(mine, "rolling"), scoring.grid)
+            totals = [0.0] * len(texts)
+            for (n, _), score in zip(cut, scores, strict=True):
+                totals[n] += score.log_probability
+            return totals
+
+        def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+            groups: dict[SamplingParams, list[int]] = defaultdict(list)
+            for number, request in enumerate(requests):
+                groups[sampling_params(request.args[1], scoring.model.max_length)].append(number)
+            texts: dict[int, str] = {}
+            for params, numbers in groups.items():
+                prompts = [self._shortened(requests[n].args[0], params) for n in numbers]
+                done = continue_prompts(scoring, prompts, params)
+                texts.update((n, completion.text) for n, completion in zip(numbers, done, strict=True))
+            return [texts[n] for n in range(len(requests))]
+
+        def _shortened(self, prompt: str, params: SamplingParams) -> str:
+            """Drop the beginning of a prompt that leaves too little room for the answer, as the harness does."""
+            room = scoring.model.max_length - params.max_new_tokens
+            tokens = scoring.tokenizer.encode(prompt)
+            return prompt if len(tokens) <= room else scoring.tokenizer.decode(tokens[-room:])
+
+    return HarnessModel()
+
+
+def full_windows(text: Sequence[int], length: int) -> list[Span]:
+    """Cut a text into windows that do not overlap, except that the last reaches back to be full: its context is then as
+    long as can be, which is how the harness counts."""
+    spans = list(windows(text, length, length))
+    if len(spans) > 1 and len(spans[-1].tokens) < length + 1:
+        new = len(spans[-1].tokens) - 1
+        spans[-1] = Span(tuple(text[-(length + 1) :]), length - new + 1)
+    return spans
+
+
+def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
+    """Turn a task's `generation_kwargs` into our settings. Raises EvaluationError for what we do not know."""
+    asked = dict(asked)
+    until = asked.pop("until", None) or []
+    limits = [asked.pop(key, None) for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    limit = next((int(value) for value in limits if value is not None), _DEFAULT_NEW_TOKENS)
+    do_sample, temperature = asked.pop("do_sample", None), float(asked.pop("temperature", 0.0) or 0.0)
+    known = {name: asked.pop(name) for name in ("top_k", "top_p", "repetition_penalty", "num_beams") if name in asked}
+    if asked:
+        raise EvaluationError(f"a task asks for generation settings that do not exist here: {', '.join(sorted(asked))}")
+    if do_sample is False or (do_sample is None and temperature == 0):
+        temperature = 0.0
+    elif temperature == 0:
+        temperature = 1.0
+    return SamplingParams(
+        max_new_tokens=min(limit, max_length - 1),
+        temperature=temperature,
+        stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
+        **known,
+    )
+
+
+def continue_prompts(scoring: Scoring, prompts: list[str], params: SamplingParams) -> list[Completion]:
+    """Continue prompts, shared out to the copies of the model."""
+
+    def share(numbers: Sequence[int]) -> list[Completion]:
+        return generate(
+            scoring.model,  # type: ignore[arg-type]
+            [prompts[n] for n in numbers],
+            params,
+            scoring.tokenizer,
+            batch_size=scoring.batch_size,
+            numbers=numbers,
+        )
+
+    return over_replicas(range(len(prompts)), share, scoring.grid)

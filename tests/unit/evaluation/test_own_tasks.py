@@ -1,0 +1,115 @@
+"""Wikitext, LAMBADA and corpora on a model whose probabilities are known."""
+
+import json
+import math
+
+import pytest
+
+from neox.data import IndexedDatasetBuilder
+from neox.errors import DataError, EvaluationError
+from neox.evaluation import Scoring, corpus_perplexity, lambada, wikitext
+from neox.evaluation.detokenize import detokenize_wikitext
+from neox.parallel import ParallelGrid
+from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
+
+WIKI = " \n = Robert Boulter = \n \n He is an English film , television and theatre actor . He had a @-@ role .\n" * 4
+MODEL = TableModel()
+
+
+def scoring(stride=None, window=16, model=MODEL):
+    return Scoring(model, ByteTokenizer(), ParallelGrid.single(), window, stride)
+
+
+@pytest.mark.parametrize("stride", [None, 5])
+def test_wikitext(tmp_path, stride):
+    path = tmp_path / "wiki.test.raw"
+    path.write_text(WIKI)
+    result = wikitext(path, scoring(stride))
+    text = detokenize_wikitext(WIKI)
+    assert "a-role" in text
+    loss = -MODEL.total(ByteTokenizer().encode(text))
+    tokens, words = len(text.encode()), len(WIKI.strip().split(" "))
+    assert result.counts == {"tokens": tokens, "scored": tokens - 1, "words": words, "bytes": len(WIKI)}
+    assert result.metrics["ppl"] == pytest.approx(math.exp(loss / (tokens - 1)), rel=1e-5)
+    assert result.metrics["word_ppl"] == pytest.approx(math.exp(min(20, loss / (words - 1))), rel=1e-5)
+    assert result.metrics["bits_per_byte"] == pytest.approx(loss / math.log(2) / len(WIKI), rel=1e-5)
+
+
+def test_a_corpus_and_its_token_file_score_alike(tmp_path):
+    texts = ["first document, longer than one window", "b", "the third: äöü"]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    builder = IndexedDatasetBuilder(str(tmp_path / "c_text_document"), "uint16")
+    for text in texts:
+        builder.add_document([*text.encode(), 256])
+    builder.finalize()
+    documents = corpus_perplexity(tmp_path / "c.jsonl", scoring())
+    tokens = corpus_perplexity(tmp_path / "c_text_document", scoring())
+    loss = -sum(MODEL.total([256, *text.encode(), 256]) for text in texts)
+    scored = sum(len(text.encode()) + 1 for text in texts)
+    assert documents.metrics["loss"] == tokens.metrics["loss"] == pytest.approx(loss / scored, rel=1e-5)
+    assert documents.metrics["ppl"] == tokens.metrics["ppl"] == pytest.approx(math.exp(loss / scored), rel=1e-5)
+    assert documents.counts["documents"] == tokens.counts["documents"] == 3
+    assert documents.counts["scored"] == tokens.counts["scored"] == scored
+    assert set(documents.metrics) - set(tokens.metrics) == {"word_ppl", "bits_per_byte"}
+
+
+def test_token_files_of_another_tokenizer_are_refused(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "c"), "uint16")
+    builder.add_document([1, 2, 257])
+    builder.finalize()
+    with pytest.raises(EvaluationError, match="token 257, and the tokenizer has 257"):
+        corpus_perplexity(tmp_path / "c.bin", scoring())
+
+
+def test_lambada(tmp_path):
+    best = MODEL.log_probabilities.argmax(-1).tolist()
+    # The first passage's last token follows greedily from the one before.
+    start = next(n for n in range(97, 123) if 97 <= best[n] < 123)
+    passages = [f"one two x{chr(start)}{chr(best[start])}", "three four qq", "z"]
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    result = lambada(path, scoring())
+
+    def greedy(tokens, first):
+        return all(best[a] == b for a, b in zip(tokens[first - 1 :], tokens[first:], strict=False))
+
+    last_tokens, words = [], []
+    for text in passages:
+        ids = [256, *text.encode()]
+        last_tokens.append(greedy(ids, len(ids) - 1))
+        head, _, word = text.rpartition(" ")
+        words.append(((list(head.encode()) or [256]), list(f" {word}".encode())))
+    assert last_tokens[0]
+    assert result.metrics["acc"] == sum(last_tokens) / 3
+    assert result.metrics["strict_acc"] == sum(greedy(c + w, len(c)) for c, w in words) / 3
+    loss = -sum(MODEL.total(c + w, len(c)) for c, w in words) / 3
+    assert result.metrics["ppl"] == pytest.approx(math.exp(min(20, loss)), rel=1e-5)
+    assert result.counts == {"passages": 3, "truncated": 0}
+    (tmp_path / "lambada.txt").write_text("\n".join(passages) + "\n")
+    assert lambada(tmp_path / "lambada.txt", scoring()).metrics == result.metrics
+
+
+def test_long_passages_lose_their_beginning_and_are_counted(tmp_path):
+    path = tmp_path / "l.txt"
+    path.write_text("word " * 30 + "end\nshort one\n")
+    result = lambada(path, scoring())
+    assert result.counts == {"passages": 2, "truncated": 1}
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "error", "message"),
+    [
+        (wikitext, "w.txt", b"", EvaluationError, "holds no text"),
+        (wikitext, "w.txt", b"word", EvaluationError, "too few"),
+        (wikitext, "w.txt", b"\xff\xfe", EvaluationError, "cannot be read as text"),
+        (lambada, "l.txt", b"\n\n", EvaluationError, "holds no passages"),
+        (lambada, "l.jsonl", b'{"text": ', DataError, "l.jsonl"),
+        (corpus_perplexity, "c.jsonl", b"", DataError, "the file is empty"),
+        (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError, "holds no documents"),
+        (corpus_perplexity, "c.jsonl", b'{"content": "a"}\n', DataError, "text"),
+    ],
+)
+def test_bad_files(tmp_path, task, name, content, error, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        task(tmp_path / name, scoring())

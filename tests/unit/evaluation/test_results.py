@@ -1,0 +1,64 @@
+"""Tables, files and names of results; tasks as people write them."""
+
+import json
+from datetime import datetime
+
+import pytest
+
+from neox.errors import EvaluationError
+from neox.evaluation import TaskResult, flat_metrics, format_table, parse_tasks, write_results
+
+RESULTS = [
+    TaskResult("wikitext", {"ppl": 12.3456789, "word_ppl": 30.0}, {"tokens": 1234567}),
+    TaskResult("lambada", {"acc": 0.5}),
+]
+NOW = datetime(2024, 5, 6, 7, 8, 9)
+
+
+def test_the_table_has_a_line_for_each_metric():
+    lines = format_table(RESULTS).splitlines()
+    assert len(lines) == 5
+    assert lines[2].split() == ["wikitext", "ppl", "12.3457", "1,234,567", "tokens"]
+    assert lines[3].split() == ["word_ppl", "30"]
+
+
+def test_the_file_has_everything_under_neoxs_name(tmp_path):
+    path = write_results(str(tmp_path / "new" / "run1"), RESULTS, {"checkpoint": "c"}, NOW)
+    assert path.name == "run1_eval_results_05-06-2024-07-08-09.json"
+    record = json.loads(path.read_text())
+    assert record["results"]["wikitext"] == {"ppl": 12.3456789, "word_ppl": 30.0}
+    assert record["counts"]["wikitext"] == {"tokens": 1234567}
+    assert record["checkpoint"] == "c"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(EvaluationError, match="cannot be written"):
+        write_results(str(tmp_path / "x"), [TaskResult("t", {"ppl": float("nan")})], {}, NOW)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_for_curves():
+    assert flat_metrics(RESULTS) == {
+        "eval/wikitext_ppl": 12.3456789,
+        "eval/wikitext_word_ppl": 30.0,
+        "eval/lambada_acc": 0.5,
+    }
+
+
+def test_own_tasks_and_the_harnesss(tmp_path):
+    for name in ("a.raw", "b.raw", "c.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "d.idx").touch()
+    own, names = parse_tasks(
+        ["hellaswag", *(f"wikitext={tmp_path / n}.raw" for n in "ab"), f"perplexity={tmp_path / 'd'}", "my/task.yaml"]
+    )
+    assert [task.name for task in own] == ["wikitext_a", "wikitext_b", "perplexity"]
+    assert names == ["hellaswag", "my/task.yaml"]
+
+
+def test_all_wrong_tasks_are_named(tmp_path):
+    with pytest.raises(EvaluationError, match=r"(?s)wiki is no kind of task.*lambada=.*no such file"):
+        parse_tasks([f"wiki={tmp_path}", f"lambada={tmp_path / 'none.jsonl'}"])
+    with pytest.raises(EvaluationError, match="no eval_tasks"):
+        parse_tasks([])

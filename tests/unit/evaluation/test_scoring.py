@@ -1,0 +1,66 @@
+"""Windows and batches: every token scored once, with the context it should have."""
+
+import pytest
+
+from neox.errors import EvaluationError
+from neox.evaluation.scoring import Span, score_spans, windows
+from tests.unit.evaluation.table_model import TableModel
+
+
+@pytest.mark.parametrize("size", [2, 3, 9, 10, 11, 12, 25, 31])
+@pytest.mark.parametrize("stride", [1, 3, 9, 10])
+def test_every_token_but_the_first_is_scored_once_in_order(size, stride):
+    tokens = list(range(100, 100 + size))
+    spans = list(windows(tokens, 10, stride))
+    scored = [token for span in spans for token in span.tokens[span.first :]]
+    assert scored == tokens[1:]
+    assert all(len(span.tokens) <= 11 for span in spans)
+    for span in spans[1:]:
+        assert span.first >= 10 - stride + 1, "context of the window minus the stride"
+
+
+def test_without_overlap_windows_share_only_the_token_between_them():
+    assert [span.tokens for span in windows(range(8), 3, 3)] == [(0, 1, 2, 3), (3, 4, 5, 6), (6, 7)]
+
+
+@pytest.mark.parametrize("stride", [0, 11])
+def test_a_stride_that_would_skip_or_stand_still_is_refused(stride):
+    with pytest.raises(EvaluationError, match="eval_stride"):
+        list(windows(range(30), 10, stride))
+
+
+def test_scores_come_in_the_order_of_the_spans_whatever_the_batches():
+    model = TableModel()
+    spans = [
+        Span(tuple(range(n, n + size)), first) for n, (size, first) in enumerate([(5, 1), (12, 4), (3, 2), (9, 1)])
+    ]
+    for batch_size in (1, 3, 8):
+        scores = score_spans(model, spans, batch_size=batch_size)
+        for span, score in zip(spans, scores, strict=True):
+            assert score.log_probability == pytest.approx(model.total(list(span.tokens), span.first), abs=1e-4)
+            assert score.count == len(span.tokens) - span.first
+
+
+def test_greedy_means_every_scored_token_is_the_top_one():
+    model = TableModel()
+    best = model.log_probabilities.argmax(-1).tolist()
+    a, b, c = 5, best[5], best[best[5]]
+    wrong = (b + 1) % 300
+    (all_right, last_right, none_right) = score_spans(
+        model, [Span((9, a, b, c), 2), Span((a, wrong, best[wrong]), 1), Span((a, b, (c + 1) % 300), 2)]
+    )
+    assert (all_right.greedy, all_right.last_greedy) == (True, True)
+    assert (last_right.greedy, last_right.last_greedy) == (False, True)
+    assert (none_right.greedy, none_right.last_greedy) == (False, False)
+
+
+def test_what_cannot_be_read_at_once_is_refused():
+    with pytest.raises(EvaluationError, match="65 tokens are to be read at once"):
+        score_spans(TableModel(), [Span(tuple(range(66)), 1)])
+
+
+def test_nan_is_refused():
+    model = TableModel()
+    model.log_probabilities[7] = float("nan")
+    with pytest.raises(EvaluationError, match="not numbers"):
+        score_spans(model, [Span((1, 7, 8), 1)])

@@ -1,0 +1,58 @@
+"""Score a trained checkpoint: perplexities, LAMBADA, tasks of lm-evaluation-harness.
+
+Through `python deepy.py evaluate.py -d configs MODEL.yml --eval_tasks wikitext=wiki.test.raw lambada_openai` on as many
+ranks as the configuration says, or directly, `python tools/evaluate.py -d configs MODEL.yml --eval_tasks ...`, in one
+process that holds the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.checkpoint import CheckpointReader
+from neox.engine.distributed import initialize_distributed
+from neox.errors import run_script
+from neox.evaluation import evaluate_tasks, format_table, parse_tasks, write_results
+from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
+from neox.log import setup_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_plan_arguments(parser)
+    parser.add_argument("--eval_tasks", nargs="+", help="names the harness knows, YAML files of tasks, or KIND=FILE")
+    parser.add_argument("--eval_results_prefix", help="beginning of the result file's path")
+    args = parser.parse_intermixed_args()
+    if args.eval_tasks:
+        args.overrides.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
+    if args.eval_results_prefix:
+        args.overrides.append(f"eval_results_prefix={args.eval_results_prefix}")
+    setup_logging()
+    plan = plan_from_arguments(args)
+    keys = plan.config.generation
+    parse_tasks(keys.eval_tasks or ())  # before the model is loaded
+    tokenizer = tokenizer_of(plan.config)
+    checkpoint = choose_checkpoint(plan.config)
+    grid, device = initialize_distributed(plan)
+    setup_logging(grid.rank)
+    model = load_model(plan, checkpoint, grid, device)
+    results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
+    if grid.rank == 0:
+        about = {
+            "checkpoint": str(checkpoint),
+            "iteration": CheckpointReader(checkpoint).iteration,
+            "precision": plan.precision,
+            "config": plan.config.to_flat(),
+        }
+        path = write_results(keys.eval_results_prefix, results, about, datetime.now())
+        print(f"{format_table(results)}\n\nresults in {path}")
+
+
+if __name__ == "__main__":
+    run_script(main)
