@@ -33,7 +33,8 @@ class TokenizerSource:
 def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> TokenizerSource | None:
     """Build the config's tokenizer; None, with a warning, when its file is not there (the export goes on without).
 
-    override: a vocabulary file instead of the config's, a `tokenizer.json` where the config gives no type. Raises ConversionError if that one is missing.
+    override: a vocabulary file instead of the config's; a `tokenizer.json` where the config gives no type. Raises
+    ConversionError if it is missing.
     """
     kind = config.tokenizer.tokenizer_type
     if override is not None and not config.given("tokenizer_type"):
