@@ -58,10 +58,11 @@ def mode(config: NeoXConfig) -> str:
 
 
 def prompts_of(config: NeoXConfig) -> list[str]:
-    """Return the prompts of a run that is not interactive, each `num_samples` times; none is the empty prompt."""
+    """Return the prompts of a run that is not interactive, as often as each is to be continued."""
     keys = config.generation
-    prompts = read_prompts(keys.sample_input_file) if keys.sample_input_file is not None else [""]
-    return [prompt for prompt in prompts for _ in range(keys.num_samples)]
+    if keys.sample_input_file is None:
+        return [""] * keys.num_samples
+    return [prompt for prompt in read_prompts(keys.sample_input_file) for _ in range(keys.num_return_sequences)]
 
 
 def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid) -> list[Completion]:

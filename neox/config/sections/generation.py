@@ -58,7 +58,10 @@ class GenerationConfig(Section):
     """File the completions are written to."""
 
     num_samples: int = Field(1, ge=1)
-    """Samples without a prompt, or per prompt."""
+    """Samples without a prompt (text_gen_type: unconditional)."""
+
+    num_return_sequences: int = Field(1, ge=1)
+    """Continuations of each prompt of an input file."""
 
     recompute: bool = False
     """Generate without a cache of keys and values."""
