@@ -9,6 +9,7 @@ An interrupted run goes on where it was when the same command is given again.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # note the progress first
     report = preprocess(
         PreprocessSettings(
             inputs=tuple(path for path in args.input.split(",") if path),

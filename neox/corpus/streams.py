@@ -96,6 +96,8 @@ def _chunks(path: Path, file: _Counting) -> Iterator[bytes]:
         yield from _tar_of_zstd(file)
     elif name.endswith(".jsonl.gz"):
         yield from _gzip(file)
+    elif name.endswith(".tar.gz"):
+        yield from _tar_of_texts(file)
     else:
         yield from _strings_as_lines(path)
 
@@ -183,6 +185,18 @@ def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
                     yield _NEWLINE
     except tarfile.TarError as error:
         raise CorruptInput(f"tar archive is damaged or truncated ({error})") from error
+
+
+def _tar_of_texts(file: _Counting) -> Iterator[bytes]:
+    """Yield each file of an archive as a document; lm-dataformat's own reader fails on today's default tar headers."""
+    try:
+        with tarfile.open(fileobj=file, mode="r|gz") as archive:  # type: ignore[call-overload]
+            for member in archive:
+                inner = archive.extractfile(member)
+                if inner is not None:
+                    yield _json_line(inner.read().decode("utf-8"))
+    except (tarfile.TarError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise CorruptInput(f"tar archive is damaged, truncated or not text ({error})") from error
 
 
 def _strings_as_lines(path: Path) -> Iterator[bytes]:

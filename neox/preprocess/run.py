@@ -96,7 +96,10 @@ class _Run:
         """Return the report of an earlier, equal run whose datasets are all in place."""
         sidecars = {key: read_sidecar(self.settings.prefix(key)) for key in self.settings.keys}
         if not all(
-            sidecar and sidecar.settings.get("run") == self.name and Path(f"{self.settings.prefix(key)}.idx").exists()
+            sidecar
+            and sidecar.settings.get("run") == self.name
+            and sidecar.settings.get("skipped", 0) <= self.settings.skip_bad
+            and Path(f"{self.settings.prefix(key)}.idx").exists()
             for key, sidecar in sidecars.items()
         ):
             return None

@@ -98,7 +98,6 @@ def describe_run(
         "ftfy": settings.ftfy,
         "impl": settings.impl,
         "max_line_bytes": max_line_bytes,
-        "skip_bad": settings.skip_bad > 0,
     }
 
 

@@ -1,0 +1,259 @@
+"""Documents in and out, and every kind of damage placed."""
+
+import gzip
+import io
+import json
+import random
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import lm_dataformat
+import pytest
+import zstandard
+
+from neox.corpus import BadInput, Document, SkipBudget, expand_inputs, read_blocks, read_documents, write_documents
+from neox.errors import DataError
+
+TEXTS = ["first\nline", "zweite Größe", "日本語 😀\r\n", " ", "\x00 escaped NUL", '"quotes" and \\ slashes'] * 7
+
+
+def lines(texts: list[str] = TEXTS) -> bytes:
+    return b"".join(json.dumps({"text": text, "meta": {"n": i}}).encode() + b"\n" for i, text in enumerate(texts))
+
+
+def zstd(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def read(path: Path, **options: object) -> list[str]:
+    return [document.text for document in read_documents(path, **options)]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.jsonl.zst"
+    documents = [Document(text, {"n": i}) for i, text in enumerate(TEXTS)]
+    assert write_documents(path, iter(documents)) == len(TEXTS)
+    assert list(read_documents(path)) == documents
+    assert zstandard.get_frame_parameters(path.read_bytes()).has_checksum
+    assert [p.name for p in path.parent.iterdir()] == ["a.jsonl.zst"]
+
+
+def test_failed_writing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="document 1"):
+        write_documents(tmp_path / "a.jsonl.zst", [Document("x"), Document("half \ud800")])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match=r"end|name that"):
+        write_documents(tmp_path / "a.jsonl", [])
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.ndjson", "a.jsonl.zst", "a.jsonl.gz", "frames.jsonl.zst", "a.jsonl.zst.tar"]
+)
+def test_line_formats(tmp_path: Path, name: str) -> None:
+    data, path = lines(), tmp_path / name
+    if name.endswith(".tar"):
+        with tarfile.open(path, "w") as archive:
+            for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+                whole = zstd(lines(TEXTS[:21] if part is not data[len(data) // 2 :] else TEXTS[21:]))
+                info = tarfile.TarInfo(f"{len(archive.getmembers())}.jsonl.zst")
+                info.size = len(whole)
+                archive.addfile(info, io.BytesIO(whole))
+        assert len(read(path)) == len(TEXTS)
+        return
+    half = len(data) // 2
+    encode: dict[str, Callable[[bytes], bytes]] = {
+        "a.jsonl.zst": zstd,
+        "a.jsonl.gz": gzip.compress,
+        "frames.jsonl.zst": lambda b: zstd(b[:half]) + zstd(b"") + zstd(b[half:]),
+    }
+    path.write_bytes(encode.get(name, bytes)(data))
+    assert read(path) == TEXTS
+
+
+def test_formats_of_lm_dataformat(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo é\n", encoding="utf-8")
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("x", "in zip 1")
+        archive.writestr("y", "in zip 2\n")
+    (tmp_path / "c.gz").write_bytes(gzip.compress(b"line 1\nline 2\n"))
+    with tarfile.open(tmp_path / "d.tar.gz", "w:gz", format=tarfile.USTAR_FORMAT) as archive:
+        (tmp_path / "member").write_text("in tar")
+        archive.add(tmp_path / "member", "member")
+    (tmp_path / "e.json.zst").write_bytes(zstd(json.dumps(["p", "q"]).encode()))
+    (tmp_path / "f.dat.zst").write_bytes(zstd(b"".join(b"%016d" % len(t) + t for t in (b"dat 1", b"dat 2"))))
+    (tmp_path / "g.jsonl").write_bytes(lines(["plain"]) + b'"bare string"\n')
+    (tmp_path / "ignored.bin").write_bytes(b"\0")
+    expected = [text for text in lm_dataformat.Reader(str(tmp_path)).stream_data() if text]
+    assert read(tmp_path) == expected
+    assert len(expected) == 12
+
+
+def test_what_lm_dataformat_accepts_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "after a byte order mark"}\r\n'
+        b'{"text": ["two", "paragraphs"]}\n'
+        b'{"text": "not a number beside it", "meta": {"x": NaN, "n": 123456789012345678901234567890}}\n'
+        b'\n   \n{"text": ""}\n{"body": "other", "text": "last, without a newline"}'
+    )
+    assert read(path) == [
+        "after a byte order mark",
+        "two\n\nparagraphs",
+        "not a number beside it",
+        "last, without a newline",
+    ]
+
+
+BAD_LINES = [
+    (b"{", "not JSON"),
+    (b'{"text": "cut', "not JSON"),
+    (b'{"meta": {}}', "no key 'text'"),
+    (b'{"text": 7}', "'text' is a number"),
+    (b'{"text": null}', "'text' is null"),
+    (b'{"text": ["a", 1]}', "'text' is a list"),
+    (b"[1]", "the line is a list"),
+    (b"3", "the line is a number"),
+    (b'{"text": "a\0b"}', "NUL byte"),
+    (b"\0\0\0", "NUL byte"),
+    (b'{"text": "a\xff"}', "not UTF-8"),
+    (b'{"text": "\\ud800"}', "lone surrogate"),
+    (b'{"text": "a"} x', "not JSON"),
+    (b'{"text": "a", "meta": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON|nested"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_bad_lines_are_placed(tmp_path: Path, name: str, bad: bytes, reason: str) -> None:
+    good = lines(["one", "two", "three"])
+    data = good + bad + b"\n" + good
+    (tmp_path / name).write_bytes(zstd(data) if name.endswith("zst") else data)
+    with pytest.raises(DataError, match=reason) as caught:
+        read(tmp_path / name)
+    assert f"{name}:4 (byte {len(good)})" in str(caught.value)
+    assert "--skip-bad 1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert read(tmp_path / name, skip_bad=1) == ["one", "two", "three"] * 2
+
+
+def test_damage_to_whole_files(tmp_path: Path) -> None:
+    whole = zstd(lines())
+    cases = {
+        "cut.jsonl.zst": (whole[: len(whole) // 2], "truncated|damaged"),
+        "garbage.jsonl.zst": (b"\x93" * 1000, "damaged or not zstd"),
+        "behind.jsonl.zst": (whole + b"more", "damaged"),
+        "empty.jsonl.zst": (b"", "empty"),
+        "empty.jsonl": (b"", "empty"),
+        "cut.jsonl.gz": (gzip.compress(lines())[:-20], "truncated"),
+        "bad.zip": (b"PK\x03\x04 nothing", "damaged"),
+        "cut.tar.gz": (b"\x1f\x8b\x08\x00", "tar archive"),
+        "cut.jsonl.zst.tar": (b"x" * 700, "tar archive"),
+        "bytes.txt": (b"\xff\xfe\x00", "cannot read"),
+    }
+    for name, (data, reason) in cases.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=reason) as caught:
+            read(path)
+        assert name in str(caught.value)
+        read(path, skip_bad=1)
+
+
+def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for path, reason in (
+        (tmp_path / "none.jsonl", "does not exist"),
+        (tmp_path / "a.bin", "no reader"),
+        (tmp_path / "empty", "no input"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            expand_inputs([path])
+
+
+def test_a_line_too_long_is_passed_over_without_being_held(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    long = b'{"text": "' + b"x" * 40_000_000 + b'"}\n'
+    path.write_bytes(zstd(lines(["one"]) + long + lines(["two"]) + long[:-1]))
+    with pytest.raises(DataError, match="40,000,012 bytes, more than the 1,000,000") as caught:
+        read(path, max_line_bytes=1_000_000)
+    assert "a.jsonl.zst:2 " in str(caught.value)
+    assert read(path, max_line_bytes=1_000_000, skip_bad=2) == ["one", "two"]
+    sizes = [
+        len(b.data)
+        for b in read_blocks(str(path), block_bytes=1000, max_line_bytes=1000)
+        if not isinstance(b, BadInput)
+    ]
+    assert max(sizes) < 1000
+
+
+@pytest.mark.parametrize("block_bytes", [1, 50, 1 << 20])
+def test_blocks_start_where_the_last_one_ended(tmp_path: Path, block_bytes: int) -> None:
+    for name, data in (("a.jsonl", lines() + b'{"text": "end"}'), ("a.jsonl.zst", zstd(lines()))):
+        path = tmp_path / name
+        path.write_bytes(data)
+        blocks = [block for block in read_blocks(str(path), block_bytes=block_bytes) if not isinstance(block, BadInput)]
+        assert b"".join(block.data for block in blocks) == (lines() if name.endswith("zst") else data)
+        middle = blocks[len(blocks) // 2]
+        again = list(read_blocks(str(path), block_bytes=block_bytes, start=middle.start))
+        rest = b"".join(block.data for block in blocks[len(blocks) // 2 :])
+        assert b"".join(block.data for block in again if not isinstance(block, BadInput)) == rest
+        assert list(read_blocks(str(path), block_bytes=block_bytes, start=blocks[-1].end)) == []
+
+
+def test_budget_counts_and_reports() -> None:
+    seen: list[BadInput] = []
+    budget = SkipBudget(2, seen.append)
+    for line in (1, 2):
+        budget.add(BadInput("f", line, 0, "why"))
+    assert budget.skipped == len(seen) == 2
+    with pytest.raises(DataError, match=r"f:3 \(byte 9\): why \(after skipping 2\).*--skip-bad 3"):
+        budget.add(BadInput("f", 3, 9, "why"))
+
+
+def fuzz_once(path: Path, whole: bytes, chance: random.Random) -> None:
+    """Damage a file in one way: reading ends in one clear line or in documents; damaged zstd never goes unnoticed."""
+    data = bytearray(whole)
+    kind = chance.choice(["flip", "cut", "insert", "zero"])
+    at = chance.randrange(len(data))
+    if kind == "flip":
+        data[at] ^= 1 << chance.randrange(8)
+    elif kind == "cut":
+        del data[at:]
+    elif kind == "insert":
+        data[at:at] = chance.randbytes(chance.randint(1, 20))
+    else:
+        end = min(len(data), at + chance.randint(1, 50))
+        data[at:end] = bytes(end - at)
+    path.write_bytes(data)
+    try:
+        texts = read(path)
+    except DataError as error:
+        message = str(error)
+    else:
+        message = None
+    if message is not None:
+        assert "\n" not in message
+        assert path.name in message
+    elif path.name.endswith("zst"):
+        assert texts == TEXTS, f"{kind} at {at} went unnoticed"
+
+
+def run_fuzz(path: Path, cases: int, seed: int) -> None:
+    whole = zstd(lines()) if path.name.endswith("zst") else lines()
+    chance = random.Random(seed)
+    for _ in range(cases):
+        fuzz_once(path, whole, chance)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_fuzz(tmp_path: Path, name: str) -> None:
+    run_fuzz(tmp_path / name, 60, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_fuzz_many(tmp_path: Path, name: str) -> None:
+    run_fuzz(tmp_path / name, 1000, seed=2)
