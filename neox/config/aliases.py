@@ -25,6 +25,12 @@ class Alias:
     type: str
     values: Mapping[Any, tuple[Any, ...]] | None = None
 
+    def agreeing(self, value: Any) -> tuple[Any, ...]:
+        """Return the target's values that agree with a given value; none where it implies nothing."""
+        if self.values is None:
+            return (value,)
+        return self.values.get(value, ()) if isinstance(value, bool) else ()
+
 
 _ZERO = "zero_optimization"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,63 +12,83 @@ from pydantic import BaseModel, ValidationError
 
 from neox.config.aliases import ALIASES
 from neox.config.unsupported import UNSUPPORTED
-from neox.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Flat keys grouped by section, and what is wrong with them: sentences, and the keys they are about."""
+
+    sections: dict[str, dict[str, Any]]
+    problems: tuple[str, ...]
+    bad_keys: frozenset[str]
 
 
 @cache
-def section_classes() -> Mapping[str, type[BaseModel]]:
-    """Return section name -> class, in order."""
-    from neox.config.sections import NeoXConfig
-
+def section_classes(root: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
+    """Return section name -> class of a configuration class, in order."""
     classes: dict[str, type[BaseModel]] = {}
-    for name, info in NeoXConfig.model_fields.items():
+    for name, info in root.model_fields.items():
         assert isinstance(info.annotation, type)
         classes[name] = info.annotation
     return classes
 
 
 @cache
-def key_sections() -> Mapping[str, str]:
+def key_sections(root: type[BaseModel]) -> Mapping[str, str]:
     """Return flat key -> section name."""
     owners: dict[str, str] = {}
-    for section, cls in section_classes().items():
+    for section, cls in section_classes(root).items():
         for key in cls.model_fields:
             assert key not in owners, f"{key} in two sections"
             owners[key] = section
     return owners
 
 
-def is_text_key(key: str) -> bool:
+def is_text_key(root: type[BaseModel], key: str) -> bool:
     """Whether a flat key holds text, so that `--set vocab_file=007` stays text."""
-    section = key_sections().get(key)
-    return section is not None and section_classes()[section].model_fields[key].annotation in (str, str | None)
+    section = key_sections(root).get(key)
+    return section is not None and section_classes(root)[section].model_fields[key].annotation in (str, str | None)
 
 
-def sections_from_flat(flat: dict[str, Any], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Group flat keys by section. Raises ConfigError naming every unknown, twice given or wrongly typed key.
+def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return flat keys spelled with `_`, without unset (None) ones, and a sentence for each key given twice."""
+    result: dict[str, Any] = {}
+    problems = []
+    for written, value in flat.items():
+        key = written.replace("-", "_")
+        if key in result:
+            problems.append(f"`{key}` is given twice (`-` and `_` are the same); remove one")
+        if value is not None:
+            result[key] = value
+    return result, problems
 
-    `flat` is normalised in place: keys spelled with `_`, unset (None) keys removed.
-    """
-    problems = _normalise(flat)
-    grouped: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
-    nested = {key: value for key, value in flat.items() if key in key_sections()}
-    problems += [_unknown(key, sources) for key in flat if not _known(key)]
-    problems += _translate_aliases(flat, nested, sources)
+
+def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Grouped:
+    """Group normalised flat keys by section, naming every unknown, contradictory or wrongly typed key."""
+    owners, classes = key_sections(root), section_classes(root)
+    nested = {key: value for key, value in flat.items() if key in owners}
+    unknown = [key for key in flat if key not in owners and key not in ALIASES and key not in UNSUPPORTED]
+    problems = [_unknown(key, known_keys(root), sources) for key in unknown]
+    bad = set(unknown)
+    for name, problem in _translate_aliases(flat, nested, sources):
+        problems.append(problem)
+        bad.add(name)
+    grouped: dict[str, dict[str, Any]] = {name: {} for name in classes}
     for key, value in nested.items():
-        grouped[key_sections()[key]][key] = value
-    for name, cls in section_classes().items():
+        grouped[owners[key]][key] = value
+    for name, cls in classes.items():
         try:
             cls.model_validate(grouped[name])
         except ValidationError as error:
-            problems += [_type_problem(cls, dict(detail), sources) for detail in error.errors()]
-    if problems:
-        raise ConfigError(problems)
-    return grouped
+            for detail in error.errors():
+                problems.append(_type_problem(cls, dict(detail), sources))
+                bad.add(str(detail["loc"][0]))
+    return Grouped(grouped, tuple(problems), frozenset(bad))
 
 
-def known_keys() -> list[str]:
+def known_keys(root: type[BaseModel]) -> list[str]:
     """Return every key that means something: sections, aliases, and those known but refused."""
-    return sorted({*key_sections(), *ALIASES, *UNSUPPORTED})
+    return sorted({*key_sections(root), *ALIASES, *UNSUPPORTED})
 
 
 def at(key: str, sources: Mapping[str, str]) -> str:
@@ -80,48 +101,32 @@ def at(key: str, sources: Mapping[str, str]) -> str:
     return ""
 
 
-def _known(key: str) -> bool:
-    return key in key_sections() or key in ALIASES or key in UNSUPPORTED
-
-
-def _normalise(flat: dict[str, Any]) -> list[str]:
-    problems = []
-    items = list(flat.items())
-    flat.clear()
-    for written, value in items:
-        key = written.replace("-", "_")
-        if key in flat:
-            problems.append(f"`{key}` is given twice (`-` and `_` are the same); remove one")
-        if value is not None:
-            flat[key] = value
-    return problems
-
-
-def _unknown(key: str, sources: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
+def _unknown(key: str, known: list[str], sources: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
     return f"{at(key, sources)}unknown key `{key}`{hint}"
 
 
-def _translate_aliases(flat: Mapping[str, Any], nested: dict[str, Any], sources: Mapping[str, str]) -> list[str]:
-    """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`."""
-    problems = []
+def _translate_aliases(
+    flat: Mapping[str, Any], nested: dict[str, Any], sources: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`; yield key and contradiction."""
     for name in flat:
         alias = ALIASES.get(name)
         if alias is None:
             continue
-        agreeing = (flat[name],) if alias.values is None else alias.values.get(flat[name], ())
+        agreeing = alias.agreeing(flat[name])
         present, value = _look_up(nested, alias.target)
         if not agreeing or (present and value in agreeing):
             continue
         if present:
-            problems.append(
+            yield (
+                name,
                 f"{at(name, sources)}`{name}: {flat[name]}` contradicts `{alias.target}: {value}` "
-                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one"
+                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one",
             )
             continue
         _put(nested, alias.target, agreeing[0])
-    return problems
 
 
 def _look_up(nested: Mapping[str, Any], path: str) -> tuple[bool, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.config.flat import is_text_key
+from neox.config.flat import group, is_text_key, normalise
+from neox.config.laws import static_problems
 from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import parse_value, read_file
 from neox.errors import ConfigError
@@ -33,7 +34,21 @@ def load_config(
             problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
+    flat, _ = normalise(values)
+    grouped = group(NeoXConfig, flat, sources)
+    if grouped.problems:
+        raise ConfigError([*grouped.problems, *_laws_of_the_rest(flat, sources, grouped.bad_keys)])
     return NeoXConfig.from_flat(values, sources)
+
+
+def _laws_of_the_rest(flat: dict[str, Any], sources: dict[str, str], bad: frozenset[str]) -> list[str]:
+    """Return what else is wrong once the bad keys are left out, so that one run shows everything."""
+    rest = {key: value for key, value in flat.items() if key not in bad}
+    remaining = group(NeoXConfig, rest, sources)
+    if remaining.problems:
+        return []
+    problems = static_problems(NeoXConfig.from_flat(rest, sources))
+    return [problem for problem in problems if not any(f"`{key}" in problem for key in bad)]
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
@@ -92,7 +107,7 @@ def apply_override(override: str, values: dict[str, Any], sources: dict[str, str
         raise ConfigError(f"--set {override}: should be key=value, such as --set train_iters=100")
     *blocks, last = key.split(".")
     value = parse_value(text)
-    if value is not None and not blocks and is_text_key(last):
+    if value is not None and not blocks and is_text_key(NeoXConfig, last):
         value = text
     place = values
     for depth, name in enumerate(blocks):

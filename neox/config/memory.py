@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from neox.config.layer_plan import LayerEntry, LayerPlan
+from neox.config.layer_plan import LayerPlan
 from neox.config.plan import BatchPlan, GridPlan, MemoryPlan, Precision, StagePlan
 from neox.config.sections import NeoXConfig
-
-
-def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int) -> int:
-    """Return the elements one tensor rank holds of a layer, a tied head's copy included."""
-    owner = plan[layer.tied_to] if layer.tied_to is not None else layer
-    return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in owner.parameters)
+from neox.config.stages import held_parameters
 
 
 def estimate_memory(

@@ -12,11 +12,12 @@ from neox.config.laws import static_problems
 from neox.config.laws.collect import unsupported_notes
 from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.memory import estimate_memory
-from neox.config.plan import RunPlan, StagePlan
+from neox.config.plan import GridPlan, RunPlan, StagePlan
 from neox.config.precision import choose_precision
 from neox.config.saves import save_iterations
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
+from neox.config.wording import said
 from neox.errors import ConfigError
 
 
@@ -33,7 +34,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(problems)
     layers = layer_plan(config, padded)
-    stages = _stages(config, layers, grid.pp)
+    stages = _stages(config, layers, grid)
     json, notes = deepspeed_json(config, grid, batch, precision)
     notes += unsupported_notes(config)
     return RunPlan(
@@ -87,12 +88,16 @@ def padded_vocabulary(config: NeoXConfig, vocab_size: int, problems: list[str]) 
     return explicit
 
 
-def _stages(config: NeoXConfig, layers: LayerPlan, pp: int) -> tuple[StagePlan, ...]:
-    bounds = partition_layers(layers, pp, config.parallelism.pipe_partition_method)
+def _stages(config: NeoXConfig, layers: LayerPlan, grid: GridPlan) -> tuple[StagePlan, ...]:
+    bounds = partition_layers(layers, grid.pp, config.parallelism.pipe_partition_method, grid.mp)
     stages = []
     for first, last in pairwise(bounds):
         held = layers.layers[first:last]
         own = {layer.index for layer in held}
         copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)
         stages.append(StagePlan(first, last, sum(layer.numel for layer in held) + copies))
+    empty = [i for i, stage in enumerate(stages) if stage.parameters == 0]
+    if empty:
+        method = said(config, "pipe_partition_method", config.parallelism.pipe_partition_method)
+        raise ConfigError(f"{method} leaves stage {empty[0]} without parameters; use type:transformer|mlp")
     return tuple(stages)

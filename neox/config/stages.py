@@ -8,7 +8,6 @@ from itertools import accumulate
 from math import inf
 
 from neox.config.layer_plan import LayerEntry, LayerPlan
-from neox.errors import ConfigError
 
 # The model's layer classes by kind. DeepSpeed matches `type:REGEX` against these names, case-insensitively, so that
 # identity layers must contain neither "transformer" nor "mlp".
@@ -21,24 +20,41 @@ LAYER_CLASS_NAMES = {
 }
 
 
-def partition_layers(plan: LayerPlan, stages: int, method: str) -> list[int]:
-    """Return the stage bounds: stage i holds layers [bounds[i], bounds[i + 1]). Raises ConfigError."""
-    kind = method.lower()
+def partition_problem(method: str) -> str | None:
+    """Return what is wrong with a pipe_partition_method, or None."""
+    kind, colon, pattern = method.partition(":")
+    if kind.lower() in ("uniform", "parameters") and not colon:
+        return None
+    if kind.lower() != "type" or not colon:
+        return "should be uniform, parameters or type:REGEX"
+    try:
+        matching = re.compile(pattern.lower(), re.IGNORECASE)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    names = LAYER_CLASS_NAMES.values()
+    return None if any(map(matching.search, names)) else f"matches none of the layer classes {', '.join(names)}"
+
+
+def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> list[int]:
+    """Return the stage bounds: stage i holds layers [bounds[i], bounds[i + 1]).
+
+    mp: tensor-parallel ranks; DeepSpeed weighs layers by the parameters one rank holds. The method must be one that
+    `partition_problem` accepts.
+    """
+    assert partition_problem(method) is None
+    kind, _, pattern = method.lower().partition(":")  # DeepSpeed lowers the whole method too
     if kind == "uniform":
         return partition_uniform(len(plan), stages)
     if kind == "parameters":
-        return partition_balanced([_held_parameters(plan, layer) for layer in plan], stages)
-    if kind.startswith("type:"):
-        try:
-            pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
-        except re.error as error:
-            raise ConfigError(f"`pipe_partition_method: {method}` is not a regular expression: {error}") from None
-        weights = [int(bool(pattern.search(LAYER_CLASS_NAMES[layer.kind]))) for layer in plan]
-        if not any(weights):
-            names = ", ".join(LAYER_CLASS_NAMES.values())
-            raise ConfigError(f"`pipe_partition_method: {method}` matches none of the layer classes {names}")
-        return partition_balanced(weights, stages)
-    raise ConfigError(f"`pipe_partition_method: {method}` should be uniform, parameters or type:REGEX")
+        return partition_balanced([held_parameters(plan, layer, mp) for layer in plan], stages)
+    matching = re.compile(pattern, re.IGNORECASE)
+    return partition_balanced([int(bool(matching.search(LAYER_CLASS_NAMES[layer.kind]))) for layer in plan], stages)
+
+
+def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int) -> int:
+    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included."""
+    owner = plan[layer.tied_to] if layer.tied_to is not None else layer
+    return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in owner.parameters)
 
 
 def partition_uniform(items: int, parts: int) -> list[int]:
@@ -76,7 +92,3 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     for j in range(parts, 0, -1):
         bounds.append(start[j][bounds[-1]])
     return bounds[::-1]
-
-
-def _held_parameters(plan: LayerPlan, layer: LayerEntry) -> int:
-    return plan[layer.tied_to].numel if layer.tied_to is not None else layer.numel

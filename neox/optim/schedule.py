@@ -59,7 +59,7 @@ class Schedule:
 def schedule_of(plan: RunPlan) -> Schedule:
     """Return the schedule a plan asks for; `lr_decay_iters` is `train_iters` where unset."""
     config = plan.config.schedule
-    decay_iterations = config.lr_decay_iters or plan.config.training.train_iters or 1
+    decay_iterations = config.decay_iterations(plan.config.training.train_iters)
     return Schedule(
         style=config.lr_decay_style,
         start=plan.config.optimizer.optimizer.params.lr,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.attention import attention_kinds
 from neox.config.sections import NeoXConfig
+from neox.config.stages import partition_problem
 from neox.config.wording import place, said
 from neox.errors import ConfigError
 
@@ -75,6 +76,10 @@ def _lengths(config: NeoXConfig) -> Iterator[str]:
             f"{place(config, 'pipe_parallel_size')}`pipe_parallel_size: {pp}` is more stages than "
             f"{said(config, 'num_layers', model.num_layers)}; use at most {model.num_layers}"
         )
+    method = config.parallelism.pipe_partition_method
+    problem = partition_problem(method)
+    if problem is not None:
+        yield f"{place(config, 'pipe_partition_method')}`pipe_partition_method: {method}` {problem}"
     asked = config.to_flat().get("is_pipe_parallel")
     if asked is not None and bool(asked) != (pp >= 2) and not (asked and pp == 1):
         yield (

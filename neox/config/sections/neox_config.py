@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from neox.config.aliases import ALIASES
+from neox.config.flat import group, normalise
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
 from neox.config.sections.data import DataConfig
@@ -21,6 +22,7 @@ from neox.config.sections.runner import RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.tokenizer import TokenizerConfig
 from neox.config.sections.training import TrainingConfig
+from neox.errors import ConfigError
 
 
 class NeoXConfig(Section):
@@ -51,10 +53,12 @@ class NeoXConfig(Section):
 
         sources: key, or dotted path inside a block -> where it was written. Raises ConfigError with every problem.
         """
-        from neox.config.flat import sections_from_flat
-
-        given, where = dict(flat), dict(sources or {})
-        config = cls.model_validate(sections_from_flat(given, where))
+        given, problems = normalise(flat)
+        where = dict(sources or {})
+        grouped = group(cls, given, where)
+        if problems or grouped.problems:
+            raise ConfigError([*problems, *grouped.problems])
+        config = cls.model_validate(grouped.sections)
         object.__setattr__(config, "_given", given)
         object.__setattr__(config, "_sources", where)
         return config

@@ -30,3 +30,10 @@ class ScheduleConfig(Section):
     lr_schedule_version: Literal["v2.0", "later"] = "later"
     """Which of gpt-neox's two forms: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts at
     peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
+
+    def decay_iterations(self, train_iters: int | None) -> int:
+        """Return the iterations the decay takes: lr_decay_iters, or lr_decay_fraction of train_iters, or all of it."""
+        if self.lr_decay_iters is not None:
+            return self.lr_decay_iters
+        fraction = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
+        return max(1, round(fraction * (train_iters or 0)))
