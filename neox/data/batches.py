@@ -25,7 +25,7 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fill(self, out: np.ndarray, indices: np.ndarray) -> None: ...
+    def read(self, indices: np.ndarray) -> np.ndarray: ...
 
 
 class BatchIterator:
@@ -96,17 +96,16 @@ class BatchIterator:
 
     def read(self, position: int) -> Batch:
         """Read micro batch `position`, whatever the iterator's own position."""
-        rows = np.empty((self.micro_batch_size, self.dataset.seq_length + 1), dtype=np.int64)  # [B, S + 1]
-        self.dataset.fill(rows, self.sample_numbers(position))
-        if self.vocab_size is not None and rows.max() >= self.vocab_size:
+        rows = self.dataset.read(self.sample_numbers(position))  # [B, S + 1], in the file's dtype
+        if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
             raise DataError(
-                f"the data holds token id {rows.max()}, but the tokenizer has {self.vocab_size} ids: it was made with "
-                "another tokenizer; preprocess it again, or name the tokenizer it was made with"
+                f"the data holds token ids from {rows.min()} to {rows.max()}, but the tokenizer has {self.vocab_size} "
+                "ids: it was made with another tokenizer; preprocess it again, or name the tokenizer it was made with"
             )
-        text = torch.from_numpy(rows)
-        tokens = text[:, :-1].contiguous()
+        tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
+        labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
         loss_mask = torch.ones(tokens.shape) if self.masked_id is None else (tokens != self.masked_id).float()
-        return {"tokens": tokens, "labels": text[:, 1:].contiguous(), "loss_mask": loss_mask}
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
 
     def close(self) -> None:
         """Stop the reading threads."""

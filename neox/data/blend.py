@@ -36,6 +36,7 @@ class BlendedDataset:
             raise DataError(f"datasets of a blend must have one seq_length, not {sorted(lengths)}")
         self.datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
+        self.dtype = np.result_type(*(dataset.indexed.dtype for dataset in datasets))
         shares, size = np.asarray(weights, dtype=np.float64), sum(len(dataset) for dataset in datasets)
         key = hashlib.sha256(f"neox blend 1 {shares.tolist()} {size}".encode()).hexdigest()[:32]
         names = ("dataset_index", "dataset_sample_index")
@@ -49,18 +50,17 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` as int64 [seq_length + 1]."""
-        out = np.empty((1, self.seq_length + 1), dtype=np.int64)
-        self.fill(out, np.array([index]))
-        return out[0]
+        return self.read([index])[0].astype(np.int64)
 
-    def fill(self, out: np.ndarray, indices: np.ndarray) -> None:
-        """Write samples `indices` into the rows of `out` [len(indices), seq_length + 1]."""
-        chosen = self.dataset_index[indices]
-        samples = self.dataset_sample_index[indices]
-        for row in range(len(out)):
-            dataset = self.datasets[chosen[row]]
-            sample = int(samples[row])
-            dataset.fill(out[row : row + 1], [sample if sample < dataset.num_samples else sample % len(dataset)])
+    def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Samples `indices` as [len(indices), seq_length + 1], in a dtype that holds every dataset's ids."""
+        chosen, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
+        rows = np.empty((len(chosen), self.seq_length + 1), dtype=self.dtype)
+        for number in np.unique(chosen):
+            dataset, where = self.datasets[number], chosen == number
+            wanted = samples[where]
+            rows[where] = dataset.read(np.where(wanted < dataset.num_samples, wanted, wanted % max(1, len(dataset))))
+        return rows
 
 
 def blend_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

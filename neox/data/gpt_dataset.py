@@ -55,29 +55,26 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` as int64 [seq_length + 1]."""
-        out = np.empty((1, self.seq_length + 1), dtype=np.int64)
-        self.fill(out, [index])
-        return out[0]
+        return self.read([index])[0].astype(np.int64)
 
-    def fill(self, out: np.ndarray, indices: Sequence[int] | np.ndarray) -> None:
-        """Write samples `indices` into the rows of `out` [len(indices), seq_length + 1], converted while copied."""
+    def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Samples `indices` as [len(indices), seq_length + 1], in the dtype of the file."""
         samples = self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)
-        bounds = self.maps.sample_map
-        firsts, lasts = bounds[samples].tolist(), bounds[samples + 1].tolist()
-        document_map, sizes, tokens = self.maps.document_map, self.indexed.sizes, self.indexed.tokens
-        for row, (first, offset), (last, end) in zip(out, firsts, lasts, strict=True):
-            documents = document_map[first : last + 1]
-            starts = self.indexed.starts(documents)
-            if first == last:
-                start = int(starts[0]) + offset
-                row[:] = tokens[start : start + len(row)]
-                continue
-            lengths = sizes[documents]
-            stops = (starts + lengths).tolist()
-            begins = starts.tolist()
-            begins[0] += offset
-            stops[-1] = begins[-1] + end + 1
-            at = 0
-            for begin, stop in zip(begins, stops, strict=True):
-                row[at : at + stop - begin] = tokens[begin:stop]
-                at += stop - begin
+        firsts, lasts = self.maps.sample_map[samples], self.maps.sample_map[samples + 1]  # [n, 2] entry and offset
+        entries, before = _ranges(firsts[:, 0], lasts[:, 0])
+        documents = self.maps.document_map[entries]
+        begins = self.indexed.starts(documents)
+        stops = begins + self.indexed.sizes[documents]
+        ends = np.append(before[1:], len(entries)) - 1
+        stops[ends] = begins[ends] + lasts[:, 1] + 1
+        begins[before] += firsts[:, 1]
+        tokens = self.indexed.tokens
+        pieces = [tokens[begin:stop] for begin, stop in zip(begins.tolist(), stops.tolist(), strict=True)]
+        return np.concatenate(pieces).reshape(len(samples), self.seq_length + 1)
+
+
+def _ranges(firsts: np.ndarray, lasts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers of the ranges [firsts, lasts], one range after the other, and where each begins in that list."""
+    counts = lasts.astype(np.intp) - firsts + 1
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(firsts - before, counts), before

@@ -4,6 +4,9 @@ The documents of all epochs are shuffled into one order and laid end to end; sam
 from token i * seq_length of that stream on (neighbours share one token); the samples are then shuffled again. Both
 shuffles come from one `numpy.random.RandomState(seed)`, documents first. (Megatron-LM's scheme, as in gpt-neox
 v2.0 and later.)
+
+numpy shuffles elements of the machine's word size by a faster loop than narrower ones, in the same order: so words are
+shuffled here, and narrowed afterwards.
 """
 
 from __future__ import annotations
@@ -53,40 +56,44 @@ def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, s
     if tokens_per_epoch == 0:
         raise DataError(f"documents {documents.start} to {documents.stop} hold no tokens; there is nothing to train on")
     epochs = count_epochs(tokens_per_epoch, seq_length, num_samples)
-    random = np.random.RandomState(seed)
-    order = _shuffled_documents(len(documents), epochs, random)
     samples = (epochs * tokens_per_epoch - 1) // seq_length
-    sample_map = _sample_map(sizes[order], seq_length, samples)
-    document_map = order.astype(np.int32)
-    document_map += documents.start
-    return IndexMaps(document_map, sample_map, _shuffled_samples(samples, random))
+    random = np.random.RandomState(seed)
+    stream = _shuffled_documents(sizes, documents, epochs, random)
+    return IndexMaps(stream[:, 0].copy(), _sample_map(stream[:, 1], seq_length, samples), _shuffled(samples, random))
 
 
-def _shuffled_documents(documents: int, epochs: int, random: np.random.RandomState) -> np.ndarray:
-    """Positions [0, documents) of every epoch in one random order, int64.
+def _shuffled_documents(sizes: np.ndarray, documents: range, epochs: int, random: np.random.RandomState) -> np.ndarray:
+    """The documents of every epoch in one random order, int32 [epochs * documents, 2]: sequence number and size.
 
-    numpy shuffles elements of the machine's word size by a faster loop than others, with the same result.
+    Both travel in one machine word, so that sizes need not be looked up in random order afterwards.
     """
-    order = np.tile(np.arange(documents, dtype=np.intp), epochs)
-    random.shuffle(order)
-    return order
+    stream = np.empty((epochs, len(documents), 2), dtype=np.int32)
+    stream[..., 0] = np.arange(documents.start, documents.stop, dtype=np.int32)
+    stream[..., 1] = sizes
+    stream = stream.reshape(-1, 2)
+    random.shuffle(stream.view(np.int64)[:, 0])
+    return stream
 
 
 def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
-    """Where every seq_length-th token of the stream lies: the document that ends after it, and the offset there."""
-    ends = np.cumsum(stream_sizes, dtype=np.int64)
-    tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
-    entries = np.searchsorted(ends, tokens, side="right")
-    entries[0] = 0  # gpt-neox begins at the first document even when it is empty
-    narrow = 2 * (samples + 1) < np.iinfo(np.int32).max and len(ends) <= np.iinfo(np.int32).max
+    """Where every seq_length-th token of the stream lies: the document that ends after it, and the offset there.
+
+    That document's entry is the number of documents that end at or before the token, counted for all tokens at once.
+    """
+    bounds = np.zeros(len(stream_sizes) + 1, dtype=np.int64)  # where each document begins in the stream, and its end
+    np.cumsum(stream_sizes, out=bounds[1:])
+    first_after = (bounds[1:] + (seq_length - 1)) // seq_length  # of the sample starts, the first not before each end
+    entries = np.cumsum(np.bincount(first_after, minlength=samples + 1)[: samples + 1])
+    narrow = 2 * (samples + 1) < np.iinfo(np.int32).max and len(bounds) <= np.iinfo(np.int32).max
     result = np.empty((samples + 1, 2), dtype=np.int32 if narrow else np.int64)
     result[:, 0] = entries
-    result[:, 1] = tokens - (ends[entries] - stream_sizes[entries])
-    result[0, 1] = 0
+    result[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length - bounds[entries]
+    result[0] = 0  # gpt-neox begins at the first document even when it is empty
     return result
 
 
-def _shuffled_samples(samples: int, random: np.random.RandomState) -> np.ndarray:
+def _shuffled(samples: int, random: np.random.RandomState) -> np.ndarray:
+    """Numbers [0, samples) in random order."""
     order = np.arange(samples, dtype=np.intp)
     random.shuffle(order)
     return order.astype(np.uint32) if samples < np.iinfo(np.uint32).max - 1 else order
