@@ -38,7 +38,9 @@ def harness_tasks(
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    manager = TaskManager()
+    files = [name for name in names if _is_file(name)]
+    # Looking through the harness's thousands of own tasks takes seconds.
+    manager = TaskManager(include_defaults=len(files) < len(names))
     check_names(names, manager)
     found = simple_evaluate(
         model=harness_model(scoring),
@@ -64,8 +66,8 @@ def require_harness() -> None:
 
 def check_names(names: Sequence[str], manager: Any) -> None:
     """Raise EvaluationError naming every task that the harness does not know."""
-    unknown = [name for name in names if not name.endswith((".yaml", ".yml")) and not manager.match_tasks([name])]
-    missing = [name for name in names if name.endswith((".yaml", ".yml")) and not Path(name).is_file()]
+    unknown = [name for name in names if not _is_file(name) and not manager.match_tasks([name])]
+    missing = [name for name in names if _is_file(name) and not Path(name).is_file()]
     problems = [f"task {name!r} is unknown to lm-evaluation-harness" for name in unknown]
     problems += [f"task file {name} does not exist" for name in missing]
     if problems:
@@ -73,6 +75,10 @@ def check_names(names: Sequence[str], manager: Any) -> None:
             "; ".join(problems)
             + " (`lm-eval ls tasks` lists all; own texts are wikitext=FILE, lambada=FILE, perplexity=FILE)"
         )
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
 
 
 def results_of(found: Any) -> list[TaskResult]:

@@ -1,0 +1,144 @@
+"""lm-evaluation-harness on our model: a local task of each kind of request, equal to the harness's own model class."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from neox.config import load_config, resolve
+from neox.convert import to_hf
+from neox.errors import EvaluationError
+from neox.evaluation import Scoring, harness_tasks
+from neox.evaluation.harness import check_names, full_windows, sampling_params
+from neox.generation import SamplingParams, load_model, one_process
+from neox.parallel import ParallelGrid
+from neox.tokenizer import build_tokenizer
+
+pytest.importorskip("lm_eval", reason="lm-eval (requirements/requirements-eval.txt) is not installed")
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+NAME = "v2_pp2_mp2_dp1_fp32"
+TOKENIZER_FILE = GOLDEN / "data" / "tokenizer.json"
+
+CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["yes", "no", "perhaps so"]
+doc_to_target: label
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+ROLLING = """
+task: local_rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{long}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+"""
+UNTIL = """
+task: local_until
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["zz"], max_gen_toks: 5}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def scoring():
+    tokenizer = build_tokenizer("HFTokenizer", TOKENIZER_FILE)
+    config = one_process(load_config([GOLDEN / NAME / f"{NAME}.yml"]))
+    plan = resolve(config, 1, tokenizer.vocab_size)
+    model = load_model(plan, GOLDEN / NAME / "global_step30", ParallelGrid.single(), torch.device("cpu"))
+    return Scoring(model, tokenizer, ParallelGrid.single(), 128)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Write three tasks on one file: each kind of request the harness makes."""
+    directory = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"question": q, "label": n % 3, "long": f"{q} It goes on. " * (5 + 20 * n), "answer": "\n" * 5}
+        for n, q in enumerate(["Is water wet?", "Do stones fly, as far as you know?", "Will it rain? " * 40])
+    ]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = []
+    for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
+        paths.append(directory / f"{name}.yaml")
+        paths[-1].write_text(text.replace("DIR", str(directory)))
+    return [str(path) for path in paths]
+
+
+def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, tasks, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    ours = {result.task: result for result in harness_tasks(tasks, scoring)}
+    to_hf(
+        GOLDEN / NAME / "global_step30",
+        load_config([GOLDEN / NAME / f"{NAME}.yml"]),
+        tmp_path / "hf",
+        tokenizer_file=TOKENIZER_FILE,
+        verify=False,
+    )
+    theirs = simple_evaluate(
+        model=HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=2),
+        tasks=tasks,
+        bootstrap_iters=0,
+        log_samples=False,
+    )["results"]
+    assert set(ours) == set(theirs) == {"local_choice", "local_rolling", "local_until"}
+    for task, metrics in theirs.items():
+        for name in ("acc", "acc_norm", "word_perplexity", "byte_perplexity", "exact_match"):
+            if f"{name},none" in metrics:
+                assert ours[task].metrics[name] == pytest.approx(metrics[f"{name},none"], rel=1e-4), (task, name)
+        assert ours[task].counts == {"examples": 3}
+    assert ours["local_rolling"].metrics["word_perplexity"] > 1
+    limited = harness_tasks(tasks[:1], scoring, limit=2)
+    assert limited[0].counts == {"examples": 2}
+
+
+class Manager:
+    """What the harness answers about names."""
+
+    def match_tasks(self, names):
+        return [name for name in names if name == "arc_easy"]
+
+
+def test_unknown_tasks_are_named(scoring):
+    with pytest.raises(EvaluationError, match=r"'no_such_task' is unknown.*'nor_this'.*lm-eval ls tasks"):
+        check_names(["no_such_task", "nor_this", "arc_easy"], Manager())
+    with pytest.raises(EvaluationError, match=r"task file none\.yaml does not exist"):
+        harness_tasks(["none.yaml"], scoring)
+
+
+def test_generation_settings_of_tasks():
+    assert sampling_params({"until": "\n\n"}, 2048) == SamplingParams(max_new_tokens=256, stop=("\n\n",))
+    assert sampling_params({"until": ["a"], "max_gen_toks": 9999, "do_sample": False, "temperature": 0.7}, 100) == (
+        SamplingParams(max_new_tokens=99, stop=("a",))
+    )
+    assert sampling_params({"do_sample": True, "top_p": 0.9}, 2048).temperature == 1.0
+    with pytest.raises(EvaluationError, match="do not exist here: typical_p"):
+        sampling_params({"typical_p": 0.3}, 2048)
+
+
+def test_the_last_window_reaches_back():
+    spans = full_windows(range(10), 4)
+    assert [(span.tokens, span.first) for span in spans] == [
+        ((0, 1, 2, 3, 4), 1),
+        ((4, 5, 6, 7, 8), 1),
+        ((5, 6, 7, 8, 9), 4),
+    ]
