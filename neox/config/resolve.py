@@ -14,7 +14,7 @@ from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.memory import estimate_memory
 from neox.config.plan import GridPlan, RunPlan, StagePlan
 from neox.config.precision import choose_precision
-from neox.config.saves import save_iterations
+from neox.config.saves import save_iterations, save_notes
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
 from neox.config.wording import said
@@ -36,7 +36,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid)
     json, notes = deepspeed_json(config, grid, batch, precision)
-    notes += unsupported_notes(config)
+    notes += [*unsupported_notes(config), *save_notes(config)]
     return RunPlan(
         config=config,
         grid=grid,

@@ -62,15 +62,10 @@ def _schedule(config: NeoXConfig) -> Iterator[str]:
 def _checkpoint(config: NeoXConfig) -> Iterator[str]:
     keys = config.checkpoint
     factor = keys.checkpoint_factor
-    if factor is not None and keys.checkpoint_scale == "linear" and (factor < 1 or factor != int(factor)):
-        yield (
-            f"{place(config, 'checkpoint_factor')}`checkpoint_factor: {factor}` must be a whole number of iterations "
-            "with checkpoint_scale linear"
-        )
     if factor is not None and keys.checkpoint_scale == "log" and factor <= 1:
         yield (
             f"{place(config, 'checkpoint_factor')}`checkpoint_factor: {factor}` must be above 1 with checkpoint_scale "
-            "log: the distance between checkpoints grows by it"
+            "log, which saves at its powers"
         )
     if keys.checkpoint_scale == "log" and factor is None:
         yield f"{place(config, 'checkpoint_scale')}`checkpoint_scale: log` needs checkpoint_factor, such as 2"

@@ -25,9 +25,9 @@ class CheckpointConfig(Section):
     """Load weights only and start at iteration 0."""
 
     checkpoint_scale: Literal["linear", "log"] = "linear"
-    """`linear`: a checkpoint every checkpoint_factor iterations; `log`: at 1, then times checkpoint_factor."""
+    """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. And at the end."""
 
-    checkpoint_factor: float | None = Field(None, gt=0)
+    checkpoint_factor: int | None = Field(None, gt=0)
     """Iterations between checkpoints, or their ratio with log scale."""
 
     extra_save_iters: tuple[int, ...] | None = None

@@ -1,0 +1,247 @@
+"""Laws: each violation is named with place, keys, values and a way out, and all are listed together."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.config import NeoXConfig, load_config, resolve
+from neox.config.laws import missing_for_training
+from neox.errors import ConfigError
+
+
+def violations(flat, world=1, vocab=100) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(NeoXConfig.from_flat(flat), world, vocab)
+    return caught.value.problems
+
+
+def test_the_fixture_is_legal(tiny):
+    resolve(NeoXConfig.from_flat(tiny), 1, 100)
+
+
+# (keys to change, words every one of which must be in one message)
+VIOLATIONS = [
+    ({"hidden_size": 66}, ("`hidden_size: 66`", "num_attention_heads: 4", "64 or 68")),
+    (
+        {"num_attention_heads": 2, "model_parallel_size": 4},
+        ("num_attention_heads: 2", "model_parallel_size: 4", "1, 2"),
+    ),
+    ({"num_layers": None}, ("`num_layers` is missing",)),
+    ({"seq_length": 64, "max_position_embeddings": 32}, ("seq_length: 64", "max_position_embeddings: 32")),
+    ({"pipe_parallel_size": 8}, ("pipe_parallel_size: 8", "num_layers: 4", "at most 4")),
+    ({"is_pipe_parallel": True}, ("is_pipe_parallel: True", "pipe_parallel_size: 0")),
+    ({"pipe_partition_method": "best"}, ("pipe_partition_method: best", "uniform, parameters or type:REGEX")),
+    ({"pipe_partition_method": "type:("}, ("no regular expression",)),
+    ({"pipe_partition_method": "type:conv"}, ("matches none", "TransformerLayer")),
+    ({"rotary_pct": 0.2}, ("rotary_pct: 0.2", "3 of the 16", "even")),
+    ({"rotary_pct": 0.05}, ("rotary_pct: 0.05", "at least 2")),
+    ({"norm": "rmsnorm"}, ("norm: rmsnorm", "not implemented", "layernorm")),
+    ({"pos_emb": None}, ("pos_emb: learned", "default", "rotary")),
+    ({"pos_emb": "alibi"}, ("pos_emb: alibi", "rotary")),
+    ({"activation": "geglu"}, ("activation: geglu", "gelu")),
+    ({"attention_config": [[["sparse_fixed"], 4]]}, ("sparse_fixed", "global or flash")),
+    ({"attention_config": [[["flash"], 3]]}, ("3 layers", "num_layers: 4", '[[["flash"], 4]]')),
+    ({"attention_config": [[["flash", "global", "flash"], "all"]]}, ("3 kinds over 4 layers",)),
+    ({"attention_config": [["flash", 4]]}, ("should be a list such as",)),
+    ({"gpt_j_tied": True}, ("gpt_j_tied: True", "gpt_j_residual")),
+    ({"moe_num_experts": 8}, ("moe_num_experts: 8", "mixture of experts")),
+    ({"soft_prompt_tuning": {"enabled": True}}, ("soft_prompt_tuning",)),
+    ({"sequence_parallel": True}, ("sequence_parallel",)),
+    ({"use_mup": True}, ("use_mup", "muP")),
+    ({"precision": "fp16", "bf16": {"enabled": True}}, ("two precisions", "`precision`", "`bf16`", "keep one")),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("two precisions", "`fp16`", "`bf16`")),
+    ({"precision": "fp32", "fp16": {"enabled": True}}, ("two precisions",)),
+    ({"precision": "fp16", "fp16": {"enabled": False}}, ("two precisions",)),
+    ({"fp16": {"type": "bfloat16", "enabled": True}, "precision": "fp16"}, ("two precisions",)),
+    ({"fp16": {"enabled": True, "fp16": False}}, ("fp16.fp16: False", "fp16.enabled: true")),
+    ({"fp16": {"enabled": True}, "dynamic_loss_scale": False}, ("dynamic_loss_scale: false", "fp16.loss_scale")),
+    (
+        {"zero_optimization": {"stage": 3}, "pipe_parallel_size": 2},
+        ("zero_optimization.stage: 3", "pipe_parallel_size: 2", "use stage 1, or pipe_parallel_size 1"),
+    ),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ("zero_optimization.cpu_offload", "stay on the GPU")),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer",)),
+    (
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
+        ("data_types.grad_accum_dtype: fp32", "tied weights drift"),
+    ),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, ("zero_optimization.stage 1",)),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, ("does not fit bf16",)),
+    ({"fp32_allreduce": True, "communication_data_type": "bf16"}, ("fp32_allreduce", "communication_data_type: bf16")),
+    ({"sparse_gradients": True}, ("sparse_gradients",)),
+    ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type: OneBitAdam", "Adam")),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, ("betas[1]: 1.0",)),
+    (
+        {"optimizer": {"params": {"weight_decay": 0.1}}, "weight_decay": 0.01},
+        ("weight_decay: 0.1", "weight_decay: 0.01"),
+    ),
+    ({"optimizer": {"params": {"adam_w_mode": False}}}, ("decoupled",)),
+    ({"min_lr": 0.01}, ("min_lr: 0.01", "optimizer.params.lr: 0.001", "(default)")),
+    ({"lr_decay_iters": 5, "lr_decay_fraction": 0.5}, ("lr_decay_fraction: 0.5", "lr_decay_iters: 5")),
+    ({"warmup": 1.0}, ("warmup: 1.0", "below 1")),
+    ({"warmup": 0.6, "lr_schedule_version": "v2.0"}, ("warmup: 0.6", "at most 0.5")),
+    ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_decay_style")),
+    ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, ("checkpoint_factor: 1", "above 1")),
+    ({"checkpoint_scale": "log"}, ("needs checkpoint_factor",)),
+    ({"extra_save_iters": [3, -1]}, ("extra_save_iters", "-1")),
+    ({"finetune": True}, ("finetune: true", "`load`")),
+    ({"data_path": "a", "train_data_paths": ["b"]}, ("`data_path`", "train_data_paths: ['b']", "keep one")),
+    ({"train_data_paths": ["a", "b"], "train_data_weights": [1]}, ("1 weights for 2",)),
+    ({"train_data_paths": ["a", "b"], "train_data_weights": [0, 0]}, ("must not all be 0",)),
+    ({"split": "a,b"}, ("split: a,b", "969,30,1")),
+    ({"split": "0,0,0"}, ("split: 0,0,0",)),
+    ({"num_nodes": 0}, ("num_nodes: 0",)),
+    ({"include": "a:0", "exclude": "b"}, ("include: a:0", "exclude: b")),
+    ({"world_size": 8}, ("world_size", "num_gpus")),
+    ({"train_micro_batch_size_per_gpu": None}, ("batch size is missing",)),
+    ({"autotuning": {"enabled": True}}, ("autotuning",)),
+    ({"deepspeed_extra_args": {"comms_logger": {"enabled": True}}}, ("deepspeed_extra_args", "top level")),
+    ({"padded_vocab_size": 90}, ("padded_vocab_size: 90", "100 ids")),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), VIOLATIONS, ids=lambda value: str(value)[:50])
+def test_violation(tiny, change, words):
+    problems = violations({**tiny, **change}, world=8)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+OFF = [
+    {"curriculum_learning": {"enabled": False}},
+    {"autotuning": {"enabled": False}},
+    {"amp": {}},
+    {"moe_num_experts": 1},
+    {"gpt_j_tied": False},
+    {"rms_norm_epsilon": 1e-6},
+    {"deepspeed": True},
+    {"use_bias_in_mlp": True},
+    {"is_pipe_parallel": False},
+    {"fp16": {"enabled": False}},
+    {"zero_optimization": {"stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}}},
+]
+
+
+@pytest.mark.parametrize("change", OFF, ids=str)
+def test_features_that_are_off_load(tiny, change):
+    assert resolve(NeoXConfig.from_flat({**tiny, **change}), 1, 100).notes == ()
+
+
+def test_every_violation_is_listed(tiny, tmp_path):
+    flat = {**tiny, "hidden_size": 66, "min_lr": 1.0, "norm": "rmsnorm", "split": "x", "pipe_parallel_size": 3}
+    problems = violations(flat, world=7)
+    for text in ("hidden_size", "min_lr", "norm", "split", "7 GPUs"):
+        assert any(text in problem for problem in problems)
+
+
+def test_a_wrong_type_does_not_hide_the_rest(tmp_path):
+    path = tmp_path / "a.yml"
+    path.write_text("num_layers: four\nhidden_size: 66\nnum_attention_heads: 4\nsed: 3\nmin_lr: 1\nseq_length: 8\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([path])
+    problems = caught.value.problems
+    starts = [":1: `num_layers", ":4: unknown key `sed`", ":2: `hidden_size", ":5: `min_lr"]
+    for start in starts:
+        assert any(f"{path}{start}" in problem for problem in problems), start
+    assert not any("`num_layers` is missing" in problem for problem in problems)
+
+
+def test_places_are_files_and_lines(tmp_path):
+    (tmp_path / "a.yml").write_text("hidden_size: 66\nnum_layers: 2\nseq_length: 8\npos_emb: rotary\nbatch_size: 1\n")
+    (tmp_path / "b.yml").write_text("\nnum_attention_heads: 4\n")
+    config = load_config(["a", "b"], conf_dir=tmp_path, overrides=["model_parallel_size=3"])
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, 3, 100)
+    text = str(caught.value)
+    assert f"{tmp_path}/a.yml:1: `hidden_size: 66`" in text
+    assert f"`num_attention_heads: 4` ({tmp_path}/b.yml:2)" in text
+    assert "`model_parallel_size: 3` (--set)" in text
+
+
+class TestGridAndBatch:
+    def test_world_must_divide(self, tiny):
+        (problem,) = violations({**tiny, "pipe_parallel_size": 2, "model_parallel_size": 2}, world=6)
+        assert "6 GPUs" in problem
+        assert "use 4 or 8 GPUs" in problem
+        (problem,) = violations({**tiny, "pipe_parallel_size": 2}, world=1)
+        assert "use 2 GPUs" in problem
+
+    @pytest.mark.parametrize("asked", [0, 1])
+    def test_zero_and_one_are_one_stage(self, tiny, asked):
+        assert resolve(NeoXConfig.from_flat({**tiny, "pipe_parallel_size": asked}), 2, 100).grid.pp == 1
+
+    @pytest.mark.parametrize(
+        ("total", "micro", "steps", "expected"),
+        [
+            (None, 2, 3, (24, 2, 3)),
+            (None, 2, None, (8, 2, 1)),
+            (24, 2, None, (24, 2, 3)),
+            (24, None, 3, (24, 2, 3)),
+            (24, None, None, (24, 6, 1)),
+            (24, 2, 3, (24, 2, 3)),
+        ],
+    )
+    def test_any_two_give_the_third(self, tiny, total, micro, steps, expected):
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        plan = resolve(NeoXConfig.from_flat({**tiny, **dict(zip(keys, (total, micro, steps), strict=True))}), 4, 100)
+        batch = plan.batch
+        assert tuple(getattr(batch, key) for key in keys) == expected
+        assert tuple(plan.deepspeed[key] for key in keys) == expected
+
+    @pytest.mark.parametrize(
+        ("total", "micro", "steps", "words"),
+        [
+            (25, 2, 3, ("train_batch_size: 25", "= 24", "use train_batch_size 24")),
+            (25, 2, None, ("not a multiple of", "use train_batch_size 24 with gradient_accumulation_steps 3")),
+            (2, 2, None, ("use train_batch_size 8 with gradient_accumulation_steps 1",)),
+            (3, None, None, ("gradient_accumulation_steps 1 x 4", "use train_batch_size 4")),
+        ],
+    )
+    def test_contradictions_name_the_nearest(self, tiny, total, micro, steps, words):
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        flat = {**tiny, **dict(zip(keys, (total, micro, steps), strict=True))}
+        (problem,) = violations(flat, world=4)
+        assert all(word in problem for word in words), problem
+
+    def test_aliases_set_what_they_name(self, tiny):
+        del tiny["train_micro_batch_size_per_gpu"]
+        config = NeoXConfig.from_flat({**tiny, "batch_size": 3, "gas": 2, "clip_grad": 0.5, "zero_stage": 1, "lr": 0.1})
+        plan = resolve(config, 2, 100)
+        assert plan.batch.train_batch_size == 12
+        assert plan.deepspeed["gradient_clipping"] == 0.5
+        assert plan.deepspeed["zero_optimization"]["stage"] == 1
+        assert config.optimizer.optimizer.params.lr == 0.1
+
+    def test_contradicting_aliases_are_refused(self, tiny):
+        with pytest.raises(ConfigError, match=r"`batch_size: 3` contradicts `train_micro_batch_size_per_gpu: 2`"):
+            NeoXConfig.from_flat({**tiny, "batch_size": 3})
+        with pytest.raises(ConfigError, match=r"`deepspeed_slurm: True` contradicts `launcher: pdsh`"):
+            NeoXConfig.from_flat({**tiny, "deepspeed_slurm": True, "launcher": "pdsh"})
+
+    def test_launcher_from_v2_flags(self, tiny):
+        assert NeoXConfig.from_flat({**tiny, "deepspeed_slurm": True}).runner.launcher == "slurm"
+        assert NeoXConfig.from_flat({**tiny, "deepspeed_mpi": True}).runner.launcher == "openmpi"
+
+
+def test_padded_vocabulary(tiny):
+    plan = resolve(NeoXConfig.from_flat({**tiny, "model_parallel_size": 2}), 2, 300)
+    assert (plan.vocab_size, plan.padded_vocab_size) == (300, 512)
+    plan = resolve(NeoXConfig.from_flat({**tiny, "padded_vocab_size": 304}), 1, 300)
+    assert plan.padded_vocab_size == 304
+    assert plan.layers.padded_vocab_size == 304
+
+
+def test_missing_for_training(tiny):
+    del tiny["train_iters"]
+    missing = missing_for_training(NeoXConfig.from_flat(tiny))
+    assert [text.split(" ")[0] for text in missing] == ["`train_iters`", "no", "no"]
+
+
+def test_gpt_neox_keys_are_all_known():
+    """The names of gpt-neox v2.0's and later arguments, kept beside this test."""
+    from pathlib import Path
+
+    from neox.config.flat import known_keys
+
+    names = (Path(__file__).parent / "gpt_neox_arguments.txt").read_text().split()
+    assert len(names) == 322
+    assert set(names) <= set(known_keys(NeoXConfig))
