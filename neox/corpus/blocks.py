@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from neox.corpus.document import BadInput
-from neox.corpus.streams import CorruptInput, read_bytes
+from neox.corpus.streams import CHUNK_BYTES, CorruptInput, read_bytes
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
 
@@ -40,16 +40,19 @@ def read_blocks(
 ) -> Iterator[LineBlock | BadInput]:
     """Yield the lines of an input from `start` on, about `block_bytes` at a time, and what is wrong with the stream.
 
+    The first blocks are smaller, each up to twice the one before, so that work on the first lines begins at once.
     A line over `max_line_bytes` is never held: it is passed over and yielded as BadInput. After a damaged or truncated
     stream nothing more of the file comes. An input without a byte is a BadInput too.
-    Memory: at most `block_bytes`, or one line, and a chunk of 1 MiB.
+    Memory: at most `block_bytes`, or one line, and a chunk.
     """
     cutter = _Cutter(file, start or Position(), max_line_bytes)
+    enough = min(block_bytes, CHUNK_BYTES)
     try:
         for chunk in read_bytes(file, skip=cutter.start.offset, consumed=consumed):
             yield from cutter.add(chunk)
-            if cutter.held_to_newline >= block_bytes:
+            if cutter.held_to_newline >= enough:
                 yield from cutter.cut()
+                enough = min(block_bytes, 2 * enough)
     except CorruptInput as error:
         yield from cutter.cut()
         yield cutter.bad(str(error))

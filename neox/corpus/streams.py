@@ -21,7 +21,7 @@ import zstandard
 
 from neox.errors import DataError
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.zst", ".jsonl.gz", ".jsonl.zst.tar")
 TEXT_SUFFIXES = (
     ".txt",
@@ -70,7 +70,7 @@ def _known() -> str:
 
 
 def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """Yield the JSON lines of an input as chunks of about 1 MiB, decompressed; lines run across chunks.
+    """Yield the JSON lines of an input as chunks of about 256 KiB, decompressed; lines run across chunks.
 
     skip: bytes (after decompression) to leave out at the start; a plain file seeks there.
     consumed: called with the number of bytes newly read from the file itself, for progress.
@@ -121,7 +121,7 @@ def _plain(file: _Counting) -> Iterator[bytes]:
 
 
 def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
-    """Yield what one or more zstd frames hold, in chunks of at most 1 MiB, however well they compress.
+    """Yield what one or more zstd frames hold, in chunks of at most 256 KiB, however well they compress.
 
     The library's stream reader ends without a word when the input is cut inside a frame, so a last frame of our own is
     put behind the input: if its content does not come out whole at the end, the input was cut.

@@ -191,9 +191,12 @@ class _Run:
 
     def _note_if_possible(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         try:
-            if at.builders:
-                self._note(at, builders)
-                _log.warning("stopped at %s:%d; the same command goes on there", self.files[at.file], at.position.line)
+            if not at.builders:
+                for builder in builders.values():
+                    builder.discard()
+                return
+            self._note(at, builders)
+            _log.warning("stopped at %s:%d; the same command goes on there", self.files[at.file], at.position.line)
         except (OSError, DataError) as error:
             _log.warning("the progress could not be noted (%s)", error)
 

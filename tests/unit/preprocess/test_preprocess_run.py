@@ -1,0 +1,257 @@
+"""One result for every number of workers, accelerator, compression and interruption; and nothing hangs."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from neox.data import IndexedDataset
+from neox.data.sidecar import read_sidecar
+from neox.errors import DataError, TokenizerError
+from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+VOCAB = str(ROOT / "tests" / "golden" / "data" / "tokenizer.json")
+SPEC = TokenizerSpec("HFTokenizer", VOCAB)
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    chance = random.Random(seed)
+    words = ["the", "cat", "naïve", "<|endoftext|>", "def f(x):\n", "日本", "it's", "\n\n", "12.5", "   "]
+    return [" ".join(chance.choices(words, k=chance.randint(1, 120))) for _ in range(count)]
+
+
+def as_lines(texts: list[str], **more: str) -> bytes:
+    return b"".join(json.dumps({"text": text, **more}).encode() + b"\n" for text in texts)
+
+
+def settings(tmp_path: Path, *inputs: Path, **changes: object) -> PreprocessSettings:
+    whole = PreprocessSettings(tuple(map(str, inputs)), str(tmp_path / "out"), SPEC, append_eod=True, workers=1)
+    return replace(whole, **changes)
+
+
+def result(prefix: Path, key: str = "text") -> tuple[bytes, bytes]:
+    return Path(f"{prefix}_{key}_document.bin").read_bytes(), Path(f"{prefix}_{key}_document.idx").read_bytes()
+
+
+def left_over(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir() if p.name.startswith("out") and p.suffix not in (".bin", ".idx")}
+
+
+def test_ids_are_the_tokenizers_own_with_end_of_document(tmp_path: Path) -> None:
+    texts = ["one", "", " ", "two <|endoftext|> three", "\n"]
+    (tmp_path / "a.jsonl").write_bytes(as_lines(texts))
+    report = preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
+    tokenizer = build_tokenizer("HFTokenizer", VOCAB)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    kept = [text for text in texts if text]
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [[*tokenizer.encode(text), 0] for text in kept]
+    assert dataset.dtype == np.uint16
+    assert report.documents == {"text": 4}
+    sidecar = read_sidecar(tmp_path / "out_text_document")
+    assert sidecar is not None
+    assert (sidecar.tokenizer_hash, sidecar.eod, sidecar.documents) == (tokenizer.content_hash, 0, 4)
+    assert sidecar.settings["dtype"] == "uint16"
+    assert left_over(tmp_path) == {"out_text_document.json"}
+
+
+def test_one_result_for_all_ways(tmp_path: Path) -> None:
+    first, second = documents(900), documents(300, seed=1)
+    (tmp_path / "a.jsonl").write_bytes(as_lines(first))
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(as_lines(second)))
+    (tmp_path / "all.jsonl").write_bytes(as_lines(first + second))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst", workers=3, accelerator="words"))
+    expected = result(tmp_path / "out")
+    other = settings(tmp_path, tmp_path / "all.jsonl", output_prefix=str(tmp_path / "other"), accelerator="off")
+    preprocess(other)
+    assert result(tmp_path / "other") == expected
+
+
+def test_keys_have_their_own_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_lines(["one", "two", "three"], body="other") + b'{"text": "x", "body": ""}\n')
+    report = preprocess(settings(tmp_path, tmp_path / "a.jsonl", keys=("text", "body"), append_eod=False))
+    assert report.documents == {"text": 4, "body": 3}
+    tokenizer = build_tokenizer("HFTokenizer", VOCAB)
+    body = IndexedDataset(tmp_path / "out_body_document")
+    assert tokenizer.decode(body[2].tolist()) == "other"
+
+
+@pytest.mark.parametrize("impl", ["cached", "lazy"])
+def test_the_other_layout_holds_the_same_ids(tmp_path: Path, impl: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_lines(documents(20)))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl", impl=impl, output_prefix=str(tmp_path / "other")))
+    mmap, cached = (
+        IndexedDataset(tmp_path / "out_text_document"),
+        IndexedDataset(tmp_path / "other_text_document", impl),
+    )
+    assert (tmp_path / "other_text_document.idx").read_bytes()[:6] == b"TNTIDX"
+    assert cached.dtype == np.int32
+    assert cached.tokens.tolist() == mmap.tokens.tolist()
+
+
+def test_ftfy(tmp_path: Path) -> None:
+    pytest.importorskip("ftfy", reason="the optional package ftfy is not installed")
+    (tmp_path / "a.jsonl").write_bytes(as_lines(["caf\u00c3\u00a9"]))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl", ftfy=True, append_eod=False))
+    ids = IndexedDataset(tmp_path / "out_text_document")[0].tolist()
+    assert build_tokenizer("HFTokenizer", VOCAB).decode(ids) == "café"
+
+
+def test_bad_input_stops_and_the_run_goes_on_from_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = documents(4000)
+    data = as_lines(texts[:3000]) + b'{"text": 7}\n' + as_lines(texts[3000:])
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(as_lines(texts))
+    asked = settings(tmp_path, tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl:3001 \(byte \d+\): 'text' is a number"):
+        preprocess(asked)
+    assert "out.progress.json" in left_over(tmp_path)
+    assert not (tmp_path / "out_text_document.bin").exists()
+    with caplog.at_level("INFO"):
+        report = preprocess(replace(asked, skip_bad=1))
+    assert "continuing at" in caplog.text
+    assert report.skipped == 1
+    assert left_over(tmp_path) == {"out_text_document.json"}
+    preprocess(settings(tmp_path, tmp_path / "good.jsonl", output_prefix=str(tmp_path / "other")))
+    assert result(tmp_path / "out") == result(tmp_path / "other")
+
+
+def test_finished_work_is_not_done_again_unless_something_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(["one", "two"]))
+    asked = settings(tmp_path, path)
+    first = preprocess(asked)
+    again = preprocess(asked)
+    assert (first.fresh, again.fresh, again.tokens) == (True, False, first.tokens)
+    assert preprocess(replace(asked, restart=True)).fresh
+    assert preprocess(replace(asked, append_eod=False)).fresh
+    path.write_bytes(as_lines(["one", "two", "three"]))
+    assert preprocess(asked).documents == {"text": 3}
+
+
+DIES = """
+import os, signal, sys
+from neox.data import IndexedDatasetBuilder
+import neox.preprocess.run as run
+from neox.preprocess import PreprocessSettings, TokenizerSpec
+if __name__ == "__main__":
+    run._SECONDS_BETWEEN_JOURNALS = 0
+    add, blocks = IndexedDatasetBuilder.add_documents, [0]
+    def counted(self, ids, lengths):
+        blocks[0] += 1
+        if blocks[0] == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, ids, lengths)
+    IndexedDatasetBuilder.add_documents = counted
+    spec = TokenizerSpec("HFTokenizer", sys.argv[4])
+    run.preprocess(PreprocessSettings((sys.argv[1],), sys.argv[2], spec, append_eod=True, workers=1))
+"""
+
+
+def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(as_lines(documents(9000))))
+    (tmp_path / "dies.py").write_text(DIES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for at in ("2", "3"):
+        command = [sys.executable, str(tmp_path / "dies.py"), str(path), str(tmp_path / "out"), at, VOCAB]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    progress = json.loads((tmp_path / "out.progress.json").read_text())
+    assert progress["position"]["line"] > 1
+    preprocess(settings(tmp_path, path))
+    preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
+    assert result(tmp_path / "out") == result(tmp_path / "other")
+
+
+def test_a_killed_worker_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from neox.preprocess import pool
+
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(documents(3000)))
+    preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
+    send, kills = pool.send_block, [1]
+
+    def send_and_kill(connection: object, block: object) -> None:
+        send(connection, block)
+        if kills and kills.pop():
+            (worker,) = pool.multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(pool, "send_block", send_and_kill)
+    preprocess(settings(tmp_path, path))
+    assert "was killed by signal 9" in caplog.text
+    assert result(tmp_path / "out") == result(tmp_path / "other")
+    kills[:] = [1, 1, 1]
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"a\.jsonl:1 to line .* killed by signal 9 .* twice"):
+        preprocess(settings(tmp_path, path, restart=True))
+    assert time.monotonic() - started < 30
+
+
+def test_a_full_disk_is_one_clear_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(documents(9000)))
+    limited = (
+        "import resource, runpy, signal, sys\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))\n"
+        "    runpy.run_path(sys.argv.pop(0), run_name='__main__')\n"
+    )
+    tool = str(ROOT / "tools" / "preprocess_data.py")
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1", "--append-eod"]
+    arguments += ["--tokenizer-type", "HFTokenizer", "--vocab", VOCAB]
+    command = [sys.executable, "-c", limited.replace("sys.argv.pop(0)", repr(tool)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "cannot" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out_text_document.bin").exists()
+    preprocess(settings(tmp_path, path))
+    preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
+    assert result(tmp_path / "out") == result(tmp_path / "other")
+
+
+def test_long_lines_are_refused_by_the_memory_flag(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(as_lines(["one", "x " * 40_000_000, "two"])))
+    asked = settings(tmp_path, path, memory_mb=400)
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst:2 .* bytes, more than the [\d,]+ that memory allows"):
+        preprocess(asked)
+    assert preprocess(replace(asked, skip_bad=1)).documents == {"text": 2}
+
+
+def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_lines(["one"]))
+    (tmp_path / "blank.jsonl").write_bytes(as_lines(["", ""]))
+    asked = settings(tmp_path, tmp_path / "a.jsonl")
+    cases: list[tuple[dict[str, object], type[Exception], str]] = [
+        ({"inputs": (str(tmp_path / "none.jsonl"),)}, DataError, "does not exist"),
+        ({"inputs": ()}, DataError, "no inputs"),
+        ({"inputs": (str(tmp_path / "blank.jsonl"),)}, DataError, "hold no text"),
+        ({"keys": ("text", "text")}, DataError, "each key once"),
+        ({"keys": ("body",)}, DataError, "no key 'body'"),
+        ({"memory_mb": 100}, DataError, "too little for 1 workers: give --memory-mb"),
+        ({"workers": -1}, DataError, "cannot be negative"),
+        ({"accelerator": "warp"}, TokenizerError, "unknown"),
+        ({"tokenizer": TokenizerSpec("HFTokenizer", "none.json")}, TokenizerError, "does not exist"),
+    ]
+    for changes, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            preprocess(replace(asked, **changes))
+    assert not list(tmp_path.glob("*.bin"))
+    assert not list(tmp_path.glob("*.lock"))
