@@ -1,4 +1,4 @@
-"""The start of a rank: environment, device, process groups. The only place above `launch` that reads the environment."""
+"""The start of a rank: environment, device, process groups. Nothing else above `launch` reads the environment."""
 
 from __future__ import annotations
 

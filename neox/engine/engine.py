@@ -54,7 +54,8 @@ class Engine:
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next `gradient_accumulation_steps` micro batches.
 
-        Random streams are a function of (seed, iteration, rank), so that a resumed run draws what an undisturbed one does.
+        Random streams are a function of (seed, iteration, rank), so that a resumed run draws what an undisturbed one
+        does.
         """
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
         skipped, lr = self.body.skipped_steps, self.schedule.get_lr()[0]
@@ -78,6 +79,14 @@ class Engine:
         for _ in range(count):
             total += self._loss(next(batches))
         return self._mean(total / count)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; every rank gets the same answer."""
+        if self.grid.world_size == 1:
+            return flag
+        answer = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        return bool(answer)
 
     @property
     def loss_scale(self) -> float:

@@ -1,0 +1,144 @@
+"""Loading: which checkpoint, what of it, and the optimizer's state back into DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neox.checkpoint import CheckpointReader, checkpoint_directories, find_checkpoint, load_file, mp_rank_file
+from neox.config import RunPlan
+from neox.engine.agreement import all_succeeded, from_first_rank
+from neox.engine.bodies import build_body, build_model
+from neox.engine.engine import Engine
+from neox.engine.saving import layout_of
+from neox.engine.weights import read_weights
+from neox.errors import CheckpointError
+from neox.log import get_logger
+from neox.parallel import ParallelGrid
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts. checkpoint: where weights come from, None for initial ones.
+    iteration: completed steps. with_optimizer: whether the optimizer goes on too."""
+
+    checkpoint: Path | None = None
+    iteration: int = 0
+    with_optimizer: bool = False
+
+
+def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
+    """Build the engine and put it where the configuration says: initial weights, or what `load` holds.
+
+    Raises CheckpointError, on all ranks, for a checkpoint that is missing, broken, of another model, or whose optimizer
+    state does not fit.
+    """
+    start = from_first_rank(lambda: choose_start(plan))
+    model = build_model(plan, grid, device)
+    if start.checkpoint is not None:
+        path = start.checkpoint
+        all_succeeded(lambda: read_weights(model, plan.layers, grid, path), f"loading {path}")
+    body, adamw = build_body(plan, grid, model)
+    engine = Engine(plan, grid, device, body, adamw)
+    if start.checkpoint is not None and start.with_optimizer:
+        path = start.checkpoint
+        all_succeeded(lambda: read_optimizer(engine, path), f"loading the optimizer's state from {path}")
+    engine.iteration = start.iteration
+    if not start.with_optimizer:
+        engine.schedule.seek(start.iteration)
+    return engine
+
+
+def choose_start(plan: RunPlan) -> Start:
+    """Decide from the configuration and the disk how the run starts; call on one rank."""
+    keys = plan.config.checkpoint
+    if keys.load is None:
+        return Start()
+    load = Path(keys.load)
+    if keys.save is not None and load.absolute() == Path(keys.save).absolute() and _holds_nothing(load):
+        _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
+        return Start()
+    path = find_checkpoint(load, keys.iteration)
+    if keys.finetune:
+        _log.info("finetune: weights only from %s, starting at iteration 0", path)
+        return Start(path)
+    reader = CheckpointReader(path, plan.layers)
+    if keys.no_load_optim:
+        _log.info("no_load_optim: the optimizer starts anew at iteration %d", reader.iteration)
+        return Start(path, reader.iteration)
+    _check_layout(plan, path, reader.client_state.get("layout"))
+    return Start(path, reader.iteration, with_optimizer=True)
+
+
+def _holds_nothing(load: Path) -> bool:
+    """Whether a directory has no checkpoint, whole or broken, so that a first start is meant."""
+    return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
+
+
+def _check_layout(plan: RunPlan, path: Path, saved: Any) -> None:
+    """Refuse an optimizer state of another layout, naming what differs."""
+    ways = "set finetune (weights, iteration 0) or no_load_optim (weights and iteration, a new optimizer)"
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: its optimizer state was not written by this program; {ways}")
+    here = layout_of(plan)
+    differences = [f"{key} {saved.get(key)} -> {here[key]}" for key in here if saved.get(key) != here[key]]
+    if differences:
+        raise CheckpointError(f"{path}: the optimizer state has another layout ({', '.join(differences)}); {ways}")
+
+
+def read_optimizer(engine: Engine, path: Path) -> None:
+    """Give DeepSpeed's optimizer the state that this rank saved in the same layout; counters and schedule too."""
+    grid, body, adamw = engine.grid, engine.body, engine.adamw
+    configured = [{key: group[key] for key in ("weight_decay", "betas", "eps")} for group in adamw.param_groups]
+    mp_rank = grid.pp_rank * grid.tp_size + grid.tp_rank
+    optimizer_file = _own_optimizer_file(engine, path, mp_rank)
+    client = load_file(_client_file(engine, path, mp_rank))
+    if optimizer_file is None:
+        if client.get("optimizer") is None:
+            raise CheckpointError(f"{path} was saved without the optimizer's state (no_save_optim); set no_load_optim")
+        body.optimizer.load_state_dict(copy.deepcopy(client["optimizer"]))
+    else:
+        parts: list[Any] = [None] * grid.dp_size
+        parts[grid.dp_rank] = _divided_state(engine, load_file(optimizer_file)["optimizer_state_dict"])
+        body.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
+    for group, settings in zip(adamw.param_groups, configured, strict=True):
+        group.update(settings)  # the configuration's, which may have changed on purpose
+    body.global_steps = client["global_steps"]
+    body.global_samples = client["global_samples"]
+    body.skipped_steps = client["skipped_steps"]
+    engine.schedule.load_state_dict(client["lr_scheduler"])
+
+
+def _divided_state(engine: Engine, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a ZeRO state ready to load: out of the mapped file, clipping as configured, a loss scaler that works."""
+    state = copy.deepcopy(saved)
+    optimizer = engine.body.optimizer
+    if "clip_grad" in state:
+        state["clip_grad"] = optimizer.clip_grad
+    if "loss_scaler" in state:
+        vars(optimizer.loss_scaler).update(vars(state["loss_scaler"]))
+        state["loss_scaler"] = optimizer.loss_scaler
+    return state
+
+
+def _client_file(engine: Engine, path: Path, mp_rank: int) -> Path:
+    if engine.plan.config.deepspeed.zero_optimization.stage == 3:
+        return path / f"zero_pp_rank_{engine.grid.dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
+    return path / mp_rank_file(mp_rank)
+
+
+def _own_optimizer_file(engine: Engine, path: Path, mp_rank: int) -> Path | None:
+    """This rank's file of a divided optimizer state, or None where the state is whole in the `mp_rank` file."""
+    if not hasattr(engine.body.optimizer, "dp_process_group"):
+        return None
+    prefix = "bf16_" if engine.plan.precision == "bf16" else ""
+    file = path / f"{prefix}zero_pp_rank_{engine.grid.dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing (saved with no_save_optim?); set no_load_optim")
+    return file

@@ -1,0 +1,70 @@
+"""Weights of a model on this rank, layer by layer: into layer files, and out of a checkpoint of any degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from torch import nn
+
+from neox.checkpoint import CheckpointReader, neox_state, write_layer
+from neox.config import LayerPlan
+from neox.engine.pipeline import PipelineGPT
+from neox.model import GPT
+from neox.parallel import ParallelGrid
+
+
+def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yield (index in the layer plan, module) of the layers with weights on this rank, ascending.
+
+    A tied head's copy of the embedding comes under the embedding's index, 0.
+    """
+    if isinstance(model, PipelineGPT):
+        yield from model.weight_layers()
+        return
+    assert isinstance(model, GPT), type(model)
+    for index, layer in enumerate(model.sequential):
+        if next(layer.parameters(), None) is not None:
+            yield index, layer
+
+
+def write_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, directory: Path) -> None:
+    """Write this rank's layer files; data rank 0 writes, the others take part in gathering (ZeRO-3).
+
+    Raises CheckpointError when the disk refuses; the collectives of all layers are finished first.
+    """
+    failure: Exception | None = None
+    for index, layer in weight_layers(model):
+        with gathered(layer):
+            if grid.dp_rank != 0 or _is_tied_copy(index, layer) or failure is not None:
+                continue
+            state = {name: p.detach() for name, p in layer.named_parameters()}
+            try:
+                write_layer(directory, index, grid.tp_rank, neox_state(layers[index], state, grid.tp_rank))
+            except Exception as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
+    """Fill this rank's layers from a checkpoint written at any degrees. Raises CheckpointError if it does not fit."""
+    reader = CheckpointReader(path, layers)
+    for index, layer in weight_layers(model):
+        shards = reader.layer_shard(index, grid.tp_rank, grid.tp_size)
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(shards[name])
+
+
+def gathered(layer: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which all parameters of a layer are whole on this rank (under ZeRO-3; else nothing to do)."""
+    parameters = list(layer.parameters())
+    return GatheredParameters(parameters) if any(hasattr(p, "ds_id") for p in parameters) else nullcontext()
+
+
+def _is_tied_copy(index: int, layer: nn.Module) -> bool:
+    return index == 0 and any(getattr(p, "ds_pipe_replicated", False) for p in layer.parameters())

@@ -1,0 +1,56 @@
+"""What watches a run: a callback sees steps, evaluations and checkpoints, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from neox.engine import StepResult
+from neox.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step as callbacks see it. seconds: its wall time, reading data included; peak_memory: bytes on this rank."""
+
+    result: StepResult
+    seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    flops_per_second_per_gpu: float
+    peak_memory: int
+
+    def scalars(self) -> dict[str, float]:
+        """The step's numbers under the names that NeoX's users know."""
+        return {
+            "train/lm_loss": self.result.loss,
+            "train/learning_rate": self.result.lr,
+            "train/loss_scale": self.result.loss_scale,
+            "train/grad_norm": self.result.grad_norm,
+            "train/skipped": float(self.result.skipped),
+            "runtime/samples_per_sec": self.samples_per_second,
+            "runtime/tokens_per_sec": self.tokens_per_second,
+            "runtime/iteration_time": self.seconds,
+            "runtime/flops_per_sec_per_gpu": self.flops_per_second_per_gpu,
+            "runtime/peak_memory_bytes": float(self.peak_memory),
+        }
+
+
+class Callback:
+    """Does nothing; subclasses override what they watch. Only rank 0 has callbacks."""
+
+    def on_start(self, state: TrainState) -> None:
+        """Before the first step."""
+
+    def on_step(self, state: TrainState, report: StepReport) -> None:
+        """After a step."""
+
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+        """After an evaluation; name: `validation` or `test`."""
+
+    def on_save(self, state: TrainState, path: Path) -> None:
+        """After a committed checkpoint."""
+
+    def on_end(self, state: TrainState) -> None:
+        """After the last step, also when the run ends early."""

@@ -1,0 +1,38 @@
+"""The composition root: a plan becomes ranks, an engine, data, callbacks, and a loop."""
+
+from __future__ import annotations
+
+from neox.config import RunPlan
+from neox.data import build_data_iterators
+from neox.engine import initialize_distributed, open_engine
+from neox.log import setup_logging
+from neox.train.boards import TensorBoard, WandB
+from neox.train.callbacks import Callback
+from neox.train.metrics_file import LossPicture, MetricsFile
+from neox.train.terminal import TerminalLine
+from neox.train.trainer import Trainer
+
+
+def pretrain(plan: RunPlan) -> int:
+    """Train (or finetune) as planned, on this rank; return the exit code. Raises NeoXError for what users can mend."""
+    grid, device = initialize_distributed(plan)
+    setup_logging(grid.rank)
+    callbacks = build_callbacks(plan) if grid.rank == 0 else []
+    engine = open_engine(plan, grid, device)
+    data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
+    return Trainer(plan, engine, data, callbacks).fit()
+
+
+def build_callbacks(plan: RunPlan) -> list[Callback]:
+    """Return what the configuration's logging keys ask for. Raises ConfigError when a package is missing."""
+    keys, training = plan.config.logging, plan.config.training
+    callbacks: list[Callback] = [
+        TerminalLine(training.train_iters or 0, keys.log_interval, log_grad_norm=keys.log_grad_norm)
+    ]
+    if keys.tensorboard_dir:
+        callbacks.append(TensorBoard(keys.tensorboard_dir))
+    if keys.use_wandb:
+        callbacks.append(WandB(plan))
+    if keys.log_dir:
+        callbacks += [MetricsFile(keys.log_dir), LossPicture(keys.log_dir)]
+    return callbacks

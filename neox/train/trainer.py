@@ -1,0 +1,130 @@
+"""The loop: step, evaluate, save, stop; everything else is a callback."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from neox.config import RunPlan
+from neox.data import BatchIterator, DataIterators
+from neox.engine import Engine, save_checkpoint
+from neox.launch import report_progress
+from neox.log import get_logger
+from neox.train.callbacks import Callback, StepReport
+from neox.train.flops import flops_per_iteration
+from neox.train.nonfinite import NonFiniteRule
+from neox.train.state import TrainState
+from neox.train.stopping import StopSignals
+
+_log = get_logger(__name__)
+
+
+class Trainer:
+    """Trains an engine on data until `train_iters`, a signal, or `exit_interval`.
+
+    callbacks: of rank 0; other ranks give none.
+    """
+
+    def __init__(self, plan: RunPlan, engine: Engine, data: DataIterators, callbacks: Sequence[Callback] = ()) -> None:
+        self.plan, self.engine, self.data, self.callbacks = plan, engine, data, tuple(callbacks)
+        self.state = TrainState(iteration=engine.iteration)
+        self.start = engine.iteration
+        self.train_iters = plan.config.training.train_iters or 0
+        self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
+        self._flops = flops_per_iteration(plan, recompute=True)
+        self._saved: int | None = None
+        self._evaluated: int | None = None
+
+    def fit(self) -> int:
+        """Train, and return the exit code: 0, or 130 after Ctrl-C."""
+        state, training = self.state, self.plan.config.training
+        self._notify("on_start", state)
+        with StopSignals() as signals:
+            if state.iteration == 0 and 0 in self.plan.save_iterations:
+                self.save()
+            while state.iteration < self.train_iters and not self._should_stop(signals):
+                self.step()
+                if state.iteration % training.eval_interval == 0:
+                    self.evaluate("validation", self.data.valid)
+                if state.iteration in self.plan.save_iterations:
+                    self.save()
+            if state.iteration == self.train_iters:
+                self.evaluate("validation", self.data.valid)
+                self.evaluate("test", self.data.test)
+            elif self.plan.config.checkpoint.save is not None:
+                self.save()
+            self._notify("on_end", state)
+            return signals.exit_code
+
+    def step(self) -> None:
+        """Do one step and report it. Raises TrainingError by the non-finite rule."""
+        started = time.perf_counter()
+        result = self.engine.train_batch(self.data.train)
+        seconds = time.perf_counter() - started
+        state = self.state
+        state.iteration = self.engine.iteration
+        state.skipped += result.skipped
+        state.losses["train"] = result.loss
+        samples = self.plan.batch.train_batch_size / seconds
+        report = StepReport(
+            result=result,
+            seconds=seconds,
+            samples_per_second=samples,
+            tokens_per_second=samples * (self.plan.config.model.seq_length or 0),
+            flops_per_second_per_gpu=self._flops / seconds / self.plan.grid.world,
+            peak_memory=_peak_memory(),
+        )
+        self._notify("on_step", state, report)
+        report_progress()
+        state.nonfinite += self.rule.check(result, state.iteration)
+
+    def evaluate(self, name: str, batches: BatchIterator | None) -> None:
+        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration."""
+        iterations = self.plan.config.training.eval_iters
+        if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
+            return
+        loss = sum(self.engine.eval_batch(batches) for _ in range(iterations)) / iterations
+        self.state.losses[name] = loss
+        if name == "validation":
+            self._evaluated = self.state.iteration
+        perplexity = math.exp(min(20.0, loss))
+        self._notify("on_evaluation", self.state, name, {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity})
+        report_progress()
+
+    def save(self) -> None:
+        """Write a checkpoint of this iteration, once. Raises CheckpointError."""
+        save = self.plan.config.checkpoint.save
+        if save is None or self._saved == self.state.iteration:
+            return
+        path = save_checkpoint(self.engine, Path(save))
+        self._saved = self.state.iteration
+        self._notify("on_save", self.state, path)
+        report_progress()
+
+    def _should_stop(self, signals: StopSignals) -> bool:
+        """Whether any rank got a signal, or `exit_interval` is due; the same answer on every rank."""
+        exit_interval = self.plan.config.training.exit_interval
+        iteration = self.state.iteration
+        if exit_interval and iteration > self.start and iteration % exit_interval == 0:
+            _log.info("exit_interval: ending after iteration %d", iteration)
+            return True
+        if self.engine.any_rank(signals.received is not None):
+            _log.warning("a signal asked to end: saving iteration %d", iteration)
+            return True
+        return False
+
+    def _notify(self, event: str, *arguments: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(*arguments)
+
+
+def _peak_memory() -> int:
+    """Most bytes held so far: by tensors on the GPU, or by the whole process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

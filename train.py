@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+"""Pretrain or finetune: the script of every rank. Start it with `python deepy.py train.py -d configs FILE.yml`."""
+
+from __future__ import annotations
+
+import argparse
+
+from neox.config import decode_payload
+from neox.errors import run_script
+from neox.log import setup_logging
+
+
+def main() -> int:
+    """Read the plan that deepy.py made, and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--payload", required=True, help="the plan, as deepy.py encodes it")
+    parser.add_argument("--local_rank", type=int, help="set by some launchers; LOCAL_RANK is what counts")
+    arguments = parser.parse_args()
+    setup_logging()
+    plan = decode_payload(arguments.payload)
+    from neox.train import pretrain  # seconds of imports, after the plan is known to be sound
+
+    return pretrain(plan)
+
+
+if __name__ == "__main__":
+    run_script(main)
