@@ -185,6 +185,13 @@ def _kernels_and_numbers() -> Iterator[UnsupportedKey]:
     )
     yield from _keys(
         model,
+        "v2.0",
+        "no effect",
+        "every attention here computes its softmax in fp32",
+        ("attention_softmax_in_fp32", "bool", False),
+    )
+    yield from _keys(
+        model,
         "later",
         "refused",
         "not a kernel here; leave it out, the results are the same",
@@ -501,6 +508,7 @@ _SPLITS = ("train", "valid", "test")
 def _deepspeed() -> Iterator[UnsupportedKey]:
     section = "deepspeed"
     yield from _keys(section, "v2.0", "refused", "DeepSpeed is always used", ("deepspeed", "bool", True))
+    yield from _keys(section, "v2.0", "refused", "gradients are dense here", ("sparse_gradients", "bool", False))
     yield from _keys(section, "v2.0", "refused", "Apex's amp is not used; use fp16 or bf16", ("amp", "dict", None))
     yield from _keys(
         section,

@@ -23,8 +23,6 @@ def memory_and_precision_problems(config: NeoXConfig) -> Iterator[str]:
             f"{place(config, 'fp32_allreduce')}`fp32_allreduce: true` contradicts "
             f"{said(config, 'communication_data_type', travels)}; keep one"
         )
-    if config.deepspeed.sparse_gradients:
-        yield f"{place(config, 'sparse_gradients')}`sparse_gradients: true`: gradients are dense here; remove it"
 
 
 def _zero(config: NeoXConfig) -> Iterator[str]:

@@ -175,9 +175,6 @@ class DeepSpeedConfig(Section):
     gradient_predivide_factor: float = Field(1.0, gt=0)
     """By how much, with prescale_gradients."""
 
-    sparse_gradients: bool = False
-    """Reduce embedding gradients as sparse tensors."""
-
     zero_allow_untested_optimizer: bool = False
     """DeepSpeed's switch for optimizers it does not know."""
 

@@ -75,9 +75,6 @@ class ModelConfig(Section):
     scaled_upper_triang_masked_softmax_fusion: bool = False
     """Scale, causal mask and softmax of attention scores in one kernel."""
 
-    attention_softmax_in_fp32: bool = False
-    """Compute the softmax of attention in fp32. Every attention here does, so both values give the same."""
-
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`. `global` and `flash` work."""
 
