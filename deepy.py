@@ -11,12 +11,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import neox
 from neox.config import NeoXConfig, RunPlan, encode_payload, format_plan, load_config, plan_as_dict, resolve
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
+from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_environment, withheld_secrets
 from neox.launch.placement import (
     Placement,
@@ -27,10 +29,10 @@ from neox.launch.placement import (
     master_port,
     place,
 )
-from neox.launch.preflight import missing_data
+from neox.launch.preflight import data_prefixes, missing_data
 from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import launch, shown_commands
+from neox.launch.start import chosen_launcher, launch, shown_commands
 from neox.log import setup_logging
 
 # A dry run without the tokenizer's files assumes these many ids.
@@ -76,7 +78,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--autotuning", choices=["tune", "run"], dest="autotuning_run", help="DeepSpeed's autotuner")
     parser.add_argument("--version", action="version", version=f"neox {neox.__version__}")
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.conf_file:
+    if not arguments.conf_file and arguments.script != "doctor":
         parser.error("at least one configuration file is needed")
     if (arguments.json or arguments.hosts or arguments.gpus) and not arguments.dry_run:
         parser.error("--json, --hosts and --gpus go with --dry-run")
@@ -123,21 +125,6 @@ def vocabulary(config: NeoXConfig, dry_run: bool) -> tuple[int, list[str]]:
         return size, [f"{error}; a vocabulary of {size:,} ids is assumed"]
 
 
-def request_of(config: NeoXConfig) -> Request:
-    """What the configuration says about hosts."""
-    runner = config.runner
-    return Request(
-        hostfile=runner.hostfile,
-        include=runner.include,
-        exclude=runner.exclude,
-        num_nodes=runner.num_nodes,
-        num_gpus=runner.num_gpus,
-        global_num_gpus=runner.global_num_gpus,
-        master_addr=runner.master_addr,
-        master_port=runner.master_port,
-    )
-
-
 def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
     """Return where ranks go; in a dry run what is wrong with it becomes a warning, and hosts can be imagined."""
     if arguments.hosts or arguments.gpus:
@@ -151,45 +138,46 @@ def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Place
             raise
         assumed = place(Request(num_gpus=request.num_gpus, global_num_gpus=request.global_num_gpus))
         return assumed, [f"{error}; {assumed.world_size} ranks are assumed"]
-    if not arguments.dry_run and not (request.global_num_gpus and placement.is_local):
+    if not arguments.dry_run:
         check_local_devices(placement)
     return placement, []
 
 
-def build_plan(arguments: argparse.Namespace) -> tuple[RunPlan, Placement, list[str]]:
-    """Load, place, ask the tokenizer, resolve. Returns the plan, where it runs, and a dry run's warnings."""
-    changes = overrides(arguments)
-    config = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=changes)
-    placement, warnings = choose_hosts(request_of(config), arguments)
-    if placement.is_local and not placement.accelerators and config.runner.distributed_backend == "nccl":
-        warnings_for = "this machine has no GPU: distributed_backend nccl becomes gloo"
-        if not arguments.dry_run:
-            changes.append("distributed_backend=gloo")
-            config = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=changes)
-            print(f"note: {warnings_for}", file=sys.stderr)
+def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
+    """Load the configuration with the command line's overrides, and more."""
+    return load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
+
+
+def build_plan(config: NeoXConfig, placement: Placement, arguments: argparse.Namespace) -> tuple[RunPlan, list[str]]:
+    """Ask the tokenizer, resolve. Returns the plan and a dry run's warnings."""
     size, assumed = vocabulary(config, arguments.dry_run)
-    return resolve(config, placement.world_size, size), placement, warnings + assumed
+    return resolve(config, placement.world_size, size), assumed
 
 
 def build_spec(
-    plan: RunPlan, placement: Placement, script: Path, directory: Path, environment: dict[str, str]
+    config: NeoXConfig,
+    placement: Placement,
+    script: Path,
+    script_arguments: tuple[str, ...],
+    directory: Path,
+    environment: dict[str, str],
 ) -> LaunchSpec:
     """Describe the launch for every host."""
-    request = request_of(plan.config)
+    request = Request.of(config.runner)
     return LaunchSpec(
         run_id=new_run_id(),
         hosts=placement.hosts,
         master_addr=master_address(placement, request),
         master_port=master_port(placement, request),
         script=str(script),
-        arguments=("--payload", encode_payload(plan)),
+        arguments=script_arguments,
         directory=str(Path.cwd()),
         code_root=str(code_root()),
         run_directory=str(directory),
         python=sys.executable,
-        environment=forwarded_environment(environment, plan.config.runner.forward_environment or FORWARDED),
-        hang_timeout=plan.config.training.hang_timeout,
-        stop_timeout=plan.config.runner.stop_timeout,
+        environment=forwarded_environment(environment, config.runner.forward_environment or FORWARDED),
+        hang_timeout=config.training.hang_timeout,
+        stop_timeout=config.runner.stop_timeout,
     )
 
 
@@ -205,34 +193,87 @@ def show_plan(plan: RunPlan, placement: Placement, spec: LaunchSpec, warnings: l
     print(format_plan(plan))
     print(f"hosts     {len(placement.hosts)} ({placement.why})")
     print(f"command   on {commands[0]['host']}: {commands[0]['command']}")
-    if len(commands) > 1:
-        print(f"          on {len(commands) - 1} more hosts the same with --node_rank 1 to {len(commands) - 1}")
+    if (others := len(spec.hosts) - 1) > 0:
+        print(f"          on {others} more hosts the same with --node_rank 1 to {others}")
+
+
+def examine_hosts(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, str]) -> list[HostReport]:
+    """Ask every host about itself, with the paths that this configuration uses."""
+    checks = Checks(
+        save_paths=(str(Path(config.checkpoint.save).absolute()),) if config.checkpoint.save else (),
+        data_paths=tuple(str(Path(prefix + ".bin").absolute()) for prefix in data_prefixes(config)),
+        ssh_port=config.runner.ssh_port,
+        always_ssh=len(spec.hosts) > 1,
+    )
+    return examine(spec, checks, environment)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """`deepy.py doctor [CONF ...]`: check all hosts, print the table; 1 where something is to be fixed."""
+    config = read_config(arguments)
+    placement = place(Request.of(config.runner))
+    environment = child_environment()
+    spec = build_spec(config, placement, Path(), (), Path.cwd(), environment)
+    reports = examine_hosts(spec, config, environment)
+    print(format_reports(reports))
+    return 1 if any(report.problems for report in reports) else 0
+
+
+def without_gpus(placement: Placement, reports: list[HostReport]) -> bool:
+    """Whether no host has an accelerator, as far as is known."""
+    if reports:
+        return all(report.answer.get("accelerators") == 0 for report in reports)
+    return placement.is_local and placement.accelerators == 0
+
+
+def prepare(
+    arguments: argparse.Namespace, config: NeoXConfig, placement: Placement, script: Path, environment: dict[str, str]
+) -> tuple[LaunchSpec, RunPlan]:
+    """Check everything that can be known before ranks start, and write the run directory."""
+    plan, _ = build_plan(config, placement, arguments)
+    if script.stem == "train" and (problems := missing_data(config)):
+        raise ConfigError(problems)
+    directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
+    spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
+    reports: list[HostReport] = []
+    if chosen_launcher(spec, config.runner) == "pdsh" and not config.runner.no_ssh_check:
+        reports = examine_hosts(spec, config, environment)
+        if any(report.problems for report in reports):
+            raise LaunchError("nothing was started:\n" + format_reports(reports))
+    if config.runner.distributed_backend == "nccl" and without_gpus(placement, reports):
+        print("note: there is no GPU: distributed_backend nccl becomes gloo", file=sys.stderr)
+        plan, _ = build_plan(read_config(arguments, "distributed_backend=gloo"), placement, arguments)
+        spec = replace(spec, arguments=("--payload", encode_payload(plan)))
+    summary = plan_as_dict(plan)
+    write_run_directory(
+        directory,
+        plan=summary,
+        deepspeed=summary["deepspeed"],
+        config=plan.config.to_flat(),
+        commands=[[sys.executable, *sys.argv]],
+    )
+    return spec, plan
 
 
 def main() -> int:
     """Check, then show or start."""
     setup_logging()
     arguments = parse_arguments()
-    plan, placement, warnings = build_plan(arguments)
+    if arguments.script == "doctor":
+        return doctor(arguments)
+    config = read_config(arguments)
+    placement, warnings = choose_hosts(Request.of(config.runner), arguments)
     script = find_script(arguments.script)
-    directory = run_directory(plan.config.logging.log_dir, arguments.conf_file[0])
     environment = child_environment()
-    spec = build_spec(plan, placement, script, directory, environment)
-    problems = missing_data(plan.config) if script.stem == "train" else []
     if arguments.dry_run:
-        show_plan(plan, placement, spec, warnings + problems, arguments.json)
+        plan, assumed = build_plan(config, placement, arguments)
+        spec = build_spec(config, placement, script, (), Path.cwd(), environment)
+        warnings += assumed + (missing_data(config) if script.stem == "train" else [])
+        show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
-    if problems:
-        raise ConfigError(problems)
+    spec, plan = prepare(arguments, config, placement, script, environment)
     for name in withheld_secrets(environment) if not placement.is_local else ():
         print(f"note: {name} is a secret and stays on this machine; set it on the hosts that need it", file=sys.stderr)
-    write_run_directory(
-        directory,
-        plan=plan_as_dict(plan),
-        deepspeed=plan_as_dict(plan)["deepspeed"],
-        config=plan.config.to_flat(),
-        commands=[[sys.executable, *sys.argv]],
-    )
     return launch(spec, plan.config.runner, environment)
 
 

@@ -35,6 +35,7 @@ _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # the other ranks' own errors reach their logs meanwhile
 _STACK_SECONDS = 1.5
+_OUR_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
 
 
 class _Rank:
@@ -58,7 +59,7 @@ class NodeAgent:
         self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
         self.selector = selectors.DefaultSelector()
         self.kill_at: float | None = None
-        self.stop_requested = self.stacks_requested = self.stopping = False
+        self.stop_requested = self.stacks_requested = self.stopping = self.showing_stacks = False
         self.code = 0
         self.started = time.time()
 
@@ -194,7 +195,8 @@ class NodeAgent:
         rank = self.ranks[event["rank"]]
         if event["kind"] == "start":
             keeper.rank, rank.pid, rank.keeper_pid = event["rank"], event["pid"], event["keeper"]
-        self.tell(event)
+        if not (self.showing_stacks and event["kind"] == "line"):  # rank 0's would be shown twice
+            self.tell(event)
         if event["kind"] == "exit":
             self._ended(rank, event["code"])
 
@@ -309,9 +311,11 @@ class NodeAgent:
                     sizes[rank.rank] = self._log(rank).stat().st_size
                     os.kill(rank.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
+        self.showing_stacks = True
         while time.monotonic() < deadline:  # keepers must be heard meanwhile, or their pipes could fill
             for key, _ in self.selector.select(_POLL_SECONDS):
                 self._handle(key)
+        self.showing_stacks = False
         for rank in self.ranks.values():
             self.say(f"--- stacks of rank {rank.rank} on {self.host.name} ---")
             for line in self._stacks(rank, sizes.get(rank.rank)):
@@ -327,6 +331,7 @@ class NodeAgent:
         state = process_state(rank.pid)
         if state == "T":
             return ["the process is stopped (SIGSTOP, a debugger, or job control): it cannot answer"]
+        lines = [line for line in lines if not any(frame in line for frame in _OUR_FRAMES)]
         return lines or [f"no answer (process state {state}: not started yet, or waiting in the kernel)"]
 
     def _log(self, rank: _Rank) -> Path:
@@ -342,13 +347,13 @@ class _Keeper:
         self.rank: int | None = None
 
 
-def deepspeed_launch(spec: LaunchSpec, node_rank: int, world_info: str | None = None) -> list[str]:
-    """The start of DeepSpeed's per-host launcher for one host; world_info saves encoding it again for each of many."""
+def deepspeed_launch(spec: LaunchSpec, node_rank: int) -> list[str]:
+    """The start of DeepSpeed's per-host launcher for one host."""
     return [
         spec.python,
         "-m",
         "deepspeed.launcher.launch",
-        f"--world_info={world_info or spec.world_info}",
+        f"--world_info={spec.world_info}",
         f"--node_rank={node_rank}",
         f"--master_addr={spec.master_addr}",
         f"--master_port={spec.master_port}",

@@ -6,13 +6,16 @@ import os
 import random
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.accelerators import visible_accelerators
 from neox.launch.hosts import LOCAL_NAMES, check_host_name, read_hostfile, select_hosts
 from neox.launch.spec import Host, SlotId
+
+_RANKS_PER_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Request:
     global_num_gpus: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+
+    @staticmethod
+    def of(runner: RunnerConfig) -> Request:
+        """What a configuration says about hosts."""
+        return Request(**{field.name: getattr(runner, field.name) for field in fields(Request)})
 
 
 @dataclass(frozen=True)
@@ -116,12 +124,21 @@ def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) ->
 
 
 def check_local_devices(placement: Placement) -> None:
-    """Raise LaunchError when this machine has accelerators, but fewer than the ranks that would start on it."""
+    """Raise LaunchError when this machine has fewer accelerators, or far fewer cores, than ranks to start on it."""
+    cores = os.cpu_count() or 1
     for host in placement.hosts:
-        if is_this_machine(host.name) and 0 < placement.accelerators < len(host.slots):
+        ranks = len(host.slots)
+        if not is_this_machine(host.name):
+            continue
+        if 0 < placement.accelerators < ranks:
             raise LaunchError(
-                f"{len(host.slots)} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
+                f"{ranks} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
                 "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks"
+            )
+        if not placement.accelerators and ranks > max(8, _RANKS_PER_CORE * cores):
+            raise LaunchError(
+                f"{ranks} CPU ranks on {host.name} ({placement.why}), which has {cores} cores and no accelerator: "
+                "name the hosts in a hostfile (-H PATH), or add --dry-run to see the plan"
             )
 
 

@@ -86,11 +86,12 @@ def node_commands(spec: LaunchSpec) -> list[str]:
     return lines
 
 
-def shown_commands(spec: LaunchSpec) -> list[dict[str, str]]:
-    """For every host the command that starts DeepSpeed's launcher there; the ranks' payload is left out."""
+def shown_commands(spec: LaunchSpec, most: int = 8) -> list[dict[str, str]]:
+    """For each of the first `most` hosts the command that starts DeepSpeed's launcher there, without the payload.
+
+    Further hosts run the same with their own --node_rank; each command names all hosts, so thousands are megabytes.
+    """
     commands = []
-    world_info = spec.world_info
-    for number, host in enumerate(spec.hosts):
-        words = deepspeed_launch(spec, number, world_info)
-        commands.append({"host": host.name, "command": join([*words, spec.script])})
+    for number, host in enumerate(spec.hosts[:most]):
+        commands.append({"host": host.name, "command": join([*deepspeed_launch(spec, number), spec.script])})
     return commands

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -26,6 +27,8 @@ _POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
 _END_SECONDS = 5.0
 _HANG_SECONDS = 6.0
+_SILENCE_SECONDS = 20.0  # agents say every second that they are there
+_CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
 Tell = Callable[[int], None]  # sends a signal to the agents on all hosts
 
@@ -51,12 +54,12 @@ class Supervisor:
         self.tails: dict[int, list[str]] = {}
         self.failures: list[_Failure] = []
         self.nodes_done: dict[int, int] = {}
-        self.nodes_seen: set[int] = set()
+        self.heard: dict[int, float] = {}
+        self.lost: dict[int, str] = {}
         self.hung = False
         self.nodes_shown: set[int] = set()
         self.stop_signal: int | None = None
         self.end_at: float | None = None
-        self.strays: list[str] = []
 
     def run(self, environment: Mapping[str, str] | None = None) -> int:
         """Start every command, follow them to the end, return the run's exit status."""
@@ -83,11 +86,11 @@ class Supervisor:
             preexec_fn=parent_death_hook(signal.SIGTERM),
         )
         self.processes.append(process)
-        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
+        for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self.buffers[pipe.fileno()] = LineBuffer()
-            selector.register(pipe, selectors.EVENT_READ, stream)
+            selector.register(pipe, selectors.EVENT_READ)
 
     # -- watching
 
@@ -95,38 +98,57 @@ class Supervisor:
         stopped = False
         while selector.get_map():
             for key, _ in selector.select(_POLL_SECONDS):
-                if not self._read(key.fileobj, key.data):  # type: ignore[arg-type]
+                if not self._read(key.fileobj):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
             if self.stop_signal is not None and not stopped:
                 stopped = True
                 self._say(f"{signal.Signals(self.stop_signal).name}: asking the ranks to save and end")
                 self.tell_agents(signal.SIGTERM)
                 self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
-            if self.end_at is not None and time.monotonic() >= self.end_at:
+            now = time.monotonic()
+            self._check_heartbeats(now)
+            if self.end_at is not None and now >= self.end_at:
                 return
 
-    def _read(self, pipe: IO[bytes], stream: str) -> bool:
+    def _read(self, pipe: IO[bytes]) -> bool:
         try:
             data = os.read(pipe.fileno(), 65536)
         except BlockingIOError:
             return True
         buffer = self.buffers[pipe.fileno()]
         for line in buffer.feed(data) if data else buffer.flush():
-            self._line(line, stream)
+            self._line(line)
         return bool(data)
 
-    def _line(self, line: str, stream: str) -> None:
+    def _line(self, line: str) -> None:
         _, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
         event = decode_event(line) or (decode_event(rest) if mark else None)
         if event is not None:
             self._take(event)
+        elif match := _CONNECTION_ENDED.match(line):
+            self._connection_ended(match["host"], match["how"])
         elif line.strip():
-            self.strays.append(line)
             self._say(line)
+
+    def _connection_ended(self, host: str, how: str) -> None:
+        """pdsh tells of every ssh that ended badly; after the agent's last word that is no news."""
+        node = next((number for number, known in enumerate(self.spec.hosts) if known.name == host), None)
+        if node is not None and node not in self.nodes_done:
+            self._lose(node, how)
+
+    def _lose(self, node: int, how: str) -> None:
+        if node not in self.lost:
+            self.lost[node] = how
+            self._soon(_WINDOW_SECONDS)
+
+    def _check_heartbeats(self, now: float) -> None:
+        for node, heard in self.heard.items():
+            if node not in self.nodes_done and now - heard > _SILENCE_SECONDS:
+                self._lose(node, f"nothing heard for {_SILENCE_SECONDS:.0f} s")
 
     def _take(self, event: Event) -> None:
         kind = event["kind"]
-        self.nodes_seen.add(event.get("node", 0))
+        self.heard[event["node"]] = time.monotonic()
         if kind == "line":
             self._show(event)
         elif kind == "tail":
@@ -216,6 +238,10 @@ class Supervisor:
             return max(self.nodes_done.values())
         if self.stop_signal is not None:
             return 128 + self.stop_signal
+        if self.lost:
+            for node, how in self.lost.items():
+                self._say(f"error: lost {self.spec.hosts[node].name} ({how}); the run was ended on every host")
+            return 1
         missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
         self._say(f"error: the run ended on {', '.join(missing)} without a word about its ranks")
         return max([exit_status(process.returncode) for process in self.processes] + [1])

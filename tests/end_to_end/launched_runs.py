@@ -59,15 +59,23 @@ for _ in range(600):
 class LaunchedRun:
     """One `deepy.py` process and everything it started, found by a mark in the environment."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str] = (), ranks: int = 2, **variables: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        arguments: Sequence[str] = (),
+        ranks: int | None = 2,
+        script: str = DUMMY_RANK,
+        prefix: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.directory = directory / self.mark
         self.directory.mkdir(parents=True)
-        (self.directory / "dummy.py").write_text(DUMMY_RANK)
+        (self.directory / "dummy.py").write_text(script)
         write_config(self.directory / "tiny.yml", self.directory / "run", ranks)
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            deepy_command(self.directory, arguments),
+            [*prefix, *deepy_command(self.directory, arguments)],
             env={**os.environ, "NEOX_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -78,6 +86,13 @@ class LaunchedRun:
     def pids(self, role: str | None = None) -> list[int]:
         """Processes of this run that live, of one role or all."""
         return marked_pids(self.mark, role)
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of one rank."""
+        for pid in self.pids("rank"):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+        raise AssertionError(f"rank {rank} does not run")
 
     def wait_up(self, ranks: int = 2, seconds: float = 60) -> None:
         """Wait until every rank has said that it is up."""

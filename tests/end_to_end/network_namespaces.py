@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from neox.launch.lifeline import is_alive
+
 
 def why_not() -> str | None:
     """What keeps this machine from running such tests, None when nothing does."""
@@ -28,7 +30,7 @@ def why_not() -> str | None:
 
 
 class TwoMachines:
-    """`hosts[0]` and `hosts[1]` are the addresses; `run` and `start` act as if on the first."""
+    """`hosts` are their addresses; `inside` makes a command run on one of them."""
 
     def __init__(self, directory: Path, subnet: str) -> None:
         self.directory = directory
@@ -40,7 +42,6 @@ class TwoMachines:
     def environment(self) -> dict[str, str]:
         """What ssh, pdsh and gloo need to find one another."""
         return {
-            **os.environ,
             "PDSH_SSH_ARGS_APPEND": f"-F{self.directory / 'ssh_config'}",
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
@@ -50,23 +51,26 @@ class TwoMachines:
         """A command as run on one of the machines."""
         return ["ip", "netns", "exec", self.names[number], *command]
 
-    def run(self, command: Sequence[str], timeout: float = 90, **extra: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on the first machine."""
-        environment = {**self.environment, **extra}
-        return subprocess.run(
-            self.inside(command), env=environment, capture_output=True, text=True, timeout=timeout, cwd=self.directory
-        )
+    def pids(self) -> list[int]:
+        """Processes on both machines, the listening sshd daemons left out."""
+        found: list[int] = []
+        for name in self.names:
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+            found += map(int, listed.stdout.split())
+        return [pid for pid in found if pid not in {daemon.pid for daemon in self.daemons} and is_alive(pid)]
 
-    def start(self, command: Sequence[str], **extra: str) -> subprocess.Popen[str]:
-        """Start a command on the first machine."""
-        return subprocess.Popen(
-            self.inside(command),
-            env={**self.environment, **extra},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.directory,
-        )
+    def add_machine_without_python(self, venv_bin: Path) -> str:
+        """Give the second machine another address, whose sshd sees an empty directory in place of `venv_bin`."""
+        address = self.hosts[1].removesuffix("2") + "3"
+        empty = self.directory / "empty"
+        empty.mkdir()
+        _ip("-n", self.names[1], "addr", "add", f"{address}/24", "dev", "eth0")
+        sshd = [*self._sshd(), f"-oListenAddress={address}"]
+        hide = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", hide, str(empty), str(venv_bin), *sshd]
+        self.daemons.append(subprocess.Popen(self.inside(command, 1), stderr=subprocess.DEVNULL))
+        self._wait_for(address)
+        return address
 
     def set_up(self) -> None:
         """Make the cable, the keys and the daemons."""
@@ -86,11 +90,13 @@ class TwoMachines:
         self._configure()
         Path("/run/sshd").mkdir(exist_ok=True)
         for number, address in enumerate(self.hosts):
-            sshd = [_find("sshd") or "sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
-            daemon = self.inside([*sshd, f"-oListenAddress={address}"], number)
+            daemon = self.inside([*self._sshd(), f"-oListenAddress={address}"], number)
             self.daemons.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
         for address in self.hosts:
             self._wait_for(address)
+
+    def _sshd(self) -> list[str]:
+        return [_find("sshd") or "sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
 
     def _configure(self) -> None:
         (self.directory / "sshd_config").write_text(

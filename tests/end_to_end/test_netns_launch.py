@@ -1,0 +1,148 @@
+"""Two machines joined by a network: real pdsh, ssh and gloo, 2 x 2 ranks, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launched_runs import DUMMY_RANK, LaunchedRun, command_line
+from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not
+
+_REASON = why_not()
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(_REASON is not None, reason=_REASON or "")]
+
+GLOO_RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.ones(1) * dist.get_rank()
+dist.all_reduce(value)
+print("[rank %d] is up: sum %d, odd %r" % (dist.get_rank(), value, os.environ.get("NEOX_ODD")), flush=True)
+while os.environ.get("NEOX_DUMMY") == "loop":
+    time.sleep(0.05)
+    dist.all_reduce(value)
+dist.destroy_process_group()
+"""
+ODD = "a;touch pwned $(touch pwned) `touch pwned` 'single' \"double\" -dash\nline %h %n"
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMachines]:
+    with two_machines(tmp_path_factory.mktemp("machines")) as both:
+        yield both
+
+
+def launch(
+    machines: TwoMachines, directory: Path, *, script: str = DUMMY_RANK, set_: Sequence[str] = (), **variables: str
+) -> LaunchedRun:
+    """A run over both machines, two ranks each, started on the first."""
+    hostfile = directory / "hostfile"
+    directory.mkdir(parents=True, exist_ok=True)
+    hostfile.write_text("".join(f"{host} slots=2\n" for host in machines.hosts))
+    arguments = ["-H", str(hostfile), *(word for setting in set_ for word in ("--set", setting))]
+    environment = {**machines.environment, **variables}
+    return LaunchedRun(directory, arguments, ranks=None, script=script, prefix=machines.inside([]), **environment)
+
+
+def wait_until_gone(machines: TwoMachines, seconds: float = 10) -> None:
+    """Nothing runs on either machine but the daemons."""
+    deadline = time.monotonic() + seconds
+    while left := machines.pids():
+        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
+        time.sleep(0.05)
+
+
+def test_a_gloo_job_and_odd_values(machines: TwoMachines, tmp_path: Path) -> None:
+    directory = tmp_path / "it's; $(touch pwned) `touch pwned` %h"
+    run = launch(machines, directory, script=GLOO_RANK, NEOX_ODD=ODD, WANDB_API_KEY="sesame")
+    output = run.output(90)
+    assert run.process.returncode == 0, output
+    for rank in range(4):
+        assert f"[rank {rank}] is up: sum 6, odd {ODD!r}" in output
+        log = run.directory / "run" / "ranks" / machines.hosts[rank // 2] / f"rank_{rank:04d}.log"
+        assert "sum 6" in log.read_text()
+    assert "WANDB_API_KEY is a secret" in output
+    written = [path.read_bytes() for path in run.directory.rglob("*") if path.is_file()]
+    assert not any(b"sesame" in content for content in [*written, output.encode()])
+    assert not list(tmp_path.rglob("pwned"))
+    wait_until_gone(machines)
+
+
+def test_a_rank_killed_on_the_other_machine(machines: TwoMachines, tmp_path: Path) -> None:
+    run = launch(machines, tmp_path, script=GLOO_RANK, NEOX_DUMMY="loop")
+    run.wait_up(4, 90)
+    killed = time.monotonic()
+    os.kill(run.rank_pid(3), signal.SIGKILL)
+    output = run.output(15)
+    assert time.monotonic() - killed < 10
+    assert run.process.returncode == 128 + signal.SIGKILL, output
+    assert f"error: rank 3 on {machines.hosts[1]} ended with signal 9 (SIGKILL)" in output
+    wait_until_gone(machines, 2)
+
+
+def test_killing_the_head_pdsh_ssh_or_an_agent(machines: TwoMachines, tmp_path: Path) -> None:
+    roles = ("head", "pdsh", "ssh", "agent")
+    runs = [launch(machines, tmp_path / role) for role in roles]
+    for run in runs:
+        run.wait_up(4, 90)
+    for run, role in zip(runs, roles, strict=True):
+        if role == "head":
+            pid = run.process.pid
+        elif role == "agent":
+            pid = parent(run.pids("launcher")[-1])
+        else:
+            pid = next(pid for pid in run.pids() if command_line(pid).startswith(role))
+        os.kill(pid, signal.SIGKILL)
+    wait_until_gone(machines)
+    for run, role in zip(runs, roles, strict=True):
+        output = run.output(10)
+        assert run.process.returncode != 0, (role, output)
+
+
+def test_a_signal_and_a_stopped_rank(machines: TwoMachines, tmp_path: Path) -> None:
+    saving = launch(machines, tmp_path / "saving", NEOX_DUMMY="save")
+    hanging = launch(machines, tmp_path / "hanging", set_=["hang_timeout=6"])
+    saving.wait_up(4, 90)
+    hanging.wait_up(4, 90)
+    os.kill(hanging.rank_pid(2), signal.SIGSTOP)
+    saving.process.send_signal(signal.SIGTERM)
+    output = saving.output(15)
+    assert saving.process.returncode == 0, output
+    assert all(f"[rank {rank}] saved" in output for rank in range(4))
+    output = hanging.output(30)
+    assert hanging.process.returncode == 124, output
+    for rank in range(4):
+        assert output.count(f"stacks of rank {rank} on {machines.hosts[rank // 2]}") == 1
+    assert output.count("dummy.py") == 3
+    assert "the process is stopped" in output
+    wait_until_gone(machines, 2)
+
+
+def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> None:
+    dead = machines.hosts[0].removesuffix("1") + "77"
+    wrong = machines.add_machine_without_python(Path(sys.executable).parent)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{host} slots=2\n" for host in (*machines.hosts, dead, wrong)))
+    prefix = machines.inside([])
+    run = LaunchedRun(tmp_path, ["-H", str(hostfile)], None, prefix=prefix, **machines.environment)
+    output = run.output(20)
+    assert run.process.returncode == 1
+    assert time.monotonic() - run.started < 12
+    assert "nothing was started" in output
+    assert f"{dead}: ssh failed" in output
+    assert f"{wrong}: no Python at" in output
+    assert f"first thing to fix, on {dead}" in output
+    assert not list(tmp_path.rglob("rank_*.log"))
+    wait_until_gone(machines)
+
+
+def parent(pid: int) -> int:
+    """The parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
