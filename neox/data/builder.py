@@ -12,7 +12,7 @@ from typing import Literal, TypedDict
 
 import numpy as np
 
-from neox.data.index_format import Layout, bin_path, dtype_code, idx_path, index_parts
+from neox.data.index_format import Layout, bin_path, dtype_code, idx_path, index_parts, json_path
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
@@ -123,7 +123,8 @@ class IndexedDatasetBuilder:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        idx_path(self.prefix).unlink(missing_ok=True)  # so that an old index never describes the new data
+        for old in (idx_path(self.prefix), json_path(self.prefix)):  # so that they never describe the new data
+            old.unlink(missing_ok=True)
         os.replace(self._bin, bin_path(self.prefix))
         os.replace(self._idx, idx_path(self.prefix))
         self._sizes.unlink()

@@ -79,6 +79,11 @@ def bin_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
+def json_path(prefix: str | Path) -> Path:
+    """`PREFIX.json`, the sidecar."""
+    return Path(f"{prefix}.json")
+
+
 def read_index(prefix: str | Path) -> Index:
     """Map `PREFIX.idx` and check it against itself and against the length of `PREFIX.bin`.
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from neox.data.index_format import idx_path
+from neox.data.index_format import idx_path, json_path
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 from neox.log import get_logger
@@ -44,14 +44,9 @@ class Sidecar:
     format: int = _FORMAT
 
 
-def sidecar_path(prefix: str | Path) -> Path:
-    """`PREFIX.json`."""
-    return Path(f"{prefix}.json")
-
-
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     """Write `PREFIX.json` beside the target and rename it; call it after the builder's `finalize()`."""
-    path = sidecar_path(prefix)
+    path = json_path(prefix)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(asdict(sidecar), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
@@ -59,7 +54,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
     """Read `PREFIX.json`; None where there is none. Raises DataError for one that cannot be understood."""
-    path = sidecar_path(prefix)
+    path = json_path(prefix)
     if not path.exists():
         return None
     try:
@@ -85,7 +80,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
     if sidecar is None:
         _LOG.info("%s has no .json beside it, so its tokenizer cannot be checked; its ids are", indexed.prefix)
         return None
-    path = sidecar_path(indexed.prefix)
+    path = json_path(indexed.prefix)
     if (sidecar.documents, sidecar.tokens) != (indexed.num_documents, indexed.num_tokens):
         raise DataError(
             f"{path} describes {sidecar.documents:,} documents with {sidecar.tokens:,} tokens, but "

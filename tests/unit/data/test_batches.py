@@ -1,0 +1,79 @@
+"""Batches: gpt-neox's order over ranks, steps and resumes; masks; ids that do not fit."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from neox.data import BatchIterator
+from neox.errors import DataError
+
+
+class Counting:
+    """Sample i is i, i + 1, ..., i + seq_length."""
+
+    def __init__(self, samples: int, seq_length: int = 4) -> None:
+        self.samples, self.seq_length = samples, seq_length
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, indices):
+        return (np.asarray(indices)[:, None] + np.arange(self.seq_length + 1)).astype(np.uint16)
+
+
+def firsts(iterator, batches):
+    result = [next(iterator)["tokens"][:, 0].tolist() for _ in range(batches)]
+    iterator.close()
+    return result
+
+
+def test_a_batch_has_tokens_labels_and_a_mask():
+    batch = next(BatchIterator(Counting(10), 2, num_workers=0))
+    assert batch["tokens"].tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4], [2, 3, 4, 5]]
+    assert batch["loss_mask"].tolist() == [[1.0] * 4] * 2
+    assert [batch[name].dtype for name in batch] == [torch.int64, torch.int64, torch.float32]
+    assert all(tensor.is_contiguous() for tensor in batch.values())
+
+
+def test_the_end_of_a_document_can_be_left_out_of_the_loss():
+    batch = next(BatchIterator(Counting(10), 2, num_workers=0, eod=3, eod_mask_loss=True))
+    assert batch["loss_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 1]]  # where the input is the end, as in gpt-neox
+    with pytest.raises(DataError, match="eod_mask_loss"):
+        BatchIterator(Counting(10), 2, eod_mask_loss=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_ranks_share_each_micro_batch_and_any_position_can_be_resumed(num_workers):
+    ranks = [BatchIterator(Counting(64), 2, dp_rank=r, dp_size=3, num_workers=num_workers) for r in range(3)]
+    seen = [firsts(iterator, 8) for iterator in ranks]
+    for n in range(8):
+        assert [first for rank in seen for first in rank[n]] == list(range(6 * n, 6 * n + 6))
+    resumed = BatchIterator(Counting(64), 2, dp_rank=1, dp_size=3, start=5, num_workers=num_workers)
+    assert firsts(resumed, 3) == seen[1][5:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_the_last_whole_batch_it_begins_again_aloud(num_workers, caplog):
+    with caplog.at_level(logging.WARNING, logger="neox"):
+        assert firsts(BatchIterator(Counting(11), 4, num_workers=num_workers), 5) == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [0, 1, 2, 3],
+        ]
+    assert caplog.text.count("beginning again") == 2
+    assert firsts(BatchIterator(Counting(11), 4, start=7, num_workers=num_workers), 1) == [[4, 5, 6, 7]]
+
+
+def test_too_little_data_and_foreign_ids_are_refused():
+    with pytest.raises(DataError, match="gives 7 samples, fewer than one micro batch"):
+        BatchIterator(Counting(7), 4, dp_size=2)
+    iterator = BatchIterator(Counting(20), 4, vocab_size=10)
+    next(iterator)
+    with pytest.raises(DataError, match="ids from 4 to 11, but the tokenizer has 10"):
+        next(iterator)
+    iterator.close()

@@ -1,0 +1,141 @@
+"""From a configuration to iterators: gpt-neox's counts and positions, and data that does not belong to the run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from neox.config import load_config, resolve
+from neox.config.sections import DataConfig
+from neox.data import (
+    BlendedDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    Sidecar,
+    build_data_iterators,
+    build_datasets,
+    read_sidecar,
+    sample_counts,
+    write_sidecar,
+)
+from neox.data.build import SampleCounts
+from neox.errors import DataError
+from neox.tokenizer import build_tokenizer
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+RUN = GOLDEN / "v2_pp1_mp1_dp1_fp32" / "v2_pp1_mp1_dp1_fp32.yml"
+SIDECAR = Sidecar("HFTokenizer", "abc", 50, 0, True, 30, 300, 49)
+RUN_SIZES = {"seq_length": 8, "seed": 1, "vocab_size": 50}
+
+
+def golden_plan(*overrides):
+    files = [f"data_path={GOLDEN}/data/small_text_document", f"vocab_file={GOLDEN}/data/tokenizer.json"]
+    return resolve(load_config([RUN], overrides=[*files, *overrides]), 1, 1000)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """30 documents of 10 tokens, ids below 50."""
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.arange(300) % 50, [10] * 30)
+    return str(tmp_path / "x")
+
+
+def test_counts_are_neoxs():
+    assert sample_counts(30, 1000, 2, 8) == SampleCounts(240, 16, 16)
+    assert sample_counts(100, 50, 10, 4) == SampleCounts(400, 120, 40)
+
+
+def test_iterators_resume_where_they_were(tmp_path):
+    plan = golden_plan("eval_interval=3", "eval_iters=2", "train_iters=9", "num_workers=0")
+    undisturbed = build_data_iterators(plan, cache_dir=tmp_path)
+    train = [next(undisturbed.train) for _ in range(18)]  # two micro batches an iteration
+    valid = [next(undisturbed.valid) for _ in range(16)]  # four an evaluation
+    resumed = build_data_iterators(plan, consumed_iterations=7, cache_dir=tmp_path)
+    assert (next(resumed.train)["tokens"] == train[14]["tokens"]).all()
+    assert (next(resumed.valid)["tokens"] == valid[8]["tokens"]).all()
+    assert (next(resumed.test)["tokens"] == next(undisturbed.test)["tokens"]).all()
+
+
+def test_no_evaluation_reads_no_data(tmp_path):
+    iterators = build_data_iterators(golden_plan("eval_iters=0"), cache_dir=tmp_path)
+    assert iterators.valid is None
+    assert iterators.test is None
+
+
+def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_path):
+    data, prefix = IndexedDataset(GOLDEN / "data" / "small_text_document"), tmp_path / "x"
+    with IndexedDatasetBuilder(prefix, data.dtype) as builder:
+        builder.merge(data.prefix)
+    tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
+    sidecar = Sidecar(
+        "HFTokenizer", tokenizer.content_hash, tokenizer.vocab_size, tokenizer.eod, True, 1648, 205143, builder.max_id
+    )
+    write_sidecar(prefix, sidecar)
+    assert read_sidecar(prefix) == sidecar
+    plan = golden_plan(f"data_path={prefix}")
+    assert build_data_iterators(plan).train is not None
+    assert (tmp_path / "index_maps").is_dir()
+    write_sidecar(prefix, dataclasses.replace(sidecar, tokenizer_hash="another"))
+    with pytest.raises(DataError, match=r"made with another tokenizer.*preprocess the data again"):
+        build_data_iterators(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer_hash": "other"}, "made with another tokenizer"),
+        ({"documents": 29}, "from different runs"),
+        ({"max_id": 50}, "holds token id 50, but the tokenizer has 50 ids"),
+        ({"format": 2}, "has format 2"),
+    ],
+)
+def test_data_that_does_not_fit_the_run_is_refused(prefix, change, message):
+    write_sidecar(prefix, SIDECAR)
+    build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
+    write_sidecar(prefix, dataclasses.replace(SIDECAR, **change))
+    with pytest.raises(DataError, match=message):
+        build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"tokens": 3}', '{"format": 1, "unknown": 2}'])
+def test_a_damaged_sidecar_is_refused(prefix, text):
+    Path(f"{prefix}.json").write_text(text)
+    with pytest.raises(DataError, match="cannot be understood"):
+        read_sidecar(prefix)
+
+
+def test_a_new_dataset_drops_the_old_sidecar(prefix):
+    write_sidecar(prefix, SIDECAR)
+    assert json.loads(Path(f"{prefix}.json").read_text())["tokens"] == 300
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_document([1])
+    assert read_sidecar(prefix) is None
+
+
+def test_blends_by_weight_and_by_documents(prefix, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "y", np.uint16) as builder:
+        builder.add_documents(np.arange(900) % 50, [10] * 90)
+    paths = (prefix, str(tmp_path / "y"))
+    data = DataConfig(
+        train_data_paths=paths, valid_data_paths=paths[:1], train_data_weights=(3.0, 1.0), mmap_warmup=True
+    )
+    sets = build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES)
+    assert isinstance(sets.train, BlendedDataset)
+    assert np.bincount(sets.train.dataset_index[:100]).tolist() == [75, 25]
+    assert sets.test is None
+    data = data.model_copy(update={"weight_by_num_documents": True, "weighted_sampler_alpha": 1.0})
+    by_documents = build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES).train
+    assert np.bincount(by_documents.dataset_index[:100]).tolist() == [50, 50]  # 0.25 * 0.75 and 0.75 * 0.25
+    data = data.model_copy(update={"weight_by_num_documents": False, "train_data_weights": (1.0,)})
+    with pytest.raises(DataError, match="train_data_weights has 1 weights for 2"):
+        build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES)
+
+
+def test_no_data_path_and_no_documents_to_train_on(prefix, tmp_path):
+    with pytest.raises(DataError, match=r'set "data_path".*preprocess_data\.py'):
+        build_datasets(DataConfig(), SampleCounts(5, 0, 0), **RUN_SIZES)
+    with pytest.raises(DataError, match="no documents to train on"):
+        build_data_iterators(golden_plan("split=0,1,1"), cache_dir=tmp_path)

@@ -1,0 +1,130 @@
+"""Index maps: the arrays of gpt-neox's loops, kept on disk by content."""
+
+import logging
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+from neox.data.index_maps import build_index_maps, content_key, count_epochs
+from neox.data.map_cache import load_or_build
+from neox.errors import DataError
+
+
+def neox_maps(sizes, documents, num_samples, seq_length, seed):
+    """The arrays as gpt-neox defines them: one document and one sample after the other."""
+    tokens, epochs = int(sizes[documents].sum()), 1
+    while (epochs * tokens - 1) // seq_length < num_samples:
+        epochs += 1
+    random = np.random.RandomState(seed=seed)
+    order = np.concatenate([np.asarray(documents, dtype=np.int32)] * epochs)
+    random.shuffle(order)
+    samples = (epochs * tokens - 1) // seq_length
+    bounds, at, offset = [(0, 0)], 0, 0
+    for _ in range(samples):
+        left = seq_length + 1
+        while left:
+            length = sizes[order[at]] - offset
+            left -= length
+            if left <= 0:
+                offset += left + length - 1
+                left = 0
+            else:
+                at, offset = at + 1, 0
+        bounds.append((at, offset))
+    shuffled = np.arange(samples, dtype=np.uint32)
+    random.shuffle(shuffled)
+    return order, np.array(bounds, dtype=np.int32), shuffled
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("num_samples", "seq_length"), [(1, 8), (37, 8), (300, 16), (5, 500)])
+def test_maps_are_gpt_neoxs(seed, num_samples, seq_length):
+    random = np.random.default_rng(seed)
+    sizes = (random.integers(0, 40, 60) * random.integers(0, 2, 60)).astype(np.int32)  # many empty documents
+    documents = range(seed, 50 + seed)
+    maps = build_index_maps(sizes, documents, num_samples=num_samples, seq_length=seq_length, seed=seed)
+    found = (maps.document_map, maps.sample_map, maps.shuffle_map)
+    for array, expected in zip(found, neox_maps(sizes, documents, num_samples, seq_length, seed), strict=True):
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_epochs_are_the_fewest_that_give_enough_samples():
+    for tokens in (2, 9, 10, 11, 100):
+        for samples in range(1, 30):
+            epochs = count_epochs(tokens, 10, samples)
+            assert (epochs * tokens - 1) // 10 >= samples
+            assert epochs == 1 or ((epochs - 1) * tokens - 1) // 10 < samples
+
+
+def test_documents_without_tokens_are_refused():
+    with pytest.raises(DataError, match="documents 1 to 3 hold no tokens"):
+        build_index_maps(np.array([5, 0, 0]), range(1, 3), num_samples=1, seq_length=2, seed=0)
+
+
+def test_the_key_follows_content_and_every_parameter():
+    sizes = np.arange(10, dtype=np.int32)
+    base = {"num_samples": 4, "seq_length": 8, "seed": 1}
+    key = content_key(sizes, range(5), **base)
+    assert key == content_key(sizes.copy(), range(5), **base)
+    assert key == content_key(np.append(sizes, 3).astype(np.int32), range(5), **base)  # other documents play no part
+    others = [
+        content_key(sizes, range(5), **{**base, name: value}) for name, value in (("num_samples", 5), ("seed", 2))
+    ]
+    others += [content_key(sizes + 1, range(5), **base), content_key(sizes, range(1, 6), **base)]
+    assert len({key, *others}) == 5
+
+
+def test_maps_are_built_once_and_read_again(tmp_path):
+    calls = []
+    build = lambda: calls.append(1) or {"a": np.arange(5), "b": np.ones((2, 2))}  # noqa: E731
+    for _ in range(3):
+        arrays = load_or_build(tmp_path / "maps", "key", ("a", "b"), build)
+        np.testing.assert_array_equal(arrays["a"], np.arange(5))
+    assert len(calls) == 1
+    assert not list(tmp_path.glob("maps/*.partial"))
+    assert len(load_or_build(None, "key", ("a", "b"), build)) == 2
+    assert len(calls) == 2
+
+
+def test_a_damaged_entry_is_built_again(tmp_path, caplog):
+    build = lambda: {"a": np.arange(5)}  # noqa: E731
+    load_or_build(tmp_path, "key", ("a",), build)
+    (tmp_path / "key" / "a.npy").write_bytes(b"\x93NUMPY")
+    with caplog.at_level(logging.WARNING, logger="neox"):
+        arrays = load_or_build(tmp_path, "key", ("a",), build)
+    np.testing.assert_array_equal(arrays["a"], np.arange(5))
+    assert "damaged" in caplog.text
+    np.testing.assert_array_equal(np.load(tmp_path / "key" / "a.npy"), np.arange(5))
+
+
+def test_where_nothing_can_be_written_maps_are_built_in_memory(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a directory")
+    with caplog.at_level(logging.WARNING, logger="neox"):
+        arrays = load_or_build(tmp_path / "file", "key", ("a",), lambda: {"a": np.arange(5)})
+    assert len(arrays["a"]) == 5
+    assert "building them in memory" in caplog.text
+
+
+def _build_and_tell(directory, queue):
+    def build():
+        queue.put(os.getpid())
+        return {"a": np.arange(1000)}
+
+    assert load_or_build(directory, "key", ("a",), build)["a"][-1] == 999
+
+
+def test_one_process_builds_for_all_and_a_dead_one_blocks_nobody(tmp_path):
+    (tmp_path / "key.lock").touch()  # left by a process that died
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_build_and_tell, args=(tmp_path, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert queue.get(timeout=5)
+    assert queue.empty()

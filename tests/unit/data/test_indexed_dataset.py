@@ -1,0 +1,135 @@
+"""`.bin/.idx` pairs: gpt-neox's bytes read and written, in bulk, resumed and merged."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from neox.data import IndexedDataset, IndexedDatasetBuilder, best_dtype, merge_datasets
+from neox.errors import DataError
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "small_text_document"
+
+
+def same_bytes(prefix, other=GOLDEN):
+    return all(Path(f"{prefix}.{end}").read_bytes() == Path(f"{other}.{end}").read_bytes() for end in ("bin", "idx"))
+
+
+def documents(dataset):
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_golden_data_is_read():
+    data = IndexedDataset(GOLDEN)
+    assert (len(data), data.num_documents, data.num_tokens, data.dtype) == (1648, 1648, 205143, np.uint16)
+    assert all(data[i][-1] == 0 for i in range(len(data)))  # every document ends with <|endoftext|>
+    assert data.get(7, offset=2, length=3).tolist() == data[7][2:5].tolist()
+    for bad in ((1648, 0, None), (-1, 0, None), (0, 10**6, None), (0, 0, 10**6)):
+        with pytest.raises(IndexError):
+            data.get(*bad)
+
+
+def test_golden_bytes_are_written_in_bulk_one_by_one_and_merged(tmp_path):
+    data = IndexedDataset(GOLDEN)
+    with IndexedDatasetBuilder(tmp_path / "bulk", best_dtype(1000)) as builder:
+        builder.add_documents(data.tokens.astype(np.int64), data.sizes)
+        assert (builder.num_documents, builder.num_tokens, builder.max_id) == (1648, 205143, data.tokens.max())
+    with IndexedDatasetBuilder(tmp_path / "single", np.uint16) as builder:
+        for i in range(len(data)):
+            builder.add_document(data[i])
+    for name, part in (("a", range(0, 700)), ("b", range(700, 1648))):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            for i in part:
+                builder.add_document(data[i].tolist())
+    merge_datasets([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+    assert all(same_bytes(tmp_path / name) for name in ("bulk", "single", "merged"))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_interrupted_build_continues_where_it_was(tmp_path):
+    data = IndexedDataset(GOLDEN)
+    builder = IndexedDatasetBuilder(tmp_path / "x", np.uint16)
+    half = int(data.sizes[:800].sum())
+    builder.add_documents(data.tokens[:half], data.sizes[:800])
+    state = builder.state()
+    builder.add_documents(data.tokens[half : half + 50], [20, 30])  # not part of the state: dropped when resuming
+    with pytest.raises(ZeroDivisionError), builder:
+        raise ZeroDivisionError
+    assert not (tmp_path / "x.idx").exists()
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16, resume=state) as builder:
+        builder.add_documents(data.tokens[half:], data.sizes[800:])
+        assert builder.max_id == data.tokens.max()
+    assert same_bytes(tmp_path / "x")
+    with pytest.raises(DataError, match="fewer than"):
+        IndexedDatasetBuilder(tmp_path / "x", np.uint16, resume=state)
+
+
+@pytest.mark.parametrize("impl", ["mmap", "cached"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_every_layout_and_dtype_round_trips(tmp_path, impl, dtype):
+    texts = [[1, 2, 3], [], [127], [5] * 10, []]
+    with IndexedDatasetBuilder(tmp_path / "x", dtype, impl=impl) as builder:
+        for text in texts:
+            builder.add_document(text)
+    data = IndexedDataset(tmp_path / "x", impl)
+    assert (data.layout, data.dtype, documents(data)) == (impl, np.dtype(dtype), texts)
+
+
+def test_an_empty_dataset_is_legal(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16):
+        pass
+    data = IndexedDataset(tmp_path / "x")
+    assert (len(data), data.num_documents, data.num_tokens) == (0, 0, 0)
+    merge_datasets([tmp_path / "x", GOLDEN], tmp_path / "y")
+    assert same_bytes(tmp_path / "y")
+
+
+def test_cached_layout_has_fairseqs_bytes(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32, impl="lazy") as builder:
+        builder.add_documents(np.array([7, 8, 9]), [2, 1])
+    header = np.array([1, 4, 4, 2, 2, 3], dtype="<u8").tobytes()
+    arrays = np.array([0, 1, 2, 0, 2, 3, 2, 1, 0, 1, 2], dtype="<i8").tobytes()  # dimensions, offsets, sizes, documents
+    assert (tmp_path / "x.idx").read_bytes() == b"TNTIDX\0\0" + header + arrays
+    assert IndexedDataset(tmp_path / "x", "lazy").layout == "cached"
+    with pytest.raises(DataError, match='"data_impl" is "mmap"'):
+        IndexedDataset(tmp_path / "x", "mmap")
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([70000], [1], "70000 does not fit uint16"),
+        ([-1], [1], "-1 does not fit"),
+        ([1, 2], [1], "add up to 1 for 2"),
+        ([1, 2], [3, -1], "add up"),
+        ([1.5], [1], "integer array"),
+    ],
+)
+def test_ids_and_lengths_are_checked(tmp_path, ids, lengths, message):
+    builder = IndexedDatasetBuilder(tmp_path / "x", np.uint16)
+    with pytest.raises(DataError, match=message):
+        builder.add_documents(np.array(ids), lengths)
+    builder.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_merging_refuses_what_does_not_go_together(tmp_path):
+    for name, dtype, impl in (("a", np.uint16, "mmap"), ("b", np.int32, "mmap"), ("c", np.uint16, "cached")):
+        with IndexedDatasetBuilder(tmp_path / name, dtype, impl=impl) as builder:
+            builder.add_document([1])
+    for other in ("b", "c"):
+        with pytest.raises(DataError, match="different kinds"):
+            merge_datasets([tmp_path / "a", tmp_path / other], tmp_path / "out")
+    with pytest.raises(DataError, match="both an input and the output"):
+        merge_datasets([tmp_path / "a"], tmp_path / "a")
+    with pytest.raises(DataError, match="nothing to merge"):
+        merge_datasets([], tmp_path / "out")
+
+
+def test_missing_data_names_the_command_that_makes_it(tmp_path):
+    with pytest.raises(DataError, match=r"x\.idx and .*x\.bin not found.*preprocess_data\.py"):
+        IndexedDataset(tmp_path / "x")
+    (tmp_path / "x.bin").write_bytes(b"")
+    (tmp_path / "x.idx").mkdir()
+    with pytest.raises(DataError, match="not found"):
+        IndexedDataset(tmp_path / "x")
