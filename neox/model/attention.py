@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from neox.model.cache import LayerCache
-from neox.ops import AttentionImpl, core_attention, rotary_inv_freq, rotary_tables, rotate
+from neox.ops import AttentionImpl, core_attention, linear, rotary_inv_freq, rotary_tables, rotate
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 
 
@@ -67,9 +67,10 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.softmax_scale = float(layer_scaling)
         self.scale = 1.0 / (math.sqrt(self.head_dim) * layer_scaling)
-        self.query_key_value = ColumnParallelLinear(hidden_size, 3 * hidden_size, grid, device=device, dtype=dtype)
+        how = {"multiply": linear, "device": device, "dtype": dtype}
+        self.query_key_value = ColumnParallelLinear(hidden_size, 3 * hidden_size, grid, **how)
         self.rotary_emb = RotaryEmbedding(rotary_ndims, rotary_base, device) if rotary_ndims else None
-        self.dense = RowParallelLinear(hidden_size, hidden_size, grid, device=device, dtype=dtype)
+        self.dense = RowParallelLinear(hidden_size, hidden_size, grid, **how)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """Attend and project: x [B, S, H] -> [B, S, H]."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from neox.model.attention import SelfAttention
 from neox.model.cache import LayerCache
-from neox.ops import gelu, gelu_tanh
+from neox.ops import gelu, gelu_tanh, linear
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, reduce_over_tensor_ranks
 
 
@@ -32,8 +32,9 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = gelu_tanh if tanh_gelu else gelu
-        self.dense_h_to_4h = ColumnParallelLinear(hidden_size, 4 * hidden_size, grid, device=device, dtype=dtype)
-        self.dense_4h_to_h = RowParallelLinear(4 * hidden_size, hidden_size, grid, device=device, dtype=dtype)
+        how = {"multiply": linear, "device": device, "dtype": dtype}
+        self.dense_h_to_4h = ColumnParallelLinear(hidden_size, 4 * hidden_size, grid, **how)
+        self.dense_4h_to_h = RowParallelLinear(4 * hidden_size, hidden_size, grid, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.expand(x))

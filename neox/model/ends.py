@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -81,8 +82,10 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.grid = grid
-        linear = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
-        self.final_linear = linear(hidden_size, padded_vocab_size, grid, bias=False, device=device, dtype=dtype)
+        split = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
+        self.final_linear = split(
+            hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, device=device, dtype=dtype
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.final_linear, RowParallelLinear):
@@ -105,4 +108,4 @@ class TiedHead(nn.Module):
 
 def tied_logits(x: Tensor, weight: Tensor, grid: ParallelGrid) -> Tensor:
     """Multiply hidden states [B, S, H] by the embedding's rows [V/tp, H] on this rank -> [B, S, V/tp]."""
-    return F.linear(copy_to_tensor_ranks(x, grid), weight)
+    return linear(copy_to_tensor_ranks(x, grid), weight)

@@ -2,6 +2,7 @@
 
 from neox.ops.attention import AttentionImpl, core_attention
 from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
+from neox.ops.linear import linear
 from neox.ops.rotary import apply_rotary, rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax, softmax_impl
 
@@ -14,6 +15,7 @@ __all__ = [
     "core_attention",
     "gelu",
     "gelu_tanh",
+    "linear",
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",

@@ -1,10 +1,13 @@
 """Linear layers split over tensor ranks: by output features (column) and by input features (row).
 
 Legend: I input features, O output features. Weights are [O, I] as in `nn.Linear`, held as this rank's part;
-constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3.
+constructors leave them uninitialised (`neox.model` draws all weights). `multiply` is
+what multiplies: `F.linear`, or an equal of it. arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 
 from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
 from neox.parallel.grid import ParallelGrid
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [..., I], weight [O, I], bias [O] or None) -> [..., O]."""
 
 
 def split_parameter(*shape: int, tp_size: int, device: torch.device | str | None, dtype: torch.dtype | None):
@@ -41,17 +47,19 @@ class ColumnParallelLinear(nn.Module):
         grid: ParallelGrid,
         *,
         bias: bool = True,
+        multiply: Multiply = F.linear,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.grid = grid
+        self.multiply = multiply
         here = shard_size(out_features, grid.tp_size, "output features")
         self.weight = split_parameter(here, in_features, tp_size=grid.tp_size, device=device, dtype=dtype)
         self.bias = split_parameter(here, tp_size=grid.tp_size, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+        return self.multiply(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -68,21 +76,23 @@ class RowParallelLinear(nn.Module):
         grid: ParallelGrid,
         *,
         bias: bool = True,
+        multiply: Multiply = F.linear,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.grid = grid
+        self.multiply = multiply
         here = shard_size(in_features, grid.tp_size, "input features")
         self.weight = split_parameter(out_features, here, tp_size=grid.tp_size, device=device, dtype=dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid.tp_size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return self.multiply(x, self.weight, self.bias)
         y = reduce_over_tensor_ranks(self.partial(x), self.grid)
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""
-        return F.linear(x, self.weight)
+        return self.multiply(x, self.weight, None)
