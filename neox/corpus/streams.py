@@ -129,19 +129,23 @@ def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
     seal = os.urandom(32)
     source = _Sealed(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
     reader = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(source, read_across_frames=True)
-    held = b""
+    last = b""  # at least as long as the seal, so that all of the seal is in it at the end
     try:
         while chunk := reader.read(CHUNK_BYTES):
-            held += chunk
-            if len(held) > len(seal):
-                yield held[: -len(seal)]
-                held = held[-len(seal) :]
+            if len(chunk) < len(seal):
+                last += chunk
+                continue
+            if last:
+                yield last
+            last = chunk
     except zstandard.ZstdError as error:
         raise CorruptInput(f"zstd data is damaged or not zstd at all ({_reason(error)})") from error
-    if held != seal:
+    if not last.endswith(seal):
         raise CorruptInput("zstd data is truncated: the file ends inside a frame")
     if not source.size:
         raise CorruptInput("the file is empty")
+    if len(last) > len(seal):
+        yield last[: -len(seal)]
 
 
 def _reason(error: zstandard.ZstdError) -> str:

@@ -1,0 +1,119 @@
+"""`.zst` files to plain ones: in parallel, verified to the last byte, in place only when whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from neox.corpus.streams import CorruptInput, decompress_zstd
+from neox.errors import DataError
+
+_SUFFIX = ".zst"
+_READ_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Decompressed:
+    """One file done. fresh: False if an earlier run had done it. size: bytes of the result."""
+
+    source: Path
+    target: Path | None
+    size: int
+    fresh: bool = True
+
+
+def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
+    """List the `.zst` files among `paths` and directly inside its directories, by name; DataError if there are none."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIX) and p.is_file())
+            if not inside:
+                raise DataError(f"{path}: the directory holds no .zst file")
+            found += inside
+        elif not path.is_file():
+            raise DataError(f"{path} does not exist")
+        elif not path.name.endswith(_SUFFIX):
+            raise DataError(f"{path} is not a .zst file by its name")
+        else:
+            found.append(path)
+    return tuple(found)
+
+
+def decompress_files(
+    files: Sequence[Path],
+    output: str | Path | None,
+    *,
+    workers: int = 0,
+    consumed: Callable[[int], None] | None = None,
+) -> tuple[Decompressed, ...]:
+    """Decompress each file into the directory `output` under its name without `.zst`; None only verifies.
+
+    A result that exists and is newer than its source is taken as done: results get their names only when whole.
+    workers: threads; 0 means one for each core. consumed: called with the number of bytes read.
+    Raises DataError, naming the file, for damage, truncation, what stands behind the last frame, and a full disk; what
+    is already whole stays, so that the same call goes on.
+    """
+    stop = Event()
+    threads = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(threads, max(len(files), 1))) as pool:
+        jobs = [pool.submit(_one, file, None if output is None else Path(output), consumed, stop) for file in files]
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            if any(job.done() and job.exception() for job in jobs) or not all(job.done() for job in jobs):
+                stop.set()
+    failed = [error for job in jobs if isinstance(error := job.exception(), DataError)]
+    if failed:
+        raise failed[0]
+    return tuple(job.result() for job in jobs)
+
+
+class _Stopped(Exception):
+    """Another file failed."""
+
+
+def _one(source: Path, output: Path | None, consumed: Callable[[int], None] | None, stop: Event) -> Decompressed:
+    target = None if output is None else output / source.name.removesuffix(_SUFFIX)
+    if target is not None and target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
+        if consumed is not None:
+            consumed(source.stat().st_size)
+        return Decompressed(source, target, target.stat().st_size, fresh=False)
+    beside = None if target is None else target.with_name(target.name + ".partial")
+    try:
+        size = _decompress(source, beside, consumed, stop)
+        if beside is not None and target is not None:
+            os.replace(beside, target)
+        return Decompressed(source, target, size)
+    except CorruptInput as error:
+        raise DataError(f"{source}: {error}; fetch it again") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or target or source}: {error.strerror or error}") from error
+    finally:
+        if beside is not None:
+            beside.unlink(missing_ok=True)
+
+
+def _decompress(source: Path, beside: Path | None, consumed: Callable[[int], None] | None, stop: Event) -> int:
+    size = 0
+    if beside is not None:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb", buffering=_READ_BYTES) as file, open(beside or os.devnull, "wb", buffering=0) as out:
+        read = 0
+        for chunk in decompress_zstd(file):
+            if stop.is_set():
+                raise _Stopped
+            view = memoryview(chunk)
+            while view:
+                view = view[out.write(view) :]
+            size += len(chunk)
+            if consumed is not None and (at := file.tell()) != read:
+                consumed(at - read)
+                read = at
+        if beside is not None:
+            os.fsync(out.fileno())
+    return size

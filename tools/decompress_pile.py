@@ -1,0 +1,50 @@
+"""Decompress the Pile's shards (or any .zst files), each verified, each in place only when it is whole.
+
+    python tools/decompress_pile.py --input pile/train pile/val.jsonl.zst pile/test.jsonl.zst --output pile_plain
+
+The same command goes on after an interruption: whole shards are kept. tools/preprocess_data.py reads .jsonl.zst as it
+is; decompress only what another program needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from neox.corpus.decompress import compressed_files, decompress_files
+from neox.errors import run_script
+from neox.log import progress, setup_logging
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--input", nargs="+", required=True, help=".zst files, or directories that hold them")
+    p.add_argument("--output", help="directory for the plain files (left out: only verify)")
+    p.add_argument("--workers", type=int, default=0, help="shards at a time (default: one for each core)")
+    return p
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    files = compressed_files(args.input)
+    started = time.monotonic()
+    with progress("decompressing", sum(file.stat().st_size for file in files), "B") as bar:
+        done = decompress_files(files, args.output, workers=args.workers, consumed=bar.update)
+    seconds = time.monotonic() - started
+    fresh = [each for each in done if each.fresh]
+    for each in done:
+        print(f"{each.target or each.source}: {each.size:,} bytes{'' if each.fresh else ', was there'}")
+    size = sum(each.size for each in fresh)
+    print(f"{len(fresh)} of {len(done)} files in {seconds:.1f} s, {size / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
