@@ -1,0 +1,152 @@
+"""Command lines: what crosses a shell arrives whole, and executes nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from neox.config.sections.runner import RunnerConfig
+from neox.errors import LaunchError
+from neox.launch.commands import (
+    agent_command,
+    openmpi_command,
+    pdsh_environment,
+    pdsh_launch,
+    slurm_command,
+    ssh_command,
+    torchrun_command,
+)
+from neox.launch.node import deepspeed_launch
+from neox.launch.spec import Host, LaunchSpec
+from neox.launch.start import chosen_launcher, node_commands, shown_commands
+
+ODD = "a; touch pwned; $(touch pwned) `touch pwned` 'q\" \\ \n -x %h%n"
+
+
+def spec(**changes: object) -> LaunchSpec:
+    """Two hosts with two ranks each."""
+    base = LaunchSpec(
+        run_id="id",
+        hosts=(Host("a", (0, 1)), Host("b", (0, 1))),
+        master_addr="10.0.0.1",
+        master_port=29512,
+        script=f"/some where/{ODD}.py",
+        arguments=("--payload", "abc="),
+        directory=f"/{ODD}",
+        code_root=f"/code {ODD}",
+        run_directory="/runs/x",
+        python="/opt/venv with space/bin/python",
+        environment={"NCCL_ODD": ODD},
+        hang_timeout=60.0,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_specification_survives_the_journey() -> None:
+    encoded = spec().encode()
+    assert LaunchSpec.decode(encoded) == spec()
+    assert set(encoded) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
+    with pytest.raises(LaunchError, match="cut off"):
+        LaunchSpec.decode(encoded[:-9])
+
+
+def test_ranks_and_hosts() -> None:
+    uneven = spec(hosts=(Host("a", (0,)), Host("b", (0, 1, 2)), Host("c", (0, 1))))
+    assert uneven.world_size == 6
+    assert [uneven.first_rank(node) for node in range(3)] == [0, 1, 4]
+    assert [uneven.host_of(rank).name for rank in range(6)] == ["a", "b", "b", "b", "c", "c"]
+    assert json.loads(base64.urlsafe_b64decode(uneven.world_info)) == {"a": [0], "b": [0, 1, 2], "c": [0, 1]}
+
+
+def test_pdsh_hands_every_word_over_unchanged(tmp_path: Path) -> None:
+    """A stand-in for pdsh and the remote login shell: expand as pdsh does, then let a real shell run the line."""
+    command = pdsh_launch(spec())
+    assert command[:-1] == ["pdsh", "-S", "-R", "ssh", "-f", "2", "-w", "a,b"]
+    line = command[-1].replace("%%", "\0").replace("%n", "1").replace("%h", "HOST").replace("\0", "%")
+    printed = line.replace("exec env", 'exec printf "%s\\0"', 1)
+    output = subprocess.run(["sh", "-c", printed], capture_output=True, cwd=tmp_path, check=True).stdout.decode()
+    assert output.split("\0")[:-1] == agent_command(spec(), 1, lifeline=True)[1:]
+    assert not list(tmp_path.iterdir())
+
+
+def test_ssh_asks_nothing_and_uses_the_port() -> None:
+    environment = pdsh_environment({"PDSH_SSH_ARGS_APPEND": "-F x"}, 2222)
+    assert "-oBatchMode=yes" in environment["PDSH_SSH_ARGS_APPEND"]
+    assert environment["PDSH_SSH_ARGS_APPEND"].endswith("-p2222 -F x")
+    command = ssh_command(Host("a", (0,)), ["echo", ODD], 2222)
+    assert command[-3:-1] == ["--", "a"]
+    assert shlex.split(command[-1]) == ["echo", ODD]
+
+
+def test_a_command_too_long_for_the_system_is_refused() -> None:
+    with pytest.raises(LaunchError, match="launcher: slurm"):
+        pdsh_launch(spec(environment={"NCCL_X": "x" * 100_000}))
+
+
+def test_deepspeed_launch() -> None:
+    command = deepspeed_launch(spec(), 1)
+    assert command[1:3] == ["-m", "deepspeed.launcher.launch"]
+    assert {"--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29512"} <= set(command)
+    many = spec(hosts=tuple(Host(f"h{number}", tuple(range(8))) for number in range(512)))
+    assert len(shown_commands(many)) == 8
+
+
+def test_slurm_and_openmpi() -> None:
+    command = slurm_command(spec(), comment="why; not", account="me")
+    start = command.index("env")
+    assert command[:start] == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--nodelist=a,b",
+        "--kill-on-bad-exit=1",
+        "--gpus-per-node=2",
+        "--comment=why; not",
+        "--account=me",
+        "--export=ALL",
+    ]
+    assert command[start:] == agent_command(spec(), "auto", lifeline=False)
+    command = openmpi_command(spec())
+    assert command[: command.index("env")] == ["mpirun", "-n", "2", "--host", "a,b", "--map-by", "ppr:1:node"]
+    with pytest.raises(LaunchError, match="as many slots on every host"):
+        slurm_command(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
+
+
+def test_none_prints_lines_that_a_shell_reads_back() -> None:
+    lines = node_commands(spec())
+    ours = [line for line in lines if "neox.launch.node" in line]
+    assert len(ours) == 2
+    words = shlex.split("\n".join(lines), comments=True)
+    assert words[:2] == ["cd", spec().directory]
+    assert words[3 : 3 + len(agent_command(spec(), 0, lifeline=False))] == agent_command(spec(), 0, lifeline=False)
+    assert torchrun_command(spec(), 0)[-3:] == [spec().script, "--payload", "abc="]
+    assert not any(
+        "torch.distributed.run" in line for line in node_commands(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
+    )
+
+
+def test_which_launcher() -> None:
+    here = spec(hosts=(Host("localhost", (0, 1)),))
+    assert chosen_launcher(here, RunnerConfig()) == "local"
+    assert chosen_launcher(here, RunnerConfig(force_multi=True)) == "pdsh"
+    assert chosen_launcher(here, RunnerConfig(launcher="none")) == "none"
+    assert chosen_launcher(spec(), RunnerConfig()) == "pdsh"
+    assert chosen_launcher(spec(hosts=(Host("far", (0,)),)), RunnerConfig()) == "pdsh"
+    with pytest.raises(LaunchError, match="on this machine only, not on a, b"):
+        chosen_launcher(spec(), RunnerConfig(launcher="local"))
+    with pytest.raises(LaunchError, match="mvapich"):
+        chosen_launcher(spec(), RunnerConfig(launcher="mvapich"))
+
+
+def test_nothing_reads_the_environment_here() -> None:
+    before = dict(os.environ)
+    pdsh_environment({}, None)
+    assert dict(os.environ) == before

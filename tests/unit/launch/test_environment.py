@@ -1,0 +1,53 @@
+"""What children get, what travels, and what never does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from neox.launch.environment import child_environment, forwarded_environment, is_secret, withheld_secrets
+
+
+def test_children_get_this_interpreter_first() -> None:
+    bin_directory = str(Path(sys.executable).parent)
+    environment = child_environment({"PATH": f"/usr/bin:{bin_directory}"})
+    assert environment["PATH"] == f"{bin_directory}:/usr/bin"
+    assert environment["TORCH_EXTENSIONS_DIR"] == str(Path(sys.prefix) / "torch_extensions")
+    assert child_environment({"TORCH_EXTENSIONS_DIR": "/mine"})["TORCH_EXTENSIONS_DIR"] == "/mine"
+
+
+def test_the_default_list() -> None:
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": "/hf",
+        "HF_TOKEN": "hush",
+        "WANDB_API_KEY": "hush",
+        "WANDB_MODE": "offline",
+        "TORCH_LOGS": "x",
+        "DS_ACCELERATOR": "cpu",
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/lib",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/x",
+    }
+    chosen = forwarded_environment(environment)
+    assert set(environment) - set(chosen) == {
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "CUDA_VISIBLE_DEVICES",
+        "HOME",
+        "SSH_AUTH_SOCK",
+    }
+    assert withheld_secrets(environment) == ("HF_TOKEN", "WANDB_API_KEY")
+
+
+def test_an_own_list_and_secrets_by_name() -> None:
+    assert forwarded_environment({"MY_A": "1", "MY_KEY": "2", "NCCL_X": "3"}, ["MY_*"]) == {"MY_A": "1"}
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET", "DB_PASSWORD", "MY_CREDENTIALS"):
+        assert is_secret(name)
+    for name in ("PATH", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "KEYBOARD"):
+        assert not is_secret(name)
