@@ -22,11 +22,16 @@ ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, as `F.linear` does: x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    The choice depends on device, dtype and machine alone, so that a resumed run repeats its numbers bit for bit.
+    The choice depends on device, dtype, shape and machine alone, so that a resumed run repeats its numbers bit for bit.
+    (And on torch.compile, which plans products of its own and does not look into this one.)
     """
-    if x.dtype == torch.float32 and x.device.type == "cpu" and ONEDNN:
+    if ONEDNN and _served(x) and _served(weight) and not torch.compiler.is_compiling():
         return _OneDNNLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _served(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() >= 2 and x.numel() > 0
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +44,9 @@ class _OneDNNLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _multiply(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        product = _multiply(x.flatten(0, -2), weight, bias)
+        # Not `view`: autograd forbids in-place work (the all-reduce of tensor ranks) on a view made in here.
+        return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
