@@ -2,10 +2,13 @@
 
 from neox.checkpoint.finding import find_checkpoint, why_not_whole
 from neox.checkpoint.identity import check_same_model, identity_state, model_differences
+from neox.checkpoint.inference import infer_layer_plan
+from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
+from neox.checkpoint.resharding import reshard
 from neox.checkpoint.retention import keep_last
 from neox.checkpoint.staging import (
     checkpoint_directories,
@@ -26,22 +29,28 @@ __all__ = [
     "check_same_model",
     "checkpoint_directories",
     "commit",
+    "compare_checkpoints",
     "delete_checkpoint",
     "discard",
     "find_checkpoint",
     "identity_state",
+    "infer_layer_plan",
     "keep_last",
     "layer_file",
     "load_file",
     "model_differences",
     "mp_rank_file",
     "neox_state",
+    "open_checkpoint",
     "parse_step_directory",
     "read_manifest",
+    "reshard",
     "save_file",
     "stage_directory",
     "staging_path",
     "step_directory",
+    "summarize",
+    "tensor_facts",
     "why_not_whole",
     "write_client_state",
     "write_full_layer",

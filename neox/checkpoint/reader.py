@@ -165,7 +165,7 @@ class CheckpointReader:
         """Shape of the parameter over all tensor ranks, as stored (no change of padding)."""
         return joined_shape(self.spec(index, name), self.parts(index, name))
 
-    def row_blocks(self, index: int, name: str, max_bytes: int = 1 << 25) -> Iterator[Tensor]:
+    def row_blocks(self, index: int, name: str, max_bytes: int = 1 << 23) -> Iterator[Tensor]:
         """The parameter as stored, in blocks of rows of at most about `max_bytes`: joins without ever holding it whole.
 
         A vector comes as one block.

@@ -1,0 +1,47 @@
+"""tools/convert_to_hf.py and tools/convert_from_hf.py, run as commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from neox.checkpoint import find_checkpoint
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden"
+RUN = "v2_pp1_mp1_dp1_fp32"
+
+
+def run(tool, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / tool, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_there_and_back(tmp_path):
+    there = run(
+        "convert_to_hf.py",
+        *("--input_dir", GOLDEN / RUN / "global_step30", "--config_file", GOLDEN / RUN / f"{RUN}.yml"),
+        *("--output_dir", tmp_path / "hf", "--tokenizer", GOLDEN / "data" / "tokenizer.json"),
+    )
+    assert there.returncode == 0, there.stderr
+    difference = re.search(r"largest logit difference (\S+)", there.stdout)
+    assert difference is not None
+    assert float(difference[1]) < 1e-5
+    back = run("convert_from_hf.py", "--input_dir", tmp_path / "hf", "--output_dir", tmp_path / "back")
+    assert back.returncode == 0, back.stderr
+    assert find_checkpoint(tmp_path / "back").name == "global_step0"
+
+
+def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path):
+    (tmp_path / "c.yml").write_text('{"pos-emb": "alibi", "norm": "rmsnorm", "gpt_j_tied": true, "num_layers": 2}\n')
+    failed = run(
+        "convert_to_hf.py",
+        *("--input_dir", tmp_path / "none", "--config_file", tmp_path / "c.yml", "--output_dir", tmp_path / "hf"),
+    )
+    assert failed.returncode == 1
+    for reason in ("pos_emb: alibi", "norm: rmsnorm", "gpt_j_tied"):
+        assert reason in failed.stderr
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,43 @@
+"""Write a checkpoint's weights again for other degrees (training itself loads any degrees without this).
+
+    tools/reshard.py --input_dir CKPT/global_step1000 --output_dir OUT --model-parallel-size 4 --pipe-parallel-size 2
+
+The original stays as it is. Only weights: no optimizer state, no random states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from neox.checkpoint import open_checkpoint, reshard
+from neox.config import load_config
+from neox.errors import run_script
+from neox.log import setup_logging
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input_dir", "--input-dir", required=True, type=Path, help="a global_stepN directory")
+    add("--output_dir", "--output-dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
+    add("--model-parallel-size", type=int, required=True, help="tensor ranks of the result")
+    add("--pipe-parallel-size", type=int, default=1, help="pipeline stages of the result")
+    add("--config_file", "--config-file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    setup_logging()
+    residual = load_config(args.config_file).model.gpt_j_residual if args.config_file else None
+    reader = open_checkpoint(args.input_dir, gpt_j_residual=residual)
+    path = reshard(reader, args.output_dir, tp_size=args.model_parallel_size, pp_size=args.pipe_parallel_size)
+    print(f"{path}: pp {args.pipe_parallel_size} x mp {args.model_parallel_size}")
+
+
+if __name__ == "__main__":
+    run_script(main)
