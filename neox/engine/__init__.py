@@ -1,5 +1,6 @@
 """The one room that talks to DeepSpeed."""
 
+from neox.engine import deepspeed_log  # isort: skip  (before DeepSpeed speaks)
 from neox.engine.distributed import initialize_distributed
 from neox.engine.engine import Engine, StepResult, initialize_engine
 from neox.engine.loading import open_engine
@@ -8,6 +9,7 @@ from neox.engine.saving import save_checkpoint
 __all__ = [
     "Engine",
     "StepResult",
+    "deepspeed_log",
     "initialize_distributed",
     "initialize_engine",
     "open_engine",

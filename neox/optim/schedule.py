@@ -36,8 +36,9 @@ class Schedule:
         """Return the learning rate of step `iteration`, counted from 0."""
         warm = self.warmup_iterations
         if warm > 0 and iteration <= warm:
-            # Later versions do not waste the first step on a learning rate of zero.
-            return self.start * (iteration if self.version == "v2.0" else max(1, iteration)) / warm
+            # Later versions do not waste the first step on a learning rate of zero; a warm-up shorter than one step
+            # would then overshoot the peak.
+            return self.start * (iteration / warm if self.version == "v2.0" else min(1.0, max(1, iteration) / warm))
         if self.style == "constant":
             return max(self.start, self.minimum)
         # Past the end the floor holds (later gpt-neox lets its cosine rise again there, a mistake not repeated).

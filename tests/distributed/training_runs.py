@@ -1,4 +1,4 @@
-"""Tiny trainings for tests: plans from flat keys, batches that are a function of the step, curves of several layouts."""
+"""Tiny trainings for tests: plans from flat keys, batches that are a function of the step, curves of layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from neox.config import NeoXConfig, RunPlan, resolve
 
-VOCAB, SEQ, GLOBAL_BATCH = 60, 16, 8
+VOCAB, SEQ, GLOBAL_BATCH = 60, 16, 4
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -83,3 +83,14 @@ def train_curve(plan: RunPlan, steps: int) -> list[tuple[float, float]]:
 def train_curves(plans: Sequence[RunPlan], steps: int) -> list[list[tuple[float, float]]]:
     """`train_curve` of several plans of one world size, one after the other in the same processes."""
     return [train_curve(plan, steps) for plan in plans]
+
+
+def legal_layouts(world: int) -> list[dict[str, int]]:
+    """List every (pp, mp, ZeRO stage) on `world` ranks: stages 0 and 1 with pipeline stages, 0 to 3 without."""
+    return [
+        {"pp": pp, "mp": mp, "zero": zero}
+        for pp in range(1, world + 1)
+        for mp in range(1, world + 1)
+        if world % (pp * mp) == 0
+        for zero in (range(4) if pp == 1 else range(2))
+    ]

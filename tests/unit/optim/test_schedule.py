@@ -52,6 +52,10 @@ def test_exponential_halves():
     assert schedule("exponential", warm=0.0).lr(30) == pytest.approx(1e-3 * math.exp(-0.693))
 
 
+def test_a_warmup_shorter_than_a_step_does_not_overshoot():
+    assert schedule(warm=0.12).lr(0) == pytest.approx(1e-3)
+
+
 def test_no_warmup_starts_at_the_peak():
     assert schedule(warm=0.0).lr(0) == pytest.approx(1e-3)
     assert schedule("constant", warm=0.0).lr(1000) == pytest.approx(1e-3)
