@@ -41,41 +41,47 @@ class PreprocessReport:
     fresh: bool = True
 
 
-def preprocess(settings: PreprocessSettings) -> PreprocessReport:
+def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> PreprocessReport:
     """Make the datasets of a run; the same bytes for any number of workers, any accelerator and any interruption.
 
     Raises DataError for bad input beyond the budget, a disk that is full, a worker that dies twice; TokenizerError for
     a tokenizer that cannot be built. What is done by then is kept, and the same settings go on there.
     """
-    files = expand_inputs(settings.inputs)
-    if not files:
-        raise DataError("no inputs: give --input with files or directories, commas between them")
-    if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
-        raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: each key once, and at least one")
-    spec = settings.tokenizer
-    tokenizer = build_tokenizer(
-        spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
-    )
-    if settings.ftfy:
-        load_ftfy()
+    run = _Run(settings, may_be_empty)
     with only_run(settings.output_prefix):
-        return _Run(settings, files, tokenizer).go()
+        return run.go()
+
+
+def finished(settings: PreprocessSettings) -> PreprocessReport | None:
+    """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""
+    return _Run(settings, may_be_empty=True).finished()
 
 
 class _Run:
     """The parts of one run that several steps need."""
 
-    def __init__(self, settings: PreprocessSettings, files: tuple[str, ...], tokenizer: Tokenizer) -> None:
-        self.settings, self.files, self.tokenizer = settings, files, tokenizer
+    def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
+        if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
+            raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: each key once, and at least one")
+        self.settings, self.may_be_empty = settings, may_be_empty
+        self.files = expand_inputs(settings.inputs)
+        if not self.files:
+            raise DataError("no inputs: give --input with files or directories, commas between them")
+        if settings.ftfy:
+            load_ftfy()
+        spec = settings.tokenizer
+        self.tokenizer: Tokenizer = build_tokenizer(
+            spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
+        )
         self.shares = share_memory(settings.workers, settings.memory_mb)
-        description = describe_run(settings, files, tokenizer.content_hash, self.shares.in_flight_bytes)
-        self.description, self.name = description, fingerprint(description)
+        self.description = describe_run(settings, self.files, self.tokenizer.content_hash)
+        self.name = fingerprint(self.description)
         self.journal = Journal(settings.output_prefix)
-        self.dtype = best_dtype(tokenizer.vocab_size if settings.impl == "mmap" else None)
+        self.dtype = best_dtype(self.tokenizer.vocab_size if settings.impl == "mmap" else None)
 
     def go(self) -> PreprocessReport:
         started = time.monotonic()
-        done = None if self.settings.restart else self._finished()
+        done = None if self.settings.restart else self.finished()
         if done is not None:
             return done
         so_far = (None if self.settings.restart else self.journal.read(self.name)) or Progress(self.name)
@@ -92,8 +98,8 @@ class _Run:
         except OSError as error:
             raise DataError(f"{error.filename or wanted.output_prefix} cannot be written: {error.strerror}") from error
 
-    def _finished(self) -> PreprocessReport | None:
-        """Return the report of an earlier, equal run whose datasets are all in place."""
+    def finished(self) -> PreprocessReport | None:
+        """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""
         sidecars = {key: read_sidecar(self.settings.prefix(key)) for key in self.settings.keys}
         if not all(
             sidecar
@@ -212,7 +218,7 @@ class _Run:
             seconds,
             accelerator,
         )
-        if not any(report.documents.values()):
+        if not any(report.documents.values()) and not self.may_be_empty:
             for builder in builders.values():
                 builder.discard()
             self.journal.remove()

@@ -86,9 +86,7 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
     return MemoryShares(workers, max(_SMALLEST_BLOCK, block), in_flight)
 
 
-def describe_run(
-    settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str, max_line_bytes: int
-) -> Mapping[str, Any]:
+def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
     """Everything that decides the bytes of the result, as plain JSON; inputs by path, size and time of change."""
     return {
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
@@ -97,7 +95,6 @@ def describe_run(
         "append_eod": settings.append_eod,
         "ftfy": settings.ftfy,
         "impl": settings.impl,
-        "max_line_bytes": max_line_bytes,
     }
 
 

@@ -1,0 +1,127 @@
+"""One run over many processes or machines that share a file system: each rank makes a part, rank 0 joins the parts.
+
+A part is a run of its own over neighbouring inputs, so the joined bytes are those of one machine, an interrupted part
+goes on where it was, and a part that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from neox.corpus import expand_inputs
+from neox.data import IndexedDatasetBuilder
+from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
+from neox.errors import DataError
+from neox.log import get_logger
+from neox.preprocess.journal import only_run
+from neox.preprocess.run import PreprocessReport, finished, preprocess
+from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
+
+_log = get_logger(__name__)
+_POLL_SECONDS = 0.5
+_SECONDS_BETWEEN_NOTES = 60.0
+
+
+def split_files(files: Sequence[str], ranks: int) -> list[tuple[str, ...]]:
+    """Divide files into `ranks` runs of neighbours of about equal bytes; with too few files some are empty."""
+    sizes = [os.path.getsize(file) for file in files]
+    total, before = max(sum(sizes), 1), 0
+    groups: list[list[str]] = [[] for _ in range(ranks)]
+    for file, size in zip(files, sizes, strict=True):
+        groups[min(ranks - 1, (before + size // 2) * ranks // total)].append(file)
+        before += size
+    return [tuple(group) for group in groups]
+
+
+def preprocess_on_rank(settings: PreprocessSettings, rank: int, ranks: int) -> PreprocessReport | None:
+    """Make this rank's part; rank 0 waits for the others, joins, and returns the report of the whole (others None).
+
+    All ranks see the same files under the same paths. Raises what `preprocess` raises; DataError for `restart`, which
+    one rank cannot decide for the others.
+    """
+    if ranks == 1:
+        return preprocess(settings)
+    if settings.restart:
+        raise DataError("--restart needs a single process: remove the output and its parts instead")
+    parts = _parts(settings, ranks)
+    done = finished(settings)
+    if done is not None:
+        return done if rank == 0 else None
+    started = time.monotonic()
+    if parts[rank] is not None:
+        preprocess(parts[rank], may_be_empty=True)
+    if rank:
+        return None
+    present = [part for part in parts if part is not None]
+    _wait_for(present)
+    return _join(settings, present, started)
+
+
+def _parts(settings: PreprocessSettings, ranks: int) -> list[PreprocessSettings | None]:
+    """The settings of each rank's part, None where there is no file left for a rank."""
+    groups = split_files(expand_inputs(settings.inputs), ranks)
+    return [
+        replace(settings, inputs=group, output_prefix=f"{settings.output_prefix}.part{rank:04}of{ranks:04}")
+        if group
+        else None
+        for rank, group in enumerate(groups)
+    ]
+
+
+def _wait_for(parts: Sequence[PreprocessSettings]) -> None:
+    missing, noted = list(parts), time.monotonic()
+    while missing := [part for part in missing if finished(part) is None]:
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
+            _log.info("waiting for %d of %d parts, %s first", len(missing), len(parts), missing[0].output_prefix)
+            noted = time.monotonic()
+
+
+def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], started: float) -> PreprocessReport:
+    skipped = text_bytes = 0
+    documents, tokens = {}, {}
+    with only_run(settings.output_prefix):
+        for key in settings.keys:
+            sidecars = [_sidecar(part.prefix(key)) for part in parts]
+            skipped = sum(sidecar.settings["skipped"] for sidecar in sidecars)
+            text_bytes = sum(sidecar.settings["text_bytes"] for sidecar in sidecars)
+            if skipped > settings.skip_bad:
+                raise DataError(
+                    f"{skipped} bad inputs over all parts, more than --skip-bad {settings.skip_bad}: allow {skipped}"
+                )
+            joined = _described(settings, joined_sidecar(sidecars), skipped, text_bytes)
+            if not joined.documents:
+                raise DataError(f"the inputs hold no text under {key}: nothing was joined")
+            _join_key(settings, parts, key, joined)
+            documents[key], tokens[key] = joined.documents, joined.tokens
+    for part in parts:
+        for key in settings.keys:
+            for suffix in ("bin", "idx", "json"):
+                Path(f"{part.prefix(key)}.{suffix}").unlink(missing_ok=True)
+    return PreprocessReport(documents, tokens, skipped, text_bytes, time.monotonic() - started, settings.accelerator)
+
+
+def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], key: str, joined: Sidecar) -> None:
+    prefix = settings.prefix(key)
+    with IndexedDatasetBuilder(prefix, joined.settings["dtype"], impl=settings.impl) as builder:
+        for part in parts:
+            builder.merge(part.prefix(key))
+    write_sidecar(prefix, joined)
+
+
+def _sidecar(prefix: str) -> Sidecar:
+    found = read_sidecar(prefix)
+    if found is None:
+        raise DataError(f"{prefix}.json has gone: give the same command again")
+    return found
+
+
+def _described(settings: PreprocessSettings, joined: Sidecar, skipped: int, text_bytes: int) -> Sidecar:
+    """Describe the whole as one process would have."""
+    whole = describe_run(settings, expand_inputs(settings.inputs), joined.tokenizer_hash)
+    facts = {**whole, "run": fingerprint(whole), "skipped": skipped, "text_bytes": text_bytes}
+    return replace(joined, settings={**joined.settings, **facts})
