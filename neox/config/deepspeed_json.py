@@ -94,9 +94,11 @@ def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> di
     if precision == "bf16":
         _note_bf16(config, notes)
         if asked is None and config.deepspeed.zero_optimization.stage >= 1:
-            # DeepSpeed would accumulate in bf16. With ZeRO-0 it accumulates in fp32 and refuses the key.
+            # DeepSpeed would accumulate in bf16; with ZeRO-0 it does, and refuses the key.
             accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
             notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
+        elif asked is None and config.deepspeed.gradient_accumulation_steps not in (None, 1):
+            notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
         return {"bf16": {"enabled": True}, **accumulation}
     return accumulation
 

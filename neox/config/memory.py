@@ -1,47 +1,158 @@
-"""Memory of one GPU: weights, gradients, optimizer states exactly, activations by formula."""
+"""Memory of one GPU: weights, gradients and optimizer states by count, activations by what autograd keeps.
+
+States follow the wrapper that DeepSpeed (0.19) chooses for a precision and a ZeRO stage; activations follow this
+project's layers, tensor by tensor (compare Korthikanti et al. 2022, arXiv:2205.05198). Not counted: the CUDA context,
+communication buffers and fragmentation; `fit.py` keeps a reserve for them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from neox.config.layer_plan import LayerPlan
-from neox.config.plan import BatchPlan, GridPlan, MemoryPlan, Precision, StagePlan
+from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision
 from neox.config.sections import NeoXConfig
 from neox.config.stages import held_parameters
 
-
-def estimate_memory(
-    config: NeoXConfig,
-    layers: LayerPlan,
-    stages: tuple[StagePlan, ...],
-    grid: GridPlan,
-    batch: BatchPlan,
-    precision: Precision,
-    recompute: bool | None = None,
-) -> MemoryPlan:
-    """Return bytes on the fullest GPU; `recompute` overrides checkpoint_activations."""
-    plans = [
-        stage_memory(config, layers, stage, i, grid, batch, precision, recompute) for i, stage in enumerate(stages)
-    ]
-    return max(plans, key=lambda plan: plan.total)
+# DeepSpeed's default for reduce_bucket_size, in elements.
+_REDUCE_BUCKET = 500_000_000
+# The cross entropy works in fp32 on so many logits at a time.
+_LOSS_CHUNK = 2**27
 
 
-def stage_memory(
-    config: NeoXConfig,
-    layers: LayerPlan,
-    stage: StagePlan,
-    index: int,
-    grid: GridPlan,
-    batch: BatchPlan,
-    precision: Precision,
-    recompute: bool | None = None,
-) -> MemoryPlan:
-    """Return bytes on one GPU of a stage."""
-    zero = config.deepspeed.zero_optimization.stage
-    held = 0
-    for layer in layers.layers[stage.first : stage.last]:
-        held += held_parameters(layers, layer, grid.mp)
-    half = precision != "fp32"
-    weights = (2 if half else 4) * held // (grid.dp if zero >= 3 else 1)
-    gradients = (2 if half else 4) * held // (grid.dp if zero >= 2 else 1)
-    # Adam's two moments in fp32, and the fp32 copy of the weights in mixed precision.
-    optimizer = (12 if half else 8) * held // (grid.dp if zero >= 1 else 1)
-    return MemoryPlan(weights, gradients, optimizer, 0)
+@dataclass(frozen=True)
+class MemorySetting:
+    """Everything the estimate depends on besides the layer plan; small, so that many can be tried.
+
+    recompute: layers recomputed together, 0 for none. micro: samples of one forward pass. fp32_gradients: gradients are
+    accumulated in fp32 beside half-precision weights.
+    """
+
+    pp: int
+    mp: int
+    dp: int
+    zero: int
+    micro: int
+    accumulation: int
+    recompute: int
+    precision: Precision
+    fp32_gradients: bool
+    sequence: int
+    attention: AttentionImpl
+    rotary: bool
+    attention_dropout: bool
+    hidden_dropout: bool
+    parallel_residual: bool
+    reduce_bucket: int
+
+    @property
+    def bytes_per_number(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+def memory_setting(
+    config: NeoXConfig, grid: GridPlan, batch: BatchPlan, precision: Precision, attention: tuple[AttentionImpl, ...]
+) -> MemorySetting:
+    """Collect what memory depends on; of mixed attention kinds the largest counts."""
+    model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
+    asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
+    return MemorySetting(
+        pp=grid.pp,
+        mp=grid.mp,
+        dp=grid.dp,
+        zero=zero.stage,
+        micro=batch.train_micro_batch_size_per_gpu,
+        accumulation=batch.gradient_accumulation_steps,
+        recompute=training.checkpoint_num_layers if training.checkpoint_activations else 0,
+        precision=precision,
+        fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
+        sequence=model.seq_length or 0,
+        attention=min(attention, key=("eager", "fused", "flash").index),
+        rotary=model.pos_emb == "rotary",
+        attention_dropout=training.attention_dropout > 0,
+        hidden_dropout=training.hidden_dropout > 0,
+        parallel_residual=model.gpt_j_residual,
+        reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
+    )
+
+
+def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> MemoryPlan:
+    """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
+    held = sum(held_parameters(layers, layer, setting.mp) for layer in layers.layers[bounds[stage] : bounds[stage + 1]])
+    weights, gradients, optimizer = state_bytes(held, setting)
+    return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
+
+
+def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
+    """Return bytes on the fullest GPU."""
+    return max((stage_memory(layers, bounds, i, setting) for i in range(len(bounds) - 1)), key=lambda plan: plan.total)
+
+
+def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]:
+    """Return bytes of weights, gradients and optimizer states on a GPU that holds so many parameters.
+
+    Optimizer states are Adam's two moments in fp32, and the fp32 copy of the weights that every wrapper but plain fp32
+    keeps (ZeRO keeps one in fp32 too).
+    """
+    zero, dp, size = setting.zero, setting.dp, setting.bytes_per_number
+    weights = size * parameters // (dp if zero >= 3 else 1)
+    copies = 8 if setting.precision == "fp32" and zero == 0 else 12
+    # bf16 stages use DeepSpeed's BF16_Optimizer, which divides its states over data ranks even with ZeRO-0.
+    divided = zero >= 1 or (setting.precision == "bf16" and setting.pp > 1)
+    optimizer = copies * parameters // (dp if divided else 1)
+    if zero >= 2:  # reduced in buckets, then only this rank's part is kept
+        gradients = 4 * parameters // dp + size * min(parameters, 2 * setting.reduce_bucket)
+    elif setting.fp32_gradients:  # the half-precision gradients of a backward pass, added to fp32 ones
+        gradients = (size + 4) * parameters
+    else:
+        gradients = size * parameters
+    if zero == 1 and dp > 1 and not setting.fp32_gradients:
+        gradients += size * min(parameters, setting.reduce_bucket)
+    if zero == 0 and setting.precision == "fp16":
+        gradients += 4 * parameters  # cast to fp32 for the step
+    return weights, gradients, optimizer
+
+
+def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes that the backward pass of one block needs, for one micro batch."""
+    hidden, heads, split, size = layers.hidden_size, layers.num_attention_heads, setting.mp, setting.bytes_per_number
+    tokens = setting.micro * setting.sequence
+    # Of width H on every tensor rank: the block's input, both norms' outputs; in sequence, the second norm's input too.
+    whole = (3 if setting.parallel_residual else 4) * hidden * size
+    if setting.hidden_dropout:
+        whole += 2 * hidden  # two masks of one byte
+    # Divided over tensor ranks: query-key-value 3, rotated queries and keys 2, attention's output 1, MLP 4 + 4.
+    divided = (4 + (2 if setting.rotary else 0) + 8) * hidden * size // split
+    if setting.attention != "flash":
+        per_score = size + (size + 1 if setting.attention_dropout else 0)
+        scaled_and_copied = 3 * hidden * size // split
+        divided += scaled_and_copied + per_score * heads * setting.sequence // split
+    return tokens * (whole + divided)
+
+
+def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> int:
+    """Return bytes of activations at the peak of a training step on one GPU of a stage.
+
+    Under 1F1B, stage i of p keeps up to p - i micro batches (DeepSpeed allocates at least 2 buffers).
+    """
+    kinds = [layer.kind for layer in layers.layers[bounds[stage] : bounds[stage + 1]]]
+    blocks, size = kinds.count("block"), setting.bytes_per_number
+    boundary = setting.micro * setting.sequence * layers.hidden_size * size
+    in_flight = 1 if setting.pp == 1 else min(max(2, setting.pp - stage), setting.accumulation)
+    one_layer = layer_bytes(layers, setting)
+    if setting.recompute:
+        group = min(setting.recompute, blocks)
+        kept, working = -(-blocks // max(group, 1)) * boundary, group * one_layer
+    else:
+        kept, working = blocks * one_layer, 0
+    total = in_flight * kept + working
+    if setting.pp > 1:
+        total += 2 * in_flight * boundary  # what came from and goes to the neighbours
+    if "head" in kinds:
+        logits = setting.micro * setting.sequence * layers.padded_vocab_size // setting.mp
+        # Final norm's input and output, logits, their gradient, and the fp32 chunk of the cross entropy, twice.
+        total += 2 * boundary + 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)
+    else:
+        total += one_layer // 2  # gradients of the layer at work
+    return total

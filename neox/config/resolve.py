@@ -11,7 +11,7 @@ from neox.config.grid import solve_grid
 from neox.config.laws import static_problems
 from neox.config.laws.collect import unsupported_notes
 from neox.config.layer_plan import LayerPlan, build_layer_plan
-from neox.config.memory import estimate_memory
+from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import GridPlan, RunPlan, StagePlan
 from neox.config.precision import choose_precision
 from neox.config.saves import save_iterations, save_notes
@@ -35,6 +35,8 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
         raise ConfigError(problems)
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid)
+    attention = attention_impls(config)
+    bounds = [0, *(stage.last for stage in stages)]
     json, notes = deepspeed_json(config, grid, batch, precision)
     notes += [*unsupported_notes(config), *save_notes(config)]
     return RunPlan(
@@ -46,11 +48,11 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
         padded_vocab_size=padded,
         layers=layers,
         stages=stages,
-        memory=estimate_memory(config, layers, stages, grid, batch, precision),
+        memory=fullest_stage(layers, bounds, memory_setting(config, grid, batch, precision, attention)),
         save_iterations=save_iterations(config),
         deepspeed=json,
         notes=tuple(notes),
-        attention=attention_impls(config),
+        attention=attention,
     )
 
 
