@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import neox
 from neox.config import NeoXConfig, RunPlan, encode_payload, format_plan, load_config, plan_as_dict, resolve
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
-from neox.launch.environment import FORWARDED, child_environment, forwarded_environment, withheld_secrets
+from neox.launch.environment import FORWARDED, child_environment, environment_file, forwarded_environment
 from neox.launch.placement import (
     Placement,
     Request,
@@ -154,6 +155,16 @@ def build_plan(config: NeoXConfig, placement: Placement, arguments: argparse.Nam
     return resolve(config, placement.world_size, size), assumed
 
 
+def ranks_environment() -> dict[str, str]:
+    """Variables for child processes, those of a `.deepspeed_env` file included."""
+    return child_environment({**os.environ, **environment_file(os.environ)})
+
+
+def forwarded_names(config: NeoXConfig, environment: dict[str, str]) -> tuple[str, ...]:
+    """Patterns of the variables that travel: the configured ones, and all of a `.deepspeed_env` file."""
+    return (*(config.runner.forward_environment or FORWARDED), *environment_file(environment))
+
+
 def build_spec(
     config: NeoXConfig,
     placement: Placement,
@@ -175,7 +186,7 @@ def build_spec(
         code_root=str(code_root()),
         run_directory=str(directory),
         python=sys.executable,
-        environment=forwarded_environment(environment, config.runner.forward_environment or FORWARDED),
+        environment=forwarded_environment(environment, forwarded_names(config, environment)),
         hang_timeout=config.training.hang_timeout,
         stop_timeout=config.runner.stop_timeout,
     )
@@ -212,7 +223,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """`deepy.py doctor [CONF ...]`: check all hosts, print the table; 1 where something is to be fixed."""
     config = read_config(arguments)
     placement = place(Request.of(config.runner))
-    environment = child_environment()
+    environment = ranks_environment()
     spec = build_spec(config, placement, Path(), (), Path.cwd(), environment)
     reports = examine_hosts(spec, config, environment)
     print(format_reports(reports))
@@ -264,7 +275,7 @@ def main() -> int:
     config = read_config(arguments)
     placement, warnings = choose_hosts(Request.of(config.runner), arguments)
     script = find_script(arguments.script)
-    environment = child_environment()
+    environment = ranks_environment()
     if arguments.dry_run:
         plan, assumed = build_plan(config, placement, arguments)
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
@@ -272,9 +283,7 @@ def main() -> int:
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
     spec, plan = prepare(arguments, config, placement, script, environment)
-    for name in withheld_secrets(environment) if not placement.is_local else ():
-        print(f"note: {name} is a secret and stays on this machine; set it on the hosts that need it", file=sys.stderr)
-    return launch(spec, plan.config.runner, environment)
+    return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def slurm_command(spec: LaunchSpec, comment: str | None = None, account: str | N
     ]
 
 
-def openmpi_command(spec: LaunchSpec) -> list[str]:
-    """Start one agent per host with Open MPI's mpirun."""
+def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str]:
+    """Start one agent per host with Open MPI's mpirun; it carries the variables named in `inherited`, out of sight."""
     return [
         "mpirun",
         "-n",
@@ -106,6 +106,7 @@ def openmpi_command(spec: LaunchSpec) -> list[str]:
         ",".join(host.name for host in spec.hosts),
         "--map-by",
         "ppr:1:node",
+        *(word for name in inherited for word in ("-x", name)),
         *agent_command(spec, "auto", lifeline=False),
     ]
 

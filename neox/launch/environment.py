@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from neox.errors import LaunchError
+
 FORWARDED = (
     "NCCL_*",
     "GLOO_*",
@@ -30,7 +32,7 @@ FORWARDED = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
 )
-# Names that say "secret"; they are inherited on this machine, and reach other hosts only through files there.
+# Names that say "secret"; they travel apart from the rest (`neox.launch.secrets`), on no command line and in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?$", re.IGNORECASE)
 _NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)  # means something else on every host
 
@@ -54,6 +56,31 @@ def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment
 
 
+def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
+    """Read DeepSpeed's file of `NAME=value` lines for the ranks: `DS_ENV_FILE`, else `.deepspeed_env` here or at home.
+
+    Blank lines and `#` comments are fine. Raises LaunchError with file and line for anything else.
+    """
+    named = environment.get("DS_ENV_FILE")
+    home = environment.get("HOME", "/")
+    candidates = [Path(named).expanduser()] if named else [Path(".deepspeed_env"), Path(home, ".deepspeed_env")]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        if named:
+            raise LaunchError(f"DS_ENV_FILE names {named}, which does not exist")
+        return {}
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        content = line.strip()
+        if not content or content.startswith("#"):
+            continue
+        name, equals, value = content.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
+            raise LaunchError(f"{path}:{number}: expected NAME=value")  # the line itself may hold a secret
+        found[name.strip()] = value
+    return found
+
+
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:
     """Choose the variables that travel to the ranks on every host; secrets never do."""
     return {
@@ -66,6 +93,6 @@ def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str
 
 
 def withheld_secrets(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> tuple[str, ...]:
-    """Names that the patterns ask for and that are held back as secrets."""
+    """Names that the patterns ask for and that are held back as secrets, to travel apart."""
     chosen = (name for name in environment if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     return tuple(sorted(name for name in chosen if is_secret(name)))

@@ -28,6 +28,7 @@ from neox.launch.events import Event, LineBuffer, decode_event, encode_event, te
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, process_state, signal_group
 from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
+from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
 
 EXIT_HANG = 124
@@ -96,7 +97,8 @@ class NodeAgent:
 
     def environment(self, directory: Path) -> dict[str, str]:
         """What ranks find in their environment on this host."""
-        base = child_environment({**os.environ, **self.spec.environment})
+        secrets = take_secrets(self.spec.run_id, self.node_rank)
+        base = child_environment({**os.environ, **self.spec.environment, **secrets})
         own = [self.spec.code_root, *filter(None, [self.spec.environment.get("PYTHONPATH")])]
         base["PYTHONPATH"] = os.pathsep.join(own)
         base["PYTHONUNBUFFERED"] = "1"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from neox.errors import LaunchError
+from neox.launch.lifeline import is_alive
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+_LEFTOVER_SECONDS = 3600
 
 
 def agent_directory(run_id: str, node_rank: int) -> Path:
@@ -20,10 +24,22 @@ def agent_directory(run_id: str, node_rank: int) -> Path:
 def create_agent_directory(run_id: str, node_rank: int) -> Path:
     """Make the directory and write this process's id into it."""
     directory = agent_directory(run_id, node_rank)
-    shutil.rmtree(directory, ignore_errors=True)
+    _remove_leftovers(directory.parent)
     directory.mkdir(mode=0o700)
     (directory / "pid").write_text(str(os.getpid()))
     return directory
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Take away what agents left that were killed: old, and without a living process."""
+    for entry in parent.iterdir():
+        with suppress(OSError, ValueError):
+            if time.time() - entry.lstat().st_mtime < _LEFTOVER_SECONDS:
+                continue
+            if entry.is_file():
+                entry.unlink()
+            elif not is_alive(int((entry / "pid").read_text())):
+                shutil.rmtree(entry)
 
 
 def report_progress() -> None:

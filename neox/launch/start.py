@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from shlex import join, quote
 
 from neox.config.sections.runner import RunnerConfig
@@ -18,8 +18,10 @@ from neox.launch.commands import (
     slurm_command,
     torchrun_command,
 )
+from neox.launch.environment import FORWARDED, withheld_secrets
 from neox.launch.node import deepspeed_launch
 from neox.launch.placement import is_this_machine
+from neox.launch.secrets import deliver_secrets
 from neox.launch.spec import LaunchSpec
 from neox.launch.supervise import Supervisor
 
@@ -39,8 +41,13 @@ def chosen_launcher(spec: LaunchSpec, runner: RunnerConfig) -> str:
     return runner.launcher
 
 
-def launch(spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str]) -> int:
-    """Start the run, stay until it ends, return its exit status. Raises LaunchError when it cannot start."""
+def launch(
+    spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str], forwarded: Sequence[str] = FORWARDED
+) -> int:
+    """Start the run, stay until it ends, return its exit status. Raises LaunchError when it cannot start.
+
+    forwarded: patterns of the variables that travel; the secrets among them travel apart.
+    """
     launcher = chosen_launcher(spec, runner)
     if launcher == "none":
         print("\n".join(node_commands(spec)))
@@ -51,8 +58,12 @@ def launch(spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str
     if launcher == "local":
         return Supervisor(spec, [agent_command(spec, 0, lifeline=True)]).run(environment)
     if launcher == "pdsh":
+        deliver_secrets(spec, environment, forwarded, runner.ssh_port)
         return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port))
-    command = slurm_command(spec, runner.comment, runner.account) if launcher == "slurm" else openmpi_command(spec)
+    secrets = withheld_secrets(environment, forwarded)
+    command = (
+        slurm_command(spec, runner.comment, runner.account) if launcher == "slurm" else openmpi_command(spec, secrets)
+    )
     return Supervisor(spec, [command]).run(environment)
 
 

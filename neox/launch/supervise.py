@@ -25,7 +25,8 @@ from neox.launch.tracebacks import is_secondary
 
 _POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
-_END_SECONDS = 5.0
+_END_SECONDS = 4.0
+_LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
 _SILENCE_SECONDS = 20.0  # agents say every second that they are there
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
@@ -210,14 +211,22 @@ class Supervisor:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        deadline = time.monotonic() + _END_SECONDS
+        self._wait_for_all(_LIFELINE_SECONDS)
+        for process in self.processes:  # srun and mpirun pass no standard input on
+            if process.poll() is None:
+                process.terminate()
+        self._wait_for_all(_END_SECONDS)
         for process in self.processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.01, deadline - time.monotonic()))
 
     # -- the result
 

@@ -24,7 +24,8 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.ones(1) * dist.get_rank()
 dist.all_reduce(value)
-print("[rank %d] is up: sum %d, odd %r" % (dist.get_rank(), value, os.environ.get("NEOX_ODD")), flush=True)
+secret = len(os.environ.get("WANDB_API_KEY", ""))
+print("[rank %d] is up: sum %d, %d, odd %r" % (dist.get_rank(), value, secret, os.environ.get("NEOX_ODD")), flush=True)
 while os.environ.get("NEOX_DUMMY") == "loop":
     time.sleep(0.05)
     dist.all_reduce(value)
@@ -65,10 +66,9 @@ def test_a_gloo_job_and_odd_values(machines: TwoMachines, tmp_path: Path) -> Non
     output = run.output(90)
     assert run.process.returncode == 0, output
     for rank in range(4):
-        assert f"[rank {rank}] is up: sum 6, odd {ODD!r}" in output
+        assert f"[rank {rank}] is up: sum 6, 6, odd {ODD!r}" in output
         log = run.directory / "run" / "ranks" / machines.hosts[rank // 2] / f"rank_{rank:04d}.log"
         assert "sum 6" in log.read_text()
-    assert "WANDB_API_KEY is a secret" in output
     written = [path.read_bytes() for path in run.directory.rglob("*") if path.is_file()]
     assert not any(b"sesame" in content for content in [*written, output.encode()])
     assert not list(tmp_path.rglob("pwned"))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from neox.launch.environment import child_environment, forwarded_environment, is_secret, withheld_secrets
+import pytest
+
+from neox.errors import LaunchError
+from neox.launch.environment import (
+    child_environment,
+    environment_file,
+    forwarded_environment,
+    is_secret,
+    withheld_secrets,
+)
 
 
 def test_children_get_this_interpreter_first() -> None:
@@ -51,3 +60,17 @@ def test_an_own_list_and_secrets_by_name() -> None:
         assert is_secret(name)
     for name in ("PATH", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "KEYBOARD"):
         assert not is_secret(name)
+
+
+def test_deepspeeds_environment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert environment_file({"HOME": str(tmp_path)}) == {}
+    (tmp_path / ".deepspeed_env").write_text('# for NCCL\n\nNCCL_DEBUG=INFO\nODD=a=b; $(x) "y"\n')
+    expected = {"NCCL_DEBUG": "INFO", "ODD": 'a=b; $(x) "y"'}
+    assert environment_file({}) == expected
+    (tmp_path / "other").write_text("no equals sign, hush\n")
+    with pytest.raises(LaunchError, match="other:1") as error:
+        environment_file({"DS_ENV_FILE": str(tmp_path / "other")})
+    assert "hush" not in str(error.value)
+    with pytest.raises(LaunchError, match="does not exist"):
+        environment_file({"DS_ENV_FILE": "none"})

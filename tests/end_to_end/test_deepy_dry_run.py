@@ -1,0 +1,120 @@
+"""`deepy.py` before anything starts: what it answers, what it refuses, and that it needs no torch for either."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.launched_runs import write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def deepy(*arguments: str, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run deepy.py and check its exit status."""
+    command = [sys.executable, str(ROOT / "deepy.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    write_config(tmp_path / "tiny.yml", tmp_path / "run", ranks=2)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def test_20b_as_one_json_object_with_warnings_beside_it() -> None:
+    setting = ("--set", "global_num_gpus=96")
+    done = deepy("train.py", "-d", "configs", "20B.yml", *setting, "--dry-run", "--json", cwd=ROOT)
+    plan: dict[str, Any] = json.loads(done.stdout)
+    assert plan["grid"] == {"pp": 4, "mp": 2, "dp": 12, "world": 96}
+    assert plan["batch"]["train_batch_size"] == 1536
+    assert len(plan["stages"]) == 4
+    assert plan["deepspeed"]["train_batch_size"] == 1536
+    assert "ids is assumed" in done.stderr
+    assert plan["commands"][0]["command"].count("deepspeed.launcher.launch") == 1
+
+
+def test_neither_torch_nor_deepspeed_is_imported(tiny: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    arguments = [str(ROOT / "deepy.py"), "train.py", "tiny.yml", "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tiny, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_imagined_hosts(tiny: Path) -> None:
+    flags = ("--dry-run", "--json", "--hosts", "512", "--gpus", "8")
+    plan = json.loads(deepy("train.py", "tiny.yml", *flags, cwd=tiny).stdout)
+    assert plan["grid"]["world"] == 4096
+    assert len(plan["hosts"]) == 512
+    text = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "512", "--gpus", "8", cwd=tiny).stdout
+    assert "on 511 more hosts the same with --node_rank 1 to 511" in text
+
+
+def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> None:
+    missing = ("--set", "vocab_file=none.json", "--set", "data_path=data/none_text_document", "-H", "nohosts")
+    done = deepy("train.py", "tiny.yml", *missing, "--dry-run", cwd=tiny)
+    assert done.stderr.count("warning:") == 3
+    done = deepy("train.py", "tiny.yml", *missing[:4], cwd=tiny, code=1)
+    assert "tools/train_tokenizer.py" in done.stderr
+    done = deepy("train.py", "tiny.yml", *missing[2:4], cwd=tiny, code=2)
+    assert "tools/preprocess_data.py" in done.stderr
+    done = deepy("train.py", "tiny.yml", *missing[4:], cwd=tiny, code=1)
+    assert "hostfile nohosts does not exist" in done.stderr
+    assert not (tiny / "run").exists()
+
+
+def test_launcher_none_prints_commands(tiny: Path) -> None:
+    (tiny / "dummy.py").touch()
+    (tiny / "hosts").write_text("a slots=2\nb slots=2\n")
+    done = deepy("dummy.py", "tiny.yml", "-H", "hosts", "--set", "launcher=none", cwd=tiny)
+    assert done.stdout.count("neox.launch.node") == 2
+    assert "torch.distributed.run" in done.stdout
+
+
+def test_scripts_help_version_and_usage(tiny: Path) -> None:
+    assert "--dry-run" in deepy("--help").stdout
+    assert deepy("--version").stdout.startswith("neox ")
+    assert "at least one configuration file" in deepy("train.py", code=2).stderr
+    assert "go with --dry-run" in deepy("train.py", "tiny.yml", "--json", cwd=tiny, code=2).stderr
+    assert "script trian.py does not exist" in deepy("trian.py", "tiny.yml", cwd=tiny, code=1).stderr
+    assert "no such file" in deepy("train.py", "none.yml", cwd=tiny, code=2).stderr
+
+
+def test_flags_become_keys() -> None:
+    spec = importlib.util.spec_from_file_location("deepy", ROOT / "deepy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words = ["evaluate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
+    words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
+    arguments = module.parse_arguments(words)
+    assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
+    assert set(module.overrides(arguments)) == {
+        "sample_input_file=in.txt",
+        "sample_output_file=out.txt",
+        "iteration=5",
+        'eval_tasks=["wikitext", "lambada"]',
+        "top_k=3",
+    }
+    assert module.find_script("train.py").name == "train.py"

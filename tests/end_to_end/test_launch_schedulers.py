@@ -1,0 +1,60 @@
+"""Launchers that start one agent per host by themselves, behind stand-ins for srun and mpirun on PATH."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launched_runs import LaunchedRun
+
+# Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status.
+STAND_IN = f"""#!{sys.executable}
+import os, subprocess, sys
+name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+variable = "SLURM_NODEID" if name == "srun" else "OMPI_COMM_WORLD_RANK"
+command = words[words.index("env"):]
+tasks = [subprocess.Popen(command, env={{**os.environ, variable: str(node)}}) for node in range(2)]
+codes = [task.wait() for task in tasks]
+sys.exit(next((code for code in codes if code), 0))
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A PATH with the stand-ins on it."""
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "mpirun"):
+        (tmp_path / "bin" / name).write_text(STAND_IN)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+
+def test_one_agent_per_host(tmp_path: Path, path: str) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    runs = {}
+    for launcher, mode in (("slurm", "quick"), ("openmpi", "exit7")):
+        arguments = ["-H", str(tmp_path / "hosts"), "--set", f"launcher={launcher}"]
+        runs[mode] = LaunchedRun(tmp_path, arguments, ranks=None, PATH=path, NEOX_DUMMY=mode)
+    output = runs["quick"].output(60)
+    assert runs["quick"].process.returncode == 0, output
+    logs = runs["quick"].directory / "run" / "ranks"
+    assert sorted(str(log.relative_to(logs)) for log in logs.glob("*/rank_*")) == [
+        "a/rank_0000.log",
+        "a/rank_0001.log",
+        "b/rank_0002.log",
+        "b/rank_0003.log",
+    ]
+    output = runs["exit7"].output(60)
+    assert runs["exit7"].process.returncode == 7, output
+    assert "error: rank 3 on b ended with exit status 7" in output
+    for run in runs.values():
+        run.seconds_until_gone(5)
+
+
+def test_a_launcher_that_is_not_installed(tmp_path: Path) -> None:
+    run = LaunchedRun(tmp_path, ["--set", "launcher=slurm"], PATH="/usr/bin:/bin")
+    assert "needs the program srun, which is not on PATH" in run.output(30)
+    assert run.process.returncode == 1
