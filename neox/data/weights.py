@@ -10,10 +10,10 @@ from neox.errors import DataError
 _SURPLUS = 1.005  # gpt-neox's: a blend is only as even as whole samples allow, so each part has half a percent to spare
 
 
-def split_documents(split: str, documents: int) -> tuple[range, range, range]:
-    """Divide documents [0, documents) by NeoX's `split` ("969, 30, 1"; also with `/`; missing parts are 0).
+def split_shares(split: str) -> list[float]:
+    """The shares of train, validation and test in NeoX's `split` ("969, 30, 1"; also with `/`; missing parts are 0).
 
-    Raises DataError for parts that are not numbers, are negative, or add up to nothing.
+    They add up to 1. Raises DataError for parts that are not numbers, are negative, or add up to nothing.
     """
     separator = "," if "," in split else "/"
     try:
@@ -23,9 +23,14 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     if not parts or min(parts) < 0 or not 0 < sum(parts) < math.inf:
         raise DataError(f'"split" is {split!r}; it is up to three shares like "969, 30, 1", at least one above 0')
     total = sum(parts)
+    return [part / total for part in parts]
+
+
+def split_documents(split: str, documents: int) -> tuple[range, range, range]:
+    """Divide documents [0, documents) by NeoX's `split`, in its way of rounding. Raises DataError as `split_shares`."""
     edges = [0]
-    for part in parts:
-        edges.append(edges[-1] + round(part / total * documents))
+    for share in split_shares(split):
+        edges.append(edges[-1] + round(share * documents))
     surplus = edges[-1] - documents  # of rounding; gpt-neox takes it from the first part
     edges[1:] = [max(0, edge - surplus) for edge in edges[1:]]
     return range(edges[0], edges[1]), range(edges[1], edges[2]), range(edges[2], edges[3])

@@ -1,0 +1,184 @@
+"""tools/dataset.py: what it says of golden data, and what it makes of it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from neox.corpus import Document, read_documents, write_documents
+from neox.data import IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
+from neox.errors import DataError, TokenizerError
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "data"
+DATA = str(GOLDEN / "small_text_document")
+VOCAB = ["--vocab-file", str(GOLDEN / "tokenizer.json")]
+
+
+@pytest.fixture
+def tool(capsys):
+    """Run the tool in this process: exit code and what it printed."""
+    spec = importlib.util.spec_from_file_location("dataset_tool", ROOT / "tools" / "dataset.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        args = module.parser().parse_args([str(argument) for argument in arguments])
+        capsys.readouterr()
+        code = args.run(args)
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def described(tmp_path):
+    """A dataset of 40 documents ending with id 0, with a sidecar."""
+    sizes = np.arange(40) % 7 + 1
+    ids = np.arange(sizes.sum()) % 49 + 1
+    ids[np.cumsum(sizes) - 1] = 0
+    prefix = tmp_path / "described"
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(ids, sizes)
+    write_sidecar(prefix, Sidecar("HFTokenizer", "abc", 50, 0, True, 40, len(ids), int(ids.max()), ("a.jsonl",)))
+    return prefix
+
+
+def test_info_counts(tool, described):
+    code, text = tool("info", DATA, described)
+    assert code == 0
+    assert "1,648 documents, 205,143 tokens, 410,286 bytes of uint16, mmap layout" in text
+    assert "2 to 6,183, median 48" in text
+    assert "HFTokenizer, 50 ids, largest here 49" in text
+    facts = json.loads(tool("info", DATA, "--json")[1])
+    assert sum(row["documents"] for row in facts["histogram"]) == 1648
+    assert sum(row["tokens"] for row in facts["histogram"]) == 205143
+    assert all(
+        row["low"] * row["documents"] <= row["tokens"] <= row["high"] * row["documents"] for row in facts["histogram"]
+    )
+
+
+def test_info_of_nothing(tool, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32):
+        pass
+    assert "0 documents, 0 tokens" in tool("info", tmp_path / "x")[1]
+
+
+def test_show_documents_and_samples(tool):
+    assert "cpan -u<|endoftext|>" in tool("show", DATA, "--documents", "3", *VOCAB)[1]
+    text = tool("show", DATA, "--documents", "1,3-4", "--ids", *VOCAB)[1]
+    assert [line.split(":")[0] for line in text.splitlines()[::2]] == [f"--- document {n}" for n in (1, 3, 4)]
+    text = tool("show", DATA, "--samples", "0", "--seq-length", 128, "--num-samples", 240)[1]
+    assert len(text.splitlines()[1].split()) == 129
+    for bad in ("1648", "x", "5-4", ""):
+        with pytest.raises(DataError, match=r"not a list|not there"):
+            tool("show", DATA, "--documents", bad or ",")
+
+
+def test_verify_good_data(tool, described):
+    code, text = tool("verify", DATA, "--eod", 0, *VOCAB)
+    assert code == 0
+    assert ": good" in text
+    assert "6 end-of-document ids stand inside documents" in text
+    assert tool("verify", described) == (0, f"{described}: good, 40 documents, 155 tokens\n")
+
+
+def test_verify_says_all_that_is_wrong(tool, described):
+    code, text = tool("verify", described, "--vocab-size", 40, "--eod", 7)
+    assert code == 1
+    assert "are outside 0 to 39, the first, 40, in document" in text
+    assert "documents do not end with the end-of-document id 7, the first is document 0" in text
+    raw = bytearray(Path(f"{described}.bin").read_bytes())
+    raw[0:2] = (60000).to_bytes(2, "little")
+    Path(f"{described}.bin").write_bytes(raw)
+    code, text = tool("verify", described, *VOCAB)
+    assert code == 1
+    assert "the .json says 49 as its largest id, the files have 60,000" in text
+    assert "1 ids are outside 0 to 999, the first, 60000, in document 0" in text
+    assert "made with another tokenizer" in text
+    Path(f"{described}.bin").write_bytes(raw[:-2])
+    code, text = tool("verify", described, DATA)
+    assert code == 1
+    assert "truncated or from another run" in text
+    assert f"{DATA}: good" in text
+
+
+def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
+    out = tmp_path / "parts" / "x"
+    code, text = tool("split", described, "--output-prefix", out, "--split", "6,3,1", "--seed", 5)
+    assert code == 0
+    assert [int(line.split()[1]) for line in text.splitlines()] == [24, 12, 4]
+    data, seen = IndexedDataset(described), []
+    for name in ("train", "valid", "test"):
+        part = IndexedDataset(f"{out}_{name}")
+        origins = [line.split("\t") for line in Path(f"{out}_{name}.tsv").read_text().splitlines()]
+        assert [part[i].tolist() for i in range(len(part))] == [data[int(number)].tolist() for _, number in origins]
+        assert {prefix for prefix, _ in origins} == {str(described)}
+        seen += [int(number) for _, number in origins]
+        sidecar = read_sidecar(f"{out}_{name}")
+        assert (sidecar.documents, sidecar.tokens) == (part.num_documents, part.num_tokens)
+        assert tool("verify", f"{out}_{name}")[0] == 0
+    assert sorted(seen) == list(range(40))
+    assert seen[:24] == sorted(seen[:24])
+    with pytest.raises(DataError, match="would be overwritten"):
+        tool("split", described, "--output-prefix", out)
+    tool("split", described, "--output-prefix", f"{out}2", "--split", "6,3,1", "--seed", 5)
+    assert Path(f"{out}2_valid.bin").read_bytes() == Path(f"{out}_valid.bin").read_bytes()
+    tool("merge", f"{out}_train", f"{out}_valid", f"{out}_test", "--output-prefix", tmp_path / "all")
+    assert tool("verify", tmp_path / "all") == (0, f"{tmp_path / 'all'}: good, 40 documents, 155 tokens\n")
+    tool("merge", described, DATA, "--output-prefix", tmp_path / "mixed")
+    assert read_sidecar(tmp_path / "mixed") is None
+
+
+def test_merging_data_of_two_tokenizers_is_refused(tool, described, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
+        builder.add_document([1])
+    write_sidecar(tmp_path / "other", Sidecar("HFTokenizer", "def", 50, 0, True, 1, 1, 1))
+    with pytest.raises(DataError, match="different tokenizers"):
+        tool("merge", described, tmp_path / "other", "--output-prefix", tmp_path / "out")
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_documents_are_divided_before_tokenizing(tool, tmp_path):
+    source, out = GOLDEN / "small.jsonl.zst", tmp_path / "x"
+    assert tool("split", source, "--output-prefix", out, "--split", "8,1,1", "--seed", 3)[0] == 0
+    texts = sorted(document.text for document in read_documents(source))
+    found, counts = [], []
+    for name in ("train", "valid", "test"):
+        part = [document.text for document in read_documents(f"{out}_{name}.jsonl.zst")]
+        places = [line.split("\t") for line in Path(f"{out}_{name}.tsv").read_text().splitlines()]
+        assert {file for file, _ in places} == {str(source)}
+        numbers = [int(number) for _, number in places]
+        assert numbers == sorted(numbers)
+        counts.append(len(numbers))
+        found += part
+    assert sorted(found) == texts
+    assert counts[0] > 6 * counts[1] > 0
+    with pytest.raises(DataError, match="would be overwritten"):
+        tool("split", source, "--output-prefix", out)
+    (tmp_path / "bad.jsonl.zst").write_bytes(source.read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"bad\.jsonl\.zst"):
+        tool("split", tmp_path / "bad.jsonl.zst", "--output-prefix", tmp_path / "y")
+    assert not list(tmp_path.glob("y_*"))
+
+
+def test_count_names_sources(tool, tmp_path):
+    documents = [Document("ab", {"pile_set_name": "Books"}), Document("é"), Document("c", {"pile_set_name": "Books"})]
+    write_documents(tmp_path / "x.jsonl.zst", documents)
+    code, text = tool("count", tmp_path / "x.jsonl.zst", DATA)
+    assert code == 0
+    assert [line.split() for line in text.splitlines()] == [
+        ["1,648", "documents", "205,143", "tokens", DATA],
+        ["2", "documents", "3", "bytes", "of", "text", "Books"],
+        ["1", "documents", "2", "bytes", "of", "text", "(unnamed)"],
+    ]
+    assert json.loads(tool("count", tmp_path / "x.jsonl.zst", "--json")[1])["Books"]["documents"] == 2
+    with pytest.raises(DataError, match="neither a file nor a directory"):
+        tool("count", tmp_path / "missing")
+
+
+def test_a_missing_tokenizer_file_is_said(tool, tmp_path):
+    with pytest.raises(TokenizerError):
+        tool("show", DATA, "--vocab-file", tmp_path / "none.json")
