@@ -1,11 +1,12 @@
 """What the user asked for, and what follows from it. No torch here."""
 
 from neox.config.deepspeed_json import deepspeed_json
+from neox.config.laws import missing_for_training
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import load_config
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision, RunPlan, StagePlan
-from neox.config.report import format_plan, plan_as_dict
+from neox.config.report import format_plan, memory_problem, plan_as_dict
 from neox.config.resolve import resolve
 from neox.config.sections import NeoXConfig
 
@@ -27,6 +28,8 @@ __all__ = [
     "encode_payload",
     "format_plan",
     "load_config",
+    "memory_problem",
+    "missing_for_training",
     "plan_as_dict",
     "resolve",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from neox.config.layer_plan import LayerPlan
 from neox.config.memory import MemorySetting, fullest_stage, memory_setting
 from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.stages import partition_layers
@@ -14,17 +15,22 @@ GIB = 2**30
 # Kept free for the CUDA context, communication buffers and fragmentation: so many bytes, and a part of the rest.
 RESERVE_BYTES = 2 * GIB
 RESERVE_PART = 0.05
-_MOST_CHANGES = 4
-_MOST_TRIED = 400
+_MOST_CHANGES = 6
+_MOST_TRIED = 300
+_MOST_GROWTH = 64
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a comparison found. changes: settings (key, value) that would fit, nearest first; empty when nothing does."""
+    """What a comparison found, in bytes.
+
+    changes: keys and values that would fit, on `world` GPUs, with memory_then; none where it fits or nothing was found.
+    """
 
     fits: bool
     needed: int
     usable: int
+    world: int
     changes: tuple[tuple[str, str], ...] = ()
     memory_then: MemoryPlan | None = None
 
@@ -35,20 +41,38 @@ def usable_bytes(gpu_bytes: float) -> int:
 
 
 def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
-    """Compare the fullest GPU with a size in bytes; where it does not fit, look for the nearest settings that do."""
-    usable = usable_bytes(gpu_bytes)
-    if plan.memory.total <= usable:
-        return Fit(True, plan.memory.total, usable)
+    """Compare the fullest GPU with a size in bytes.
+
+    Where it does not fit, look for the nearest settings that do: on these GPUs, then on 2, 4, ... 64 times as many.
+    """
+    usable, needed = usable_bytes(gpu_bytes), plan.memory.total
+    if needed <= usable:
+        return Fit(True, needed, usable, plan.grid.world)
     start = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     method, layers = plan.config.parallelism.pipe_partition_method, plan.layers
+
+    @cache
+    def memory(setting: MemorySetting) -> MemoryPlan:
+        return fullest_stage(layers, bounds(setting.pp, setting.mp), setting)
 
     @cache
     def bounds(pp: int, mp: int) -> list[int]:
         return partition_layers(layers, pp, method, mp)
 
-    def memory(setting: MemorySetting) -> MemoryPlan:
-        return fullest_stage(layers, bounds(setting.pp, setting.mp), setting)
+    growth = 1
+    while growth <= _MOST_GROWTH:
+        wider = replace(start, dp=start.dp * growth, accumulation=max(1, start.accumulation // growth))
+        found = _search(wider, layers, lambda setting: memory(setting).total <= usable)
+        if found is not None:
+            return Fit(False, needed, usable, plan.grid.world * growth, _changes(start, found), memory(found))
+        growth *= 2
+    return Fit(False, needed, usable, plan.grid.world)
 
+
+def _search(start: MemorySetting, layers: LayerPlan, fits: Callable[[MemorySetting], bool]) -> MemorySetting | None:
+    """Return the setting that fits after the fewest moves, among a bounded number."""
+    if fits(start):
+        return start
     tried, frontier = {start}, [start]
     for _ in range(_MOST_CHANGES):
         following: list[MemorySetting] = []
@@ -56,13 +80,12 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
             for candidate in _moves(setting, layers.num_attention_heads, layers.num_layers):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
+                if fits(candidate):
+                    return candidate
                 tried.add(candidate)
-                found = memory(candidate)
-                if found.total <= usable:
-                    return Fit(False, plan.memory.total, usable, _changes(start, candidate), found)
                 following.append(candidate)
         frontier = following
-    return Fit(False, plan.memory.total, usable)
+    return None
 
 
 def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySetting]:

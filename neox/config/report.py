@@ -3,64 +3,203 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from neox.config.plan import RunPlan
+from neox.config.figures import figures
+from neox.config.fit import GIB, Fit, check_fit
+from neox.config.memory import fullest_stage, memory_setting, stage_memory
+from neox.config.plan import MemoryPlan, RunPlan, StagePlan
+from neox.config.provenance import all_values, deepspeed_sources, derived_values
 
 
 def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
-    """Return the plan as one JSON-ready object: grid, batch, stages, memory, deepspeed and what they follow from."""
+    """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed."""
+    fit = check_fit(plan, plan.config.runner.gpu_memory_gib * GIB)
     return {
-        "grid": {"pp": plan.grid.pp, "mp": plan.grid.mp, "dp": plan.grid.dp, "world": plan.grid.world},
-        "batch": {
-            "train_batch_size": plan.batch.train_batch_size,
-            "train_micro_batch_size_per_gpu": plan.batch.train_micro_batch_size_per_gpu,
-            "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
-        },
+        "grid": asdict(plan.grid),
+        "batch": asdict(plan.batch),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,
         "parameters": plan.layers.numel,
-        "stages": [
-            {
-                "layers": stage.last - stage.first,
-                "first": stage.first,
-                "last": stage.last,
-                "parameters": stage.parameters,
-            }
-            for stage in plan.stages
-        ],
+        "stages": [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)],
+        "imbalance": imbalance(plan),
         "memory": {
-            "weights": plan.memory.weights,
-            "gradients": plan.memory.gradients,
-            "optimizer": plan.memory.optimizer,
-            "activations": plan.memory.activations,
-            "total": plan.memory.total,
+            **_memory(plan.memory),
+            "without_recompute": _memory(memory_with(plan, recompute=False)),
+            "with_recompute": _memory(memory_with(plan, recompute=True)),
+            "gpu_bytes": int(plan.config.runner.gpu_memory_gib * GIB),
+            "usable_bytes": fit.usable,
+            "fits": fit.fits,
+            "would_fit_with": dict(fit.changes),
+            "would_fit_on": fit.world if fit.memory_then is not None else None,
         },
+        "figures": asdict(figures(plan)),
+        "save_iterations": len(plan.save_iterations),
         "notes": list(plan.notes),
+        "derived": {name: {"value": value, "from": rule} for name, (value, rule) in derived_values(plan).items()},
+        "values": {key: {"value": _plain(value), "from": source} for key, value, source in all_values(plan.config)},
         "deepspeed": _plain(plan.deepspeed),
+        "deepspeed_from": deepspeed_sources(plan),
     }
 
 
 def format_plan(plan: RunPlan) -> str:
     """Return the plan as text for a terminal."""
-    grid, batch = plan.grid, plan.batch
-    lines = [
-        f"grid      {grid.world} ranks = {grid.pp} pipeline stages x {grid.dp} data x {grid.mp} tensor",
-        f"batch     {batch.train_batch_size} samples = {batch.train_micro_batch_size_per_gpu} per GPU x "
-        f"{batch.gradient_accumulation_steps} accumulation steps x {grid.dp}",
-        f"model     {plan.layers.numel:,} parameters, {plan.precision}, vocabulary {plan.vocab_size:,} padded to "
-        f"{plan.padded_vocab_size:,}",
-    ]
-    lines += [
-        f"stage {i}   layers {stage.first}-{stage.last - 1}, {stage.parameters:,} parameters"
-        for i, stage in enumerate(plan.stages)
-    ]
-    lines.append(f"memory    {plan.memory.total / 2**30:.1f} GiB on the fullest GPU")
-    lines += [f"note      {note}" for note in plan.notes]
+    sections = (_grid_lines, _model_lines, _memory_lines, _figure_lines, _source_lines)
+    lines = [line for section in sections for line in section(plan)]
+    lines += _labelled("note", plan.notes)
     lines.append("deepspeed " + json.dumps(_plain(plan.deepspeed), indent=2))
     return "\n".join(lines)
+
+
+def memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
+    """Return a sentence when the run does not fit on GPUs of this size (bytes), with the nearest settings that do."""
+    fit = check_fit(plan, gpu_bytes)
+    return None if fit.fits else _fit_sentence(fit, gpu_bytes, plan.grid.world)
+
+
+def memory_with(plan: RunPlan, *, recompute: bool) -> MemoryPlan:
+    """Return the fullest GPU's memory with or without recompute of activations, all else equal."""
+    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
+    wanted = plan.config.training.checkpoint_num_layers if recompute else 0
+    return fullest_stage(plan.layers, _bounds(plan), replace(setting, recompute=wanted))
+
+
+def imbalance(plan: RunPlan) -> float:
+    """Return the largest stage's parameters over the mean stage's."""
+    counts = [stage.parameters for stage in plan.stages]
+    return max(counts) * len(counts) / sum(counts)
+
+
+def stage_ranks(plan: RunPlan, stage: int) -> tuple[int, int]:
+    """Return the first and last rank of a stage; its tensor groups are consecutive runs of mp ranks."""
+    size = plan.grid.dp * plan.grid.mp
+    return stage * size, (stage + 1) * size - 1
+
+
+def _grid_lines(plan: RunPlan) -> Iterator[str]:
+    grid, batch = plan.grid, plan.batch
+    yield f"grid      {grid.world:,} ranks = {grid.pp} pipeline stages x {grid.dp} data x {grid.mp} tensor"
+    yield (
+        f"batch     {batch.train_batch_size:,} samples = {batch.train_micro_batch_size_per_gpu} per GPU x "
+        f"{batch.gradient_accumulation_steps} accumulation steps x {grid.dp}"
+    )
+
+
+def _model_lines(plan: RunPlan) -> Iterator[str]:
+    yield (
+        f"model     {plan.layers.numel:,} parameters, {plan.precision}, vocabulary {plan.vocab_size:,} padded to "
+        f"{plan.padded_vocab_size:,}"
+    )
+    for index, stage in enumerate(plan.stages):
+        first, last = stage_ranks(plan, index)
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        groups = f", {plan.grid.dp} tensor groups of {plan.grid.mp} in a row" if plan.grid.mp > 1 else ""
+        yield (
+            f"stage {index:<3} layers {stage.first}-{stage.last - 1} ({_contents(plan, stage)}), "
+            f"{stage.parameters:,} parameters; {ranks}{groups}"
+        )
+    if plan.grid.pp > 1:
+        yield f"          the largest stage holds {imbalance(plan):.3f} x the mean"
+
+
+def _memory_lines(plan: RunPlan) -> Iterator[str]:
+    memory = plan.memory
+    parts = ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
+    yield f"memory    {_gib(memory.total)} on the fullest GPU: {parts}, activations {_gib(memory.activations)}"
+    without, recomputed = memory_with(plan, recompute=False), memory_with(plan, recompute=True)
+    chosen = "with" if plan.config.training.checkpoint_activations else "without"
+    yield (
+        f"          activations {_gib(recomputed.activations)} with recompute, {_gib(without.activations)} without "
+        f"(this run: {chosen})"
+    )
+    gpu_bytes = plan.config.runner.gpu_memory_gib * GIB
+    fit = check_fit(plan, gpu_bytes)
+    source = plan.config.source("gpu_memory_gib")
+    verdict = f"fits on a GPU of {_gib(gpu_bytes)}, of which {_gib(fit.usable)} are usable" if fit.fits else None
+    yield f"          {verdict or _fit_sentence(fit, gpu_bytes, plan.grid.world)} (gpu_memory_gib: {source})"
+
+
+def _figure_lines(plan: RunPlan) -> Iterator[str]:
+    found = figures(plan)
+    yield (
+        f"step      {found.tokens_per_step:,} tokens, {found.flops_per_token / 1e9:.2f} GFLOP per token, "
+        f"pipeline bubble {100 * found.bubble:.1f} %"
+    )
+    if found.days is not None and found.tokens is not None:
+        yield (
+            f"run       {plan.config.training.train_iters:,} steps, {found.tokens:,} tokens: {found.days:,.2f} days at "
+            f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s (expected_mfu, peak_theoretical_tflops)"
+        )
+    if plan.save_iterations:
+        yield f"saves     {len(plan.save_iterations)} checkpoints, the last after step {plan.save_iterations[-1]:,}"
+
+
+def _source_lines(plan: RunPlan) -> Iterator[str]:
+    yield from _labelled(
+        "derived", [f"{name} = {value}: {rule}" for name, (value, rule) in derived_values(plan).items()]
+    )
+    given = [(key, value, source) for key, value, source in all_values(plan.config) if source != "default"]
+    yield from _labelled("given", [f"{key} = {_short(value)}: {source}" for key, value, source in given])
+    yield "          all other keys have their defaults (configs/neox_arguments.md; --json lists them)"
+
+
+def _labelled(label: str, texts: Any) -> Iterator[str]:
+    for index, text in enumerate(texts):
+        yield f"{label if index == 0 else '':<10}{text}"
+
+
+def _fit_sentence(fit: Fit, gpu_bytes: float, world: int) -> str:
+    found = f"needs {_gib(fit.needed)} of the {_gib(fit.usable)} usable on a GPU of {_gib(gpu_bytes)}: does not fit"
+    if fit.memory_then is None:
+        return f"{found}, nor with more GPUs and nearby settings; use other degrees of parallelism, or a larger GPU"
+    changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
+    more = f" on {fit.world} GPUs" if fit.world != world else ""
+    return f"{found}; {_gib(fit.memory_then.total)}{more} with {changes or 'the same settings'}"
+
+
+def _stage(plan: RunPlan, index: int, stage: StagePlan) -> dict[str, Any]:
+    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
+    first, last = stage_ranks(plan, index)
+    return {
+        "layers": stage.last - stage.first,
+        "first": stage.first,
+        "last": stage.last,
+        "contents": _contents(plan, stage),
+        "parameters": stage.parameters,
+        "ranks": [first, last],
+        "memory": _memory(stage_memory(plan.layers, _bounds(plan), index, setting)),
+    }
+
+
+def _contents(plan: RunPlan, stage: StagePlan) -> str:
+    """Say which layers a stage holds: `embedding, 11 blocks`."""
+    kinds = [layer.kind for layer in plan.layers.layers[stage.first : stage.last]]
+    blocks = kinds.count("block")
+    others = [kind for kind in ("embedding", "norm", "head") if kind in kinds]
+    words = [*others[: others.count("embedding")], f"{blocks} block{'s' if blocks != 1 else ''}"]
+    return ", ".join([*words, *(kind for kind in others if kind != "embedding")])
+
+
+def _bounds(plan: RunPlan) -> list[int]:
+    return [0, *(stage.last for stage in plan.stages)]
+
+
+def _memory(memory: MemoryPlan) -> dict[str, int]:
+    return {**asdict(memory), "total": memory.total}
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(_plain(value))
+    return text if len(text) <= 70 else text[:67] + "..."
 
 
 def _plain(value: Any) -> Any:

@@ -41,4 +41,7 @@ class LoggingConfig(Section):
     """Name of the run."""
 
     peak_theoretical_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one GPU, for model FLOPs utilisation."""
+    """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
+
+    expected_mfu: float = Field(0.4, gt=0, le=1)
+    """Model FLOPs utilisation that a dry run assumes when it says how many days a run takes."""

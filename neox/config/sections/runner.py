@@ -64,3 +64,6 @@ class RunnerConfig(Section):
 
     stop_timeout: float = Field(60.0, gt=0)
     """Seconds that ranks have to save and end after SIGTERM or Ctrl-C, before they are killed."""
+
+    gpu_memory_gib: float = Field(80.0, gt=0)
+    """Memory of one GPU, in GiB, that a dry run compares with."""

@@ -1,0 +1,99 @@
+"""For each value of a plan: the file and line, the default, or the rule it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from neox.config.batch import MICRO, STEPS, TOTAL
+from neox.config.flat import key_sections, section_classes
+from neox.config.plan import RunPlan
+from neox.config.sections import NeoXConfig
+
+
+def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
+    """Return name -> (value, rule) of everything that follows from other values."""
+    grid, batch, config = plan.grid, plan.batch, plan.config
+    source = config.source
+    rules: dict[str, tuple[Any, str]] = {
+        "world": (grid.world, source("global_num_gpus") if config.given("global_num_gpus") else "the hosts"),
+        "pp": (grid.pp, f"pipe_parallel_size ({source('pipe_parallel_size')}); 0 and 1 are one stage"),
+        "mp": (grid.mp, f"model_parallel_size ({source('model_parallel_size')})"),
+        "dp": (grid.dp, f"world {grid.world} / (pp {grid.pp} x mp {grid.mp})"),
+        "precision": (plan.precision, _precision_rule(config)),
+        "padded_vocab_size": (plan.padded_vocab_size, _vocabulary_rule(plan)),
+    }
+    product = f"{batch.train_micro_batch_size_per_gpu} x {batch.gradient_accumulation_steps} x dp {grid.dp}"
+    missing = {
+        TOTAL: (batch.train_batch_size, f"{MICRO} x {STEPS} x dp = {product}"),
+        MICRO: (batch.train_micro_batch_size_per_gpu, f"{TOTAL} / ({STEPS} x dp)"),
+        STEPS: (batch.gradient_accumulation_steps, f"{TOTAL} / ({MICRO} x dp), or 1"),
+    }
+    for key, (value, rule) in missing.items():
+        rules[key] = (value, source(key) if source(key) != "default" else rule)
+    if config.training.train_iters is not None:
+        schedule = config.schedule
+        asked = [key for key in ("lr_decay_iters", "lr_decay_fraction", "train_iters") if config.given(key)]
+        rules["lr_decay_iters"] = (
+            schedule.decay_iterations(config.training.train_iters),
+            f"{asked[0]} ({source(asked[0])})",
+        )
+    return rules
+
+
+def all_values(config: NeoXConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and source of every key of every section."""
+    owners = key_sections(type(config))
+    for name in section_classes(type(config)):
+        section = getattr(config, name)
+        for key in type(section).model_fields:
+            assert owners[key] == name
+            value = getattr(section, key)
+            yield (
+                key,
+                value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value,
+                config.source(key),
+            )
+
+
+def deepspeed_sources(plan: RunPlan) -> dict[str, str]:
+    """Return dotted path -> source or rule of every value of DeepSpeed's JSON."""
+    rules = derived_values(plan)
+    fixed = {
+        "data_types.grad_accum_dtype": "bf16 with ZeRO accumulates in fp32",
+        "communication_data_type": "fp32_allreduce",
+        "bf16.enabled": f"precision: {rules['precision'][1]}",
+        "fp16.enabled": f"precision: {rules['precision'][1]}",
+    }
+    result = {}
+    for path in _paths(plan.deepspeed):
+        source = plan.config.source(path)
+        if path in rules:
+            source = rules[path][1]
+        elif source == "default":
+            source = fixed.get(path, "default")
+        result[path] = source
+    return result
+
+
+def _paths(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _paths(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _precision_rule(config: NeoXConfig) -> str:
+    keys = [key for key in ("precision", "fp16", "bf16") if config.given(key)]
+    if not keys:
+        return "default: neither precision, fp16 nor bf16 is given"
+    return ", ".join(f"{key} ({config.source(key)})" for key in keys)
+
+
+def _vocabulary_rule(plan: RunPlan) -> str:
+    config = plan.config
+    if config.given("padded_vocab_size"):
+        return config.source("padded_vocab_size")
+    multiple = config.model.make_vocab_size_divisible_by
+    return f"{plan.vocab_size} ids rounded up to a multiple of {multiple} x mp {plan.grid.mp}"
