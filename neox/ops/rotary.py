@@ -28,8 +28,9 @@ def rotary_tables(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R dims of x [B, S, N, D]: pairs are (i, i + R/2). The other dims pass unchanged."""
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+    # One split, not three slices: its gradient is one concatenation instead of three zero-filled tensors.
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
