@@ -22,11 +22,12 @@ _log = get_logger(__name__)
 class Progress:
     """What is safely on disk: all lines before `position` of input number `file`.
 
-    run: the fingerprint of the run this belongs to. skipped: bad inputs passed over so far. text_bytes: read so far.
+    run: the fingerprint of the run this belongs to, filled in when it is written.
+    skipped: bad inputs passed over so far. text_bytes: read so far.
     builders: for each key, how far its dataset is.
     """
 
-    run: str
+    run: str = ""
     file: int = 0
     position: Position = field(default_factory=Position)
     skipped: int = 0

@@ -21,40 +21,44 @@ _log = get_logger(__name__)
 class _Worker:
     """One process and our end of its pipe."""
 
-    def __init__(self, job: EncodeJob) -> None:
-        self.job = job
+    def __init__(self) -> None:
+        self.job: EncodeJob | None = None
         self.closing = False
         self.process, self.connection = self._start()
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self.job), daemon=True)
+        process = context.Process(target=serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()  # so that the death of the process closes the pipe
         return process, ours
 
-    def encode(self, block: LineBlock) -> EncodedBlock:
+    def encode(self, block: LineBlock, job: EncodeJob) -> EncodedBlock:
         """Have a block encoded. A worker that dies is replaced and the block tried once more, then DataError."""
         try:
-            return self._exchange(block)
+            return self._exchange(block, job)
         except (EOFError, OSError):
             if self.closing:
                 raise
             _log.warning("a worker %s; starting another, which does its block again", self._how_it_ended())
             self.connection.close()
+            self.job = None
             self.process, self.connection = self._start()
         try:
-            return self._exchange(block)
+            return self._exchange(block, job)
         except (EOFError, OSError) as error:
             raise DataError(
                 f"{block.file}:{block.start.line} to line {block.end.line - 1}: a worker {self._how_it_ended()} on "
                 "these lines, twice. If memory ran out, lower --memory-mb or --workers; the run continues where it was"
             ) from error
 
-    def _exchange(self, block: LineBlock) -> EncodedBlock:
+    def _exchange(self, block: LineBlock, job: EncodeJob) -> EncodedBlock:
+        if self.job is None:
+            self.connection.send(job)
+            self.job = job
         send_block(self.connection, block)
-        return receive_result(self.connection, block, self.job)
+        return receive_result(self.connection, block, job)
 
     def _how_it_ended(self) -> str:
         self.process.join(timeout=5)
@@ -69,13 +73,13 @@ class _Worker:
 
 
 class BlockPool:
-    """Encode blocks in several processes; use as a context manager, which ends the processes.
+    """Encode blocks in several processes, which start at once; use as a context manager, which ends them.
 
     in_flight_bytes: text that may be between reading and the consumer at any time (a longer block travels alone).
     """
 
-    def __init__(self, workers: int, job: EncodeJob, in_flight_bytes: int) -> None:
-        self._workers = [_Worker(job) for _ in range(workers)]
+    def __init__(self, workers: int, in_flight_bytes: int) -> None:
+        self._workers = [_Worker() for _ in range(workers)]
         self._limit, self._in_flight = in_flight_bytes, 0
         self._changed = threading.Condition()
         self._tasks: SimpleQueue[tuple[int, LineBlock] | None] = SimpleQueue()
@@ -94,14 +98,14 @@ class BlockPool:
             self._tasks.put(None)
             worker.stop()
 
-    def map(self, blocks: Iterator[LineBlock | BadInput]) -> Iterator[EncodedBlock | BadInput]:
-        """Yield the result of each block, in order; `blocks` is read in a thread, bad inputs pass through.
+    def map(self, blocks: Iterator[LineBlock | BadInput], job: EncodeJob) -> Iterator[EncodedBlock | BadInput]:
+        """Do one job. Yield the result of each block, in order; `blocks` is read in a thread, bad inputs pass through.
 
         An exception of the reader or of a worker is raised where its block would have come.
         """
         threading.Thread(target=self._read, args=(blocks,), daemon=True).start()
         for worker in self._workers:
-            threading.Thread(target=self._feed, args=(worker,), daemon=True).start()
+            threading.Thread(target=self._feed, args=(worker, job), daemon=True).start()
         number = 0
         while True:
             with self._changed:
@@ -143,11 +147,11 @@ class BlockPool:
             self._in_flight += size
             return not self._closed
 
-    def _feed(self, worker: _Worker) -> None:
+    def _feed(self, worker: _Worker, job: EncodeJob) -> None:
         while (task := self._tasks.get()) is not None and not self._closed:
             number, block = task
             try:
-                result: EncodedBlock | BaseException = worker.encode(block)
+                result: EncodedBlock | BaseException = worker.encode(block, job)
             except BaseException as error:  # raised again in the consumer's thread
                 result = error
             self._put(number, result)

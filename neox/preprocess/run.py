@@ -6,7 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
@@ -17,9 +21,8 @@ from neox.preprocess.display import Display, show_progress
 from neox.preprocess.journal import Journal, Progress, only_run
 from neox.preprocess.pool import BlockPool
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, share_memory
-from neox.preprocess.worker import EncodeJob, load_ftfy
+from neox.preprocess.worker import EncodedBlock, EncodeJob, load_ftfy
 from neox.tokenizer import Tokenizer, build_tokenizer
-from neox.tokenizer.flat import choose_accelerator
 
 _log = get_logger(__name__)
 _SECONDS_BETWEEN_JOURNALS = 5.0
@@ -69,39 +72,52 @@ class _Run:
             raise DataError("no inputs: give --input with files or directories, commas between them")
         if settings.ftfy:
             load_ftfy()
-        spec = settings.tokenizer
-        self.tokenizer: Tokenizer = build_tokenizer(
+        self.shares = share_memory(settings.workers, settings.memory_mb)
+        self.journal = Journal(settings.output_prefix)
+        self.accelerator: str | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        spec = self.settings.tokenizer
+        return build_tokenizer(
             spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
         )
-        self.shares = share_memory(settings.workers, settings.memory_mb)
-        self.description = describe_run(settings, self.files, self.tokenizer.content_hash)
-        self.name = fingerprint(self.description)
-        self.journal = Journal(settings.output_prefix)
-        self.dtype = best_dtype(self.tokenizer.vocab_size if settings.impl == "mmap" else None)
+
+    @cached_property
+    def description(self) -> Mapping[str, Any]:
+        return describe_run(self.settings, self.files, self.tokenizer.content_hash)
+
+    @cached_property
+    def name(self) -> str:
+        """The run's fingerprint; hashing a vocabulary takes a while, so it is asked for late."""
+        return fingerprint(self.description)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        return best_dtype(self.tokenizer.vocab_size if self.settings.impl == "mmap" else None)
 
     def go(self) -> PreprocessReport:
         started = time.monotonic()
-        done = None if self.settings.restart else self.finished()
-        if done is not None:
-            return done
-        so_far = (None if self.settings.restart else self.journal.read(self.name)) or Progress(self.name)
-        choice = choose_accelerator(self.tokenizer, self.settings.accelerator, self._sample())
-        if choice.note:
-            _log.warning(choice.note)
         wanted = self.settings
-        job = EncodeJob(wanted.tokenizer, choice.name, wanted.keys, wanted.append_eod, wanted.ftfy, self.dtype.str)
+        if not wanted.restart and (done := self.finished()) is not None:
+            return done
         try:
-            with BlockPool(self.shares.workers, job, self.shares.in_flight_bytes) as pool:
-                so_far, builders = self._open(so_far)
+            with BlockPool(self.shares.workers, self.shares.in_flight_bytes) as pool:
+                so_far, builders = self._open()
                 end = self._collect(pool, builders, so_far)
-            return self._finish(builders, end, time.monotonic() - started, choice.name)
+            return self._finish(builders, end, time.monotonic() - started)
         except OSError as error:
             raise DataError(f"{error.filename or wanted.output_prefix} cannot be written: {error.strerror}") from error
+
+    def _job(self) -> EncodeJob:
+        s = self.settings
+        sample = tuple(self._sample())
+        return EncodeJob(s.tokenizer, s.accelerator, s.keys, s.append_eod, s.ftfy, self.dtype.str, sample)
 
     def finished(self) -> PreprocessReport | None:
         """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""
         sidecars = {key: read_sidecar(self.settings.prefix(key)) for key in self.settings.keys}
-        if not all(
+        if not all(sidecars.values()) or not all(
             sidecar
             and sidecar.settings.get("run") == self.name
             and sidecar.settings.get("skipped", 0) <= self.settings.skip_bad
@@ -131,19 +147,18 @@ class _Run:
                 break
         return [text for i, text in enumerate(texts) if sum(map(len, texts[: i + 1])) <= _SAMPLE_CHARS]
 
-    def _open(self, so_far: Progress) -> tuple[Progress, dict[str, IndexedDatasetBuilder]]:
-        """Open the datasets where the interrupted run left them, or anew."""
-        try:
-            builders = {key: self._builder(key, so_far.builders.get(key)) for key in self.settings.keys}
-        except DataError as error:
-            if not so_far.builders:
-                raise
-            _log.warning("the interrupted run cannot be continued (%s): starting over", error)
-            so_far = Progress(self.name)
-            builders = {key: self._builder(key, None) for key in self.settings.keys}
-        if so_far.builders:
-            _log.info("continuing at %s:%d", self.files[so_far.file], so_far.position.line)
-        return so_far, builders
+    def _open(self) -> tuple[Progress, dict[str, IndexedDatasetBuilder]]:
+        """Open the datasets where an interrupted run left them, or anew."""
+        so_far = self.journal.read(self.name) if self.journal.path.exists() and not self.settings.restart else None
+        if so_far is not None:
+            try:
+                builders = {key: self._builder(key, so_far.builders[key]) for key in self.settings.keys}
+            except DataError as error:
+                _log.warning("the interrupted run cannot be continued (%s): starting over", error)
+            else:
+                _log.info("continuing at %s:%d", self.files[so_far.file], so_far.position.line)
+                return so_far, builders
+        return Progress(), {key: self._builder(key, None) for key in self.settings.keys}
 
     def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
         return IndexedDatasetBuilder(self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state)
@@ -164,15 +179,16 @@ class _Run:
     def _collect(self, pool: BlockPool, builders: Mapping[str, IndexedDatasetBuilder], start: Progress) -> Progress:
         """Write results as they come; note the progress every few seconds, and when something goes wrong."""
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
-        at, noted = start, time.monotonic()
+        at, noted = start, float("-inf")  # the first lines are on disk, and noted, at once
         order: deque[int] = deque()
         with show_progress(self.files, self.settings.num_documents, self.settings.log_interval) as shown:
             try:
-                for result in pool.map(self._blocks(start, order, shown)):
+                for result in pool.map(self._blocks(start, order, shown), self._job()):
                     file = order.popleft()
                     if isinstance(result, BadInput):
                         budget.add(result)
                         continue
+                    self._tell(result)
                     for bad in result.bad:
                         budget.add(bad)
                     states = {}
@@ -180,7 +196,7 @@ class _Run:
                         builder.add_documents(encoded.ids, encoded.lengths)
                         states[key] = _state(builder)
                     read = at.text_bytes + result.text_bytes
-                    at = Progress(self.name, file, result.end, budget.skipped, read, states)
+                    at = Progress("", file, result.end, budget.skipped, read, states)
                     shown.written(next(iter(builders.values())).num_documents)
                     if time.monotonic() - noted > _SECONDS_BETWEEN_JOURNALS:
                         self._note(at, builders)
@@ -190,10 +206,16 @@ class _Run:
                 raise
         return replace(at, skipped=budget.skipped)
 
+    def _tell(self, result: EncodedBlock) -> None:
+        """Say once what tokenizes, where that is not what a user expects."""
+        if self.accelerator is None and result.note:
+            _log.warning(result.note)
+        self.accelerator = result.accelerator
+
     def _note(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
             builder.state()  # on disk first
-        self.journal.write(at)
+        self.journal.write(replace(at, run=self.name))
 
     def _note_if_possible(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         try:
@@ -206,9 +228,7 @@ class _Run:
         except (OSError, DataError) as error:
             _log.warning("the progress could not be noted (%s)", error)
 
-    def _finish(
-        self, builders: Mapping[str, IndexedDatasetBuilder], end: Progress, seconds: float, accelerator: str
-    ) -> PreprocessReport:
+    def _finish(self, builders: Mapping[str, IndexedDatasetBuilder], end: Progress, seconds: float) -> PreprocessReport:
         """Put the datasets in place, each with its sidecar."""
         report = PreprocessReport(
             {key: builder.num_documents for key, builder in builders.items()},
@@ -216,7 +236,7 @@ class _Run:
             end.skipped,
             end.text_bytes,
             seconds,
-            accelerator,
+            self.accelerator or "off",
         )
         if not any(report.documents.values()) and not self.may_be_empty:
             for builder in builders.values():

@@ -16,14 +16,18 @@ from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.errors import NeoXError, TokenizerError
 from neox.preprocess.settings import TokenizerSpec
 from neox.tokenizer import Tokenizer, build_tokenizer
-from neox.tokenizer.flat import FlatEncoder, first_difference, make_encoder
+from neox.tokenizer.flat import choose_encoder, first_difference
 
 _CHECKED_CHARS = 16_384
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What a worker does to each block. dtype: of the ids it returns. accelerator: a name, not `auto`."""
+    """What a worker does to each block.
+
+    dtype: of the ids it returns. sample: texts to check the accelerator with, the same for every worker, so that all
+    choose the same one.
+    """
 
     tokenizer: TokenizerSpec
     accelerator: str
@@ -31,6 +35,7 @@ class EncodeJob:
     append_eod: bool
     ftfy: bool
     dtype: str
+    sample: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,17 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """A block's documents for each key, its bad lines, and where the next block starts. text_bytes: of the block."""
+    """A block's documents for each key, its bad lines, and where the next block starts.
 
-    file: str
+    text_bytes: of the block. accelerator: that its worker uses; note: what it passed over and why.
+    """
+
     end: Position
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]
     text_bytes: int
+    accelerator: str
+    note: str | None
 
 
 class BlockEncoder:
@@ -61,7 +70,8 @@ class BlockEncoder:
         self.tokenizer: Tokenizer = build_tokenizer(
             spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
         )
-        self.encoder: FlatEncoder = make_encoder(self.tokenizer, job.accelerator)
+        choice = choose_encoder(self.tokenizer, job.accelerator, job.sample)
+        self.encoder, self.note = choice.encoder, choice.note
         self.dtype = np.dtype(job.dtype)
         self.fix = load_ftfy() if job.ftfy else None
 
@@ -69,7 +79,7 @@ class BlockEncoder:
         """Parse, repair, encode and close each document; documents without ids are left out."""
         columns, bad = parse_texts(block, self.job.keys)
         keys = tuple(self._encode_key(texts) for texts in columns)
-        return EncodedBlock(block.file, block.end, keys, tuple(bad), len(block.data))
+        return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
 
     def _encode_key(self, texts: list[str]) -> EncodedKey:
         if self.fix is not None:
@@ -86,7 +96,7 @@ class BlockEncoder:
     def _check_one(self, texts: Sequence[str], seed: int) -> None:
         """Compare one short document of each block with the tokenizer's own ids."""
         text = texts[seed % len(texts)]
-        if self.job.accelerator == "off" or len(text) > _CHECKED_CHARS:
+        if self.encoder.name == "off" or len(text) > _CHECKED_CHARS:
             return
         difference = first_difference(self.encoder, self.tokenizer, [text])
         if difference is not None:
@@ -116,18 +126,24 @@ def load_ftfy() -> Callable[[str], str]:
     return ftfy.fix_text
 
 
-def serve(connection: Connection, job: EncodeJob) -> None:
-    """Answer blocks until the other side closes; the main function of a worker process."""
+def serve(connection: Connection) -> None:
+    """Take a job, then answer blocks until the other side closes; the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what Ctrl-C means
     os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process per core already
     try:
-        encoder = BlockEncoder(job)
+        job: EncodeJob = connection.recv()
+        try:
+            encoder: BlockEncoder | NeoXError = BlockEncoder(job)
+        except NeoXError as error:
+            encoder = error
         while True:
             header = orjson.loads(connection.recv_bytes())
             block = LineBlock(
                 header["file"], connection.recv_bytes(), Position(*header["start"]), Position(*header["end"])
             )
             try:
+                if isinstance(encoder, NeoXError):
+                    raise encoder
                 _send_result(connection, encoder.encode(block))
             except NeoXError as error:
                 connection.send_bytes(orjson.dumps({"error": str(error)}))
@@ -145,6 +161,7 @@ def send_block(connection: Connection, block: LineBlock) -> None:
 
 def _send_result(connection: Connection, result: EncodedBlock) -> None:
     header: dict[str, Any] = {"bad": [[bad.line, bad.offset, bad.reason] for bad in result.bad]}
+    header |= {"accelerator": result.accelerator, "note": result.note}
     connection.send_bytes(orjson.dumps(header))
     for key in result.keys:
         connection.send_bytes(key.ids.data)
@@ -161,4 +178,4 @@ def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> 
         for _ in job.keys
     )
     bad = tuple(BadInput(block.file, line, offset, reason) for line, offset, reason in header["bad"])
-    return EncodedBlock(block.file, block.end, keys, bad, len(block.data))
+    return EncodedBlock(block.end, keys, bad, len(block.data), header["accelerator"], header["note"])

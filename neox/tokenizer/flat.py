@@ -98,9 +98,9 @@ class FastokensEncoder:
 
 @dataclass(frozen=True)
 class Choice:
-    """name: the accelerator to use, `off` for none. note: why, where that is worth saying to the user."""
+    """encoder: to use. note: what was passed over and why, where that is worth saying to the user."""
 
-    name: str
+    encoder: FlatEncoder
     note: str | None = None
 
 
@@ -115,28 +115,30 @@ def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
     raise TokenizerError(f"accelerator {name!r} is unknown; known: {', '.join(ACCELERATORS)}")
 
 
-def choose_accelerator(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
-    """Choose by trying: an accelerator must give `tokenizers`' ids on difficult texts and on a sample of the input.
+def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
+    """Choose by trying: an encoder must give `tokenizers`' ids on difficult texts and on a sample of the input.
 
     wanted: `auto` takes the fastest that passes, and says what it passed over; a name insists, so that a failure is a
         TokenizerError; `off` uses none.
     """
     if wanted == "off":
-        return Choice("off")
+        return Choice(PlainEncoder(tokenizer))
     if wanted not in ACCELERATORS:
         raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
     passed_over = []
     for name in ("fastokens", "words") if wanted == "auto" else (wanted,):
         try:
-            problem = first_difference(make_encoder(tokenizer, name), tokenizer, [*_TRICKY, *sample])
+            encoder = make_encoder(tokenizer, name)
+            problem = first_difference(encoder, tokenizer, [*_TRICKY, *sample])
         except TokenizerError as error:
             problem = str(error)
-        if problem is None:
-            return Choice(name, _note(name, passed_over))
+        else:
+            if problem is None:
+                return Choice(encoder, _note(name, passed_over))
         passed_over.append(problem)
     if wanted != "auto":
         raise TokenizerError(f"accelerator {wanted}: {passed_over[0]}")
-    return Choice("off", _note("off", passed_over))
+    return Choice(PlainEncoder(tokenizer), _note("off", passed_over))
 
 
 def _note(name: str, passed_over: Sequence[str]) -> str | None:

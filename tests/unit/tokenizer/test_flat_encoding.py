@@ -9,7 +9,7 @@ import pytest
 
 from neox.errors import TokenizerError
 from neox.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
-from neox.tokenizer.flat import _TRICKY, choose_accelerator, first_difference, make_encoder
+from neox.tokenizer.flat import _TRICKY, choose_encoder, first_difference, make_encoder
 from neox.tokenizer.words import cut, cut_reason
 
 ROOT = Path(__file__).parents[3]
@@ -117,14 +117,14 @@ def test_a_wrong_accelerator_is_passed_over_aloud(monkeypatch: pytest.MonkeyPatc
         return np.array([i + 1 for each in ids for i in each], np.uint32), np.array([len(each) for each in ids])
 
     pytest.importorskip("fastokens", reason="the optional package fastokens is not installed")
-    assert choose_accelerator(tokenizer, "auto", ["some text"]).note is None
+    assert choose_encoder(tokenizer, "auto", ["some text"]).note is None
     monkeypatch.setattr(wrong, off_by_one)
-    choice = choose_accelerator(tokenizer, "auto", ["some text"])
-    assert choice.name == "words"
+    choice = choose_encoder(tokenizer, "auto", ["some text"])
+    assert choice.encoder.name == "words"
     assert "fastokens gives other ids" in (choice.note or "")
     with pytest.raises(TokenizerError, match="gives other ids"):
-        choose_accelerator(tokenizer, "fastokens", [])
-    assert choose_accelerator(tokenizer, "off", []).name == "off"
-    characters = choose_accelerator(build_tokenizer("CharLevelTokenizer", None), "auto", ["x"])
-    assert characters.name == "off"
+        choose_encoder(tokenizer, "fastokens", [])
+    assert choose_encoder(tokenizer, "off", []).encoder.name == "off"
+    characters = choose_encoder(build_tokenizer("CharLevelTokenizer", None), "auto", ["x"])
+    assert characters.encoder.name == "off"
     assert characters.note
