@@ -1,0 +1,137 @@
+"""Named corpora, and downloads from a server that is slow, rude or gone."""
+
+import hashlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from neox.corpus import Document, write_documents
+from neox.corpus.download import download
+from neox.corpus.named import CORPORA, clashing_names, find_corpus
+from neox.errors import DataError
+
+ROOT = Path(__file__).parents[3]
+CONTENT = bytes(range(256)) * 4000
+
+
+class Server(ThreadingHTTPServer):
+    """Serves CONTENT; `rude` names what goes wrong, `ranges` are the requests seen."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.rude: list[str] = []
+        self.ranges: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/file.jsonl.zst"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range", "bytes=0-")
+        self.server.ranges.append(asked)
+        rude = self.server.rude.pop(0) if self.server.rude else ""
+        if rude.isdigit():
+            self.send_error(int(rude))
+            return
+        start = 0 if rude == "from the start" else int(asked.removeprefix("bytes=").removesuffix("-"))
+        if start >= len(CONTENT):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        self.end_headers()
+        end = start + 100_000 if rude == "cut" else len(CONTENT)
+        self.wfile.write(CONTENT[start:end])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def test_a_cut_download_goes_on(server: Server, tmp_path: Path) -> None:
+    server.rude = ["cut", "503", "cut"]
+    path = download(server.url, tmp_path / "sub" / "f", pause=0.01)
+    assert path.read_bytes() == CONTENT
+    assert server.ranges == ["bytes=0-", "bytes=100000-", "bytes=100000-", "bytes=200000-"]
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    assert (tmp_path / "sub" / "f.sha256").read_text() == f"{digest}  f\n"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["f", "f.sha256"]
+
+
+def test_what_is_there_is_checked_and_kept(server: Server, tmp_path: Path) -> None:
+    path = download(server.url, tmp_path / "f")
+    download(server.url, path)
+    assert len(server.ranges) == 1
+    path.write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(DataError, match="fetch it again"):
+        download(server.url, path)
+    assert download(server.url, path, force=True).read_bytes() == CONTENT
+
+
+def test_a_server_that_starts_over(server: Server, tmp_path: Path) -> None:
+    server.rude = ["cut", "from the start"]
+    assert download(server.url, tmp_path / "f", pause=0.01).read_bytes() == CONTENT
+
+
+def test_failures_are_named(server: Server, tmp_path: Path) -> None:
+    server.rude = ["404"]
+    with pytest.raises(DataError, match=r"file\.jsonl\.zst: HTTP Error 404.*another source"):
+        download(server.url, tmp_path / "f")
+    server.rude = ["500"] * 5
+    with pytest.raises(DataError, match="5 times"):
+        download(server.url, tmp_path / "f", pause=0.001)
+    with pytest.raises(DataError, match="not 0000"):
+        download(server.url, tmp_path / "f", sha256="0" * 64)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names() -> None:
+    assert len(find_corpus("pile").sources) == 32
+    assert find_corpus("wikipedia=/data/wiki,/data/more").sources == ("/data/wiki", "/data/more")
+    assert find_corpus("enron=/data/enron.jsonl").is_local
+    assert not CORPORA["enron"].is_local
+    for request, words in (("enrom", "did you mean enron"), ("../x=/y", "one part of a path"), ("a=", "no source")):
+        with pytest.raises(DataError, match=words):
+            find_corpus(request)
+    assert clashing_names(["http://a/x.zst", "http://b/x.zst", "/local/x.zst"]) == ["x.zst"]
+
+
+def test_the_tool_combines_local_corpora(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_documents(tmp_path / f"{name}.jsonl.zst", [Document(f"text of {name}")] * 3)
+    vocab = ROOT / "tests" / "golden" / "data" / "tokenizer.json"
+    command = [
+        sys.executable,
+        "tools/prepare_data.py",
+        f"one={tmp_path}/one.jsonl.zst",
+        f"two={tmp_path}/two.jsonl.zst",
+    ]
+    command += [
+        "-t",
+        "HFTokenizer",
+        "-v",
+        str(vocab),
+        "-d",
+        str(tmp_path / "data"),
+        "--combine",
+        "mix",
+        "--workers",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "mix_text_document: 6 documents" in done.stdout
+    assert (tmp_path / "data" / "mix" / "mix_text_document.idx").exists()

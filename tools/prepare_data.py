@@ -1,0 +1,116 @@
+"""Fetch corpora by name and turn them into token ids: `DATA_DIR/NAME/NAME_text_document.{bin,idx,json}`.
+
+    python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
+    python tools/prepare_data.py pile_subset=/data/pile/00.jsonl.zst wikipedia=/data/wiki --combine mix
+
+A corpus is one of the known names, or NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs
+of a known name. Downloads and tokenizing go on where they were interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from neox.corpus.download import download
+from neox.corpus.named import (
+    CORPORA,
+    GPT2_MERGES,
+    GPT2_VOCAB,
+    NamedCorpus,
+    clashing_names,
+    find_corpus,
+    is_url,
+    local_name,
+)
+from neox.errors import DataError, run_script
+from neox.log import progress, setup_logging
+from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.tokenizer import TOKENIZER_TYPES
+
+
+def parser() -> argparse.ArgumentParser:
+    """gpt-neox's flags, and ours behind them."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("dataset", nargs="*", default=["enron"], help=f"known: {', '.join(CORPORA)} (default: enron)")
+    p.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
+    p.add_argument("-d", "--data-dir", default="data", help="where everything goes (default: data)")
+    p.add_argument("-v", "--vocab-file", help="default for GPT2BPETokenizer: fetched to DATA_DIR/gpt2-vocab.json")
+    p.add_argument("-m", "--merge-file", help="default for GPT2BPETokenizer: fetched to DATA_DIR/gpt2-merges.txt")
+    p.add_argument("-f", "--force-redownload", action="store_true", help="fetch what is there already")
+    p.add_argument("--combine", metavar="NAME", help="one dataset of this name from all corpora, in the order given")
+    p.add_argument("--sha256", action="append", default=[], metavar="FILE=DIGEST", help="of a download (repeatable)")
+    p.add_argument("--download-only", action="store_true", help="fetch, and stop there")
+    p.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    return p
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    data_dir = Path(args.data_dir)
+    corpora = [find_corpus(request) for request in args.dataset]
+    digests = read_digests(args.sha256)
+    inputs = {corpus.name: fetch(corpus, data_dir / corpus.name, digests, args.force_redownload) for corpus in corpora}
+    if args.download_only:
+        return 0
+    spec = tokenizer_files(args, data_dir)
+    if args.combine:
+        inputs = {args.combine: tuple(file for corpus in corpora for file in inputs[corpus.name])}
+    for name, files in inputs.items():
+        prefix = data_dir / name / name
+        report = preprocess(
+            PreprocessSettings(
+                inputs=files,
+                output_prefix=str(prefix),
+                tokenizer=spec,
+                append_eod=True,
+                workers=args.workers,
+                skip_bad=args.skip_bad,
+            )
+        )
+        print(f"{prefix}_text_document: {report.documents['text']:,} documents, {report.tokens['text']:,} tokens")
+    return 0
+
+
+def read_digests(given: list[str]) -> dict[str, str]:
+    """Read FILE=DIGEST pairs."""
+    pairs = dict(pair.rpartition("=")[::2] for pair in given)
+    if not all(pairs) or not all(len(digest) == 64 for digest in pairs.values()):
+        raise DataError("--sha256 takes FILE=DIGEST with the 64 hex digits of `sha256sum`")
+    return pairs
+
+
+def fetch(corpus: NamedCorpus, folder: Path, digests: dict[str, str], force: bool) -> tuple[str, ...]:
+    """Fetch what is not local, and return the files in order."""
+    clashes = clashing_names(corpus.sources)
+    if clashes:
+        raise DataError(f"{corpus.name}: several sources are called {', '.join(clashes)}; fetch them apart")
+    files = []
+    for source in corpus.sources:
+        if not is_url(source):
+            files.append(source)
+            continue
+        name = local_name(source)
+        with progress(f"fetching {name}", unit="B") as bar:
+            path = download(source, folder / name, sha256=digests.get(name), force=force, received=bar.update)
+        files.append(str(path))
+    return tuple(files)
+
+
+def tokenizer_files(args: argparse.Namespace, data_dir: Path) -> TokenizerSpec:
+    """Return the tokenizer; GPT-2's own files are fetched where none are given."""
+    vocab, merges = args.vocab_file, args.merge_file
+    if args.tokenizer == "GPT2BPETokenizer":
+        vocab = vocab or str(download(GPT2_VOCAB, data_dir / "gpt2-vocab.json"))
+        merges = merges or str(download(GPT2_MERGES, data_dir / "gpt2-merges.txt"))
+    return TokenizerSpec(args.tokenizer, vocab, merges)
+
+
+if __name__ == "__main__":
+    run_script(main)
