@@ -9,6 +9,7 @@ from functools import cache
 from neox.config.layer_plan import LayerPlan
 from neox.config.memory import MemorySetting, fullest_stage, memory_setting
 from neox.config.plan import MemoryPlan, RunPlan
+from neox.config.resolve import layer_plan, padded_vocabulary
 from neox.config.stages import partition_layers
 
 GIB = 2**30
@@ -49,20 +50,24 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
     if needed <= usable:
         return Fit(True, needed, usable, plan.grid.world)
     start = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-    method, layers = plan.config.parallelism.pipe_partition_method, plan.layers
+    method = plan.config.parallelism.pipe_partition_method
 
     @cache
     def memory(setting: MemorySetting) -> MemoryPlan:
-        return fullest_stage(layers, bounds(setting.pp, setting.mp), setting)
+        return fullest_stage(layers(setting.mp), bounds(setting.pp, setting.mp), setting)
+
+    @cache
+    def layers(mp: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
+        return layer_plan(plan.config, padded_vocabulary(plan.config, plan.vocab_size, mp))
 
     @cache
     def bounds(pp: int, mp: int) -> list[int]:
-        return partition_layers(layers, pp, method, mp)
+        return partition_layers(layers(mp), pp, method, mp)
 
     growth = 1
     while growth <= _MOST_GROWTH:
         wider = replace(start, dp=start.dp * growth, accumulation=max(1, start.accumulation // growth))
-        found = _search(wider, layers, lambda setting: memory(setting).total <= usable)
+        found = _search(wider, plan.layers, lambda setting: memory(setting).total <= usable)
         if found is not None:
             return Fit(False, needed, usable, plan.grid.world * growth, _changes(start, found), memory(found))
         growth *= 2

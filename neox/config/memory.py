@@ -79,7 +79,9 @@ def memory_setting(
 
 def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> MemoryPlan:
     """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
-    held = sum(held_parameters(layers, layer, setting.mp) for layer in layers.layers[bounds[stage] : bounds[stage + 1]])
+    here = layers.layers[bounds[stage] : bounds[stage + 1]]
+    owners = {layer.index for layer in here}
+    held = sum(held_parameters(layers, layer, setting.mp) for layer in here if layer.tied_to not in owners)
     weights, gradients, optimizer = state_bytes(held, setting)
     return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
 

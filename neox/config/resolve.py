@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from neox.config.attention import attention_impls
@@ -17,7 +18,7 @@ from neox.config.precision import choose_precision
 from neox.config.saves import save_iterations, save_notes
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
-from neox.config.wording import said
+from neox.config.wording import place, said
 from neox.errors import ConfigError
 
 
@@ -30,9 +31,10 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, grid.dp, problems) if grid else None
     precision = choose_precision(config, [])  # a contradiction is among the laws' problems
-    padded = padded_vocabulary(config, vocab_size, problems)
+    problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(problems)
+    padded = padded_vocabulary(config, vocab_size, grid.mp)
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
@@ -73,21 +75,22 @@ def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
     )
 
 
-def padded_vocabulary(config: NeoXConfig, vocab_size: int, problems: list[str]) -> int:
-    """Return the rows of the embedding: vocab_size rounded up, or the explicit padded_vocab_size."""
-    mp = config.parallelism.model_parallel_size
+def padded_vocabulary(config: NeoXConfig, vocab_size: int, mp: int) -> int:
+    """Return the rows of the embedding over `mp` tensor ranks: vocab_size rounded up, or padded_vocab_size."""
     multiple = config.model.make_vocab_size_divisible_by * mp
+    return config.tokenizer.padded_vocab_size or -(-vocab_size // multiple) * multiple
+
+
+def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[str]:
+    mp, explicit = config.parallelism.model_parallel_size, config.tokenizer.padded_vocab_size
     if vocab_size < 1:
-        problems.append(f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one")
-    explicit = config.tokenizer.padded_vocab_size
-    if explicit is None:
-        return -(-vocab_size // multiple) * multiple
-    where = config.source("padded_vocab_size")
-    if explicit < vocab_size:
-        problems.append(f"{where}: `padded_vocab_size: {explicit}` is smaller than the tokenizer's {vocab_size} ids")
-    if explicit % mp:
-        problems.append(f"{where}: `padded_vocab_size: {explicit}` is not a multiple of model_parallel_size {mp}")
-    return explicit
+        yield f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one"
+    where = place(config, "padded_vocab_size")
+    if explicit is not None and explicit < vocab_size:
+        yield f"{where}`padded_vocab_size: {explicit}` is smaller than the tokenizer's {vocab_size} ids; remove it"
+    if explicit is not None and explicit % mp:
+        ranks = said(config, "model_parallel_size", mp)
+        yield f"{where}`padded_vocab_size: {explicit}` is not a multiple of {ranks}; remove it"
 
 
 def _stages(config: NeoXConfig, layers: LayerPlan, grid: GridPlan) -> tuple[StagePlan, ...]:

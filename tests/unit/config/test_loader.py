@@ -160,12 +160,12 @@ def test_alias_bombs_end_quickly(tmp_path):
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     bomb = write(tmp_path / "bomb.yml", "\n".join(lines))
     big = write(tmp_path / "big.yml", "x: &x 1\n" + "".join(f"k{i}: *x\n" for i in range(800_000)))
-    started = time.monotonic()
+    started = time.process_time()
     assert "too large or too deep" in problems([bomb])
     assert "bytes; a configuration has at most" in problems([big])
     deep = write(tmp_path / "deep.yml", "seed: " + "[" * 5000)
     assert "deep.yml" in problems([deep])
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 class TestOverrides:

@@ -1,0 +1,143 @@
+"""The plan for people and programs: memory against a GPU, what would fit, figures, and where each value came from."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from neox.config import NeoXConfig, format_plan, load_config, memory_problem, plan_as_dict, resolve
+from neox.config.figures import figures, flops_per_token
+from neox.config.fit import GIB, check_fit, usable_bytes
+from neox.config.report import imbalance, memory_with, stage_ranks
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def shipped(name, world, *overrides):
+    return resolve(load_config([name], conf_dir=CONFIGS, overrides=overrides), world, 50277)
+
+
+class TestJson:
+    def test_20b(self):
+        plan = shipped("20B", 96, "global_num_gpus=96")
+        found = json.loads(json.dumps(plan_as_dict(plan)))
+        assert found["grid"] == {"pp": 4, "mp": 2, "dp": 12, "world": 96}
+        assert found["batch"] == {
+            "train_batch_size": 1536,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 32,
+        }
+        assert [stage["layers"] for stage in found["stages"]] == [13, 11, 11, 14]
+        assert sum(stage["parameters"] for stage in found["stages"]) == found["parameters"] == 20_554_567_680
+        assert found["stages"][1]["ranks"] == [24, 47]
+        assert found["stages"][0]["contents"] == "embedding, 11 blocks"
+        assert found["stages"][3]["contents"] == "11 blocks, norm, head"
+        assert found["deepspeed"] == json.loads(json.dumps(plan.deepspeed))
+        assert found["memory"]["fits"] is True
+
+    def test_every_value_says_where_it_came_from(self):
+        found = plan_as_dict(shipped("20B", 96, "global_num_gpus=96", "optimizer.params.lr=1e-4"))
+        assert found["values"]["hidden_size"]["from"].endswith("20B.yml:11")
+        assert found["values"]["seed"] == {"value": 1234, "from": "default"}
+        assert found["derived"]["world"] == {"value": 96, "from": "--set"}
+        assert found["derived"]["dp"] == {"value": 12, "from": "world 96 / (pp 4 x mp 2)"}
+        assert "4 x 32 x dp 12" in found["derived"]["train_batch_size"]["from"]
+        assert "20B.yml:" in found["derived"]["precision"]["from"]
+        sources = found["deepspeed_from"]
+        assert sources["optimizer.params.lr"] == "--set"
+        assert "20B.yml:" in sources["zero_optimization.stage"]
+        assert "dp 12" in sources["train_batch_size"]
+        assert set(found["values"]) >= {"num_layers", "launcher", "save", "fp16"}
+
+    def test_tied_copies_are_counted_where_they_are_held(self, tiny):
+        plan = resolve(NeoXConfig.from_flat({**tiny, "pipe_parallel_size": 2}), 2, 100)
+        embedding = plan.layers[0].numel
+        assert sum(stage.parameters for stage in plan.stages) == plan.layers.numel + embedding
+
+
+class TestText:
+    def test_20b(self):
+        text = format_plan(shipped("20B", 96))
+        for expected in (
+            "96 ranks = 4 pipeline stages x 12 data x 2 tensor",
+            "20,554,567,680 parameters",
+            "ranks 24-47, 12 tensor groups of 2 in a row",
+            "fits on a GPU of 80.0 GiB",
+            "pipeline bubble 8.6 %",
+            "3,145,728 tokens",
+            "with recompute",
+            "hidden_size = 6144: ",
+            '"train_batch_size": 1536',
+        ):
+            assert expected in text, expected
+
+    def test_is_fast_at_any_size(self):
+        started = time.process_time()
+        for world in (96, 4096):
+            plan = shipped("20B", world)
+            format_plan(plan)
+            plan_as_dict(plan)
+        assert time.process_time() - started < 1
+
+
+class TestFit:
+    @pytest.mark.parametrize(
+        ("name", "world", "gib"),
+        [("13B", 8, 24), ("13B", 8, 12), ("6-7B", 8, 24), ("pythia/160M", 1, 12), ("20B", 8, 24), ("175B", 96, 12)],
+    )
+    def test_what_is_proposed_resolves_and_fits(self, name, world, gib):
+        plan = shipped(name, world)
+        fit = check_fit(plan, gib * GIB)
+        assert not fit.fits
+        assert fit.memory_then is not None
+        overrides = [f"{key}={value}" for key, value in fit.changes]
+        changed = shipped(name, fit.world, *overrides)
+        assert changed.memory.total == fit.memory_then.total <= usable_bytes(gib * GIB)
+        assert changed.batch.train_batch_size >= plan.batch.train_batch_size
+
+    def test_sentence(self):
+        assert memory_problem(shipped("20B", 96), 80 * GIB) is None
+        sentence = memory_problem(shipped("pythia/160M", 1), 12 * GIB)
+        assert "does not fit" in sentence
+        assert "--set train_micro_batch_size_per_gpu=" in sentence
+        assert "on 2 GPUs with the same settings" in memory_problem(shipped("6-7B", 1), 80 * GIB)
+
+    def test_nothing_fits(self):
+        assert "nor with more GPUs" in memory_problem(shipped("175B", 96), 3 * GIB)
+
+    def test_recompute_needs_less(self):
+        plan = shipped("20B", 96)
+        assert memory_with(plan, recompute=True).activations * 5 < memory_with(plan, recompute=False).activations
+        assert memory_with(plan, recompute=True) == plan.memory
+
+    def test_zero_stages_need_less_and_less(self, tiny):
+        totals = []
+        for stage in range(4):
+            keys = {**tiny, "precision": "bf16", "zero_optimization": {"stage": stage}, "hidden_size": 1024}
+            memory = resolve(NeoXConfig.from_flat(keys), 8, 100).memory
+            totals.append(memory.weights + memory.optimizer)
+        assert totals[0] > totals[1] >= totals[2] > totals[3]
+
+
+class TestFigures:
+    def test_flops_are_about_six_per_parameter(self):
+        for name in ("20B", "1-3B", "175B"):
+            plan = shipped(name, 96)
+            assert flops_per_token(plan) == pytest.approx(6 * plan.layers.numel, rel=0.15)
+
+    def test_bubble_and_days(self):
+        plan = shipped("20B", 96, "peak_theoretical_tflops=312", "expected_mfu=0.38")
+        found = figures(plan)
+        assert found.bubble == pytest.approx(3 / 35)
+        assert found.tokens == 150_000 * 1536 * 2048
+        seconds = found.tokens * flops_per_token(plan) / (96 * 312e12 * 0.38)
+        assert found.days == pytest.approx(seconds / 86400)
+        assert figures(shipped("125M", 8)).bubble == 0
+
+    def test_ranks_of_stages(self):
+        plan = shipped("20B", 96)
+        assert [stage_ranks(plan, i) for i in range(4)] == [(0, 23), (24, 47), (48, 71), (72, 95)]
+        assert 1 < imbalance(plan) < 1.05
