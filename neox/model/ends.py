@@ -87,6 +87,11 @@ class Head(nn.Module):
             hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, device=device, dtype=dtype
         )
 
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the weight [V, H]."""
+        return self.final_linear.weight
+
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.final_linear, RowParallelLinear):
             partial = self.final_linear.partial(scatter_last_dim(x, self.grid))

@@ -14,7 +14,9 @@ from neox.config.plan import RunPlan
 from neox.model.block import TransformerLayer
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
-from neox.model.ends import Embedding, TiedHead
+from neox.model.ends import Embedding, Head, TiedHead
+from neox.model.loss import lm_loss
+from neox.ops import linear_cross_entropy
 from neox.parallel import ParallelGrid
 
 
@@ -71,6 +73,21 @@ class GPT(nn.Module):
         if isinstance(head, TiedHead):
             return head(x, cast(Embedding, self.sequential[0]).word_embeddings.weight)
         return head(x)
+
+    def loss(self, tokens: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """Return what `lm_loss` makes of the logits: tokens [B, S], (labels, loss_mask) [B, S] each -> scalar, fp32.
+
+        On one tensor rank the logits are never held whole, which saves B x S x V numbers several times over.
+        """
+        head = self.sequential[-1]
+        x = self.hidden(tokens)
+        if self.grid.tp_size > 1:
+            return lm_loss(self.logits(x), targets, self.grid)
+        tied = isinstance(head, TiedHead)
+        weight = cast(Embedding, self.sequential[0]).word_embeddings.weight if tied else cast(Head, head).weight
+        labels, mask = (target.reshape(-1) for target in targets)
+        mask = mask.float()
+        return linear_cross_entropy(x.flatten(0, 1), weight, labels, mask / mask.sum().clamp(min=1.0))
 
     @property
     def blocks(self) -> list[TransformerLayer]:

@@ -3,6 +3,7 @@
 from neox.ops.attention import AttentionImpl, core_attention
 from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
 from neox.ops.linear import linear
+from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from neox.ops.rotary import apply_rotary, rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax, softmax_impl
 
@@ -16,6 +17,8 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "linear",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",

@@ -75,3 +75,17 @@ def test_a_full_cache_is_an_error():
     cache = model.new_cache(batch=2, max_length=4)
     with pytest.raises(NeoXError, match="room for 4 tokens"):
         model(TOKENS, cache)
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_loss_without_whole_logits_is_lm_loss(untied: bool):
+    grid = ParallelGrid.single()
+    targets = (TOKENS.roll(-1, 1), (TOKENS > 20).float())
+    results = []
+    for whole in (True, False):
+        model = GPT(small_plan(no_weight_tying=untied), grid)
+        loss = lm_loss(model(TOKENS), targets, grid) if whole else model.loss(TOKENS, targets)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for expected, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,49 @@
+"""Head and loss in one operation, against the plain words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neox.ops import linear_cross_entropy, linear_cross_entropy_reference
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (40, 1000), (700, 8192)])
+def test_loss_and_gradients_equal_the_reference(rows: int, vocab: int):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, 24, generator=generator), torch.randn(vocab, 24, generator=generator)
+    labels = torch.randint(0, vocab, (rows,), generator=generator)
+    token_weights = torch.rand(rows, generator=generator) * (torch.rand(rows, generator=generator) > 0.3)
+    results = []
+    for function in (linear_cross_entropy, linear_cross_entropy_reference):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = function(*leaves, labels, token_weights)
+        (loss * 3.0).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()) + 1e-6, rtol=1e-5)
+
+
+def test_bf16_keeps_sums_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3000, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(4096, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 4096, (3000,), generator=generator)
+    ones = torch.ones(3000)
+    loss = linear_cross_entropy(x, weight, labels, ones)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    exact = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()]
+    expected = linear_cross_entropy_reference(*exact, labels, ones)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    for ours, leaf in zip((x.grad, weight.grad), exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.float() - leaf.grad).norm() < 0.01 * leaf.grad.norm()
+
+
+def test_without_gradients_only_the_loss_is_computed():
+    x, weight, labels = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels, torch.ones(5))
+    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, weight, labels, torch.ones(5)))
