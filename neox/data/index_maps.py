@@ -19,6 +19,7 @@ import numpy as np
 from neox.errors import DataError
 
 _FORMAT = "neox index maps 1"
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,29 @@ def _shuffled_documents(sizes: np.ndarray, documents: range, epochs: int, random
 def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
     """Where every seq_length-th token of the stream lies: the document that ends after it, and the offset there.
 
-    That document's entry is the number of documents that end at or before the token, counted for all tokens at once.
+    That document's entry is the number of documents that end at or before the token, counted for all tokens of a piece
+    of the stream at once; pieces fit a core's cache.
     """
-    bounds = np.zeros(len(stream_sizes) + 1, dtype=np.int64)  # where each document begins in the stream, and its end
-    np.cumsum(stream_sizes, out=bounds[1:])
-    first_after = (bounds[1:] + (seq_length - 1)) // seq_length  # of the sample starts, the first not before each end
-    entries = np.cumsum(np.bincount(first_after, minlength=samples + 1)[: samples + 1])
-    narrow = 2 * (samples + 1) < np.iinfo(np.int32).max and len(bounds) <= np.iinfo(np.int32).max
+    narrow = 2 * (samples + 1) < np.iinfo(np.int32).max and len(stream_sizes) < np.iinfo(np.int32).max
     result = np.empty((samples + 1, 2), dtype=np.int32 if narrow else np.int64)
-    result[:, 0] = entries
-    result[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length - bounds[entries]
+    tokens = done = 0  # of the stream before this piece; sample starts written
+    for first in range(0, len(stream_sizes), _PIECE):
+        sizes = stream_sizes[first : first + _PIECE]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        ends += tokens
+        tokens = int(ends[-1])
+        stop = min(samples + 1, -(-tokens // seq_length))
+        if stop <= done:
+            continue
+        not_before = (
+            ends + (seq_length - 1)
+        ) // seq_length - done  # of these sample starts, the first not before an end
+        entries = np.cumsum(np.bincount(not_before, minlength=stop - done)[: stop - done])
+        starts = np.arange(done, stop, dtype=np.int64) * seq_length
+        result[done:stop, 0] = entries + first
+        result[done:stop, 1] = starts - ends[entries] + sizes[entries]
+        done = stop
+    assert done == samples + 1
     result[0] = 0  # gpt-neox begins at the first document even when it is empty
     return result
 

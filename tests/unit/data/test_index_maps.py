@@ -1,12 +1,14 @@
 """Index maps: the arrays of gpt-neox's loops, kept on disk by content."""
 
 import logging
-import multiprocessing
-import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from neox.data import index_maps
 from neox.data.index_maps import build_index_maps, content_key, count_epochs
 from neox.data.map_cache import load_or_build
 from neox.errors import DataError
@@ -40,7 +42,9 @@ def neox_maps(sizes, documents, num_samples, seq_length, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("num_samples", "seq_length"), [(1, 8), (37, 8), (300, 16), (5, 500)])
-def test_maps_are_gpt_neoxs(seed, num_samples, seq_length):
+@pytest.mark.parametrize("piece", [7, 1 << 16])
+def test_maps_are_gpt_neoxs(seed, num_samples, seq_length, piece, monkeypatch):
+    monkeypatch.setattr(index_maps, "_PIECE", piece)
     random = np.random.default_rng(seed)
     sizes = (random.integers(0, 40, 60) * random.integers(0, 2, 60)).astype(np.int32)  # many empty documents
     documents = range(seed, 50 + seed)
@@ -108,23 +112,16 @@ def test_where_nothing_can_be_written_maps_are_built_in_memory(tmp_path, caplog)
     assert "building them in memory" in caplog.text
 
 
-def _build_and_tell(directory, queue):
+def test_one_asker_builds_for_all_and_a_dead_one_blocks_nobody(tmp_path):
+    (tmp_path / "key.lock").touch()  # left by a process that died
+    builders = []
+
     def build():
-        queue.put(os.getpid())
+        builders.append(threading.get_ident())
+        time.sleep(0.05)  # so that the others ask meanwhile
         return {"a": np.arange(1000)}
 
-    assert load_or_build(directory, "key", ("a",), build)["a"][-1] == 999
-
-
-def test_one_process_builds_for_all_and_a_dead_one_blocks_nobody(tmp_path):
-    (tmp_path / "key.lock").touch()  # left by a process that died
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [context.Process(target=_build_and_tell, args=(tmp_path, queue)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-    assert queue.get(timeout=5)
-    assert queue.empty()
+    with ThreadPoolExecutor(4) as pool:  # every asker opens the lock file itself, so threads wait like processes
+        results = list(pool.map(lambda _: load_or_build(tmp_path, "key", ("a",), build), range(8)))
+    assert len(builders) == 1
+    assert all(result["a"][-1] == 999 for result in results)
