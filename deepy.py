@@ -3,6 +3,7 @@
 
 python deepy.py train.py -d configs 20B.yml local_setup.yml
 python deepy.py train.py -d configs 20B.yml --set global_num_gpus=96 --dry-run
+python deepy.py preprocess_data.py -H hostfile --input ... (the tool's own flags; its work is divided over the slots)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from neox.launch.preflight import data_prefixes, missing_data
 from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launch, shown_commands
+from neox.launch.tool import TOOLS, launch_tool
 from neox.log import setup_logging
 
 # A dry run without the tokenizer's files assumes these many ids.
@@ -269,6 +271,8 @@ def prepare(
 def main() -> int:
     """Check, then show or start."""
     setup_logging()
+    if len(sys.argv) > 1 and Path(sys.argv[1]).stem in TOOLS:
+        return launch_tool(find_script(sys.argv[1]), sys.argv[2:], child_environment())
     arguments = parse_arguments()
     if arguments.script == "doctor":
         return doctor(arguments)

@@ -3,12 +3,14 @@
     python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \\
         --tokenizer-type HFTokenizer --vocab-file 20B_tokenizer.json --append-eod --workers 8
 
+On several machines: `python deepy.py preprocess_data.py -H hostfile --input ...`; each slot takes a share of them.
 An interrupted run goes on where it was when the same command is given again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from neox.errors import run_script
 from neox.log import setup_logging
-from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
 from neox.tokenizer import TOKENIZER_TYPES
 from neox.tokenizer.flat import ACCELERATORS
 
@@ -61,7 +63,7 @@ def main() -> int:
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # note the progress first
-    report = preprocess(
+    report = preprocess_on_rank(
         PreprocessSettings(
             inputs=tuple(path for path in args.input.split(",") if path),
             output_prefix=args.output_prefix,
@@ -77,8 +79,11 @@ def main() -> int:
             restart=args.restart,
             num_documents=args.num_docs,
             log_interval=args.log_interval,
-        )
+        ),
+        RankInfo.of(os.environ),
     )
+    if report is None:  # rank 0 tells
+        return 0
     for key, documents in report.documents.items():
         print(f"{args.output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
     if not report.fresh:

@@ -1,7 +1,7 @@
 """Documents to datasets: `preprocess(PreprocessSettings(...))`, on many machines `preprocess_on_rank`."""
 
-from neox.preprocess.parts import preprocess_on_rank
+from neox.preprocess.parts import RankInfo, preprocess_on_rank
 from neox.preprocess.run import PreprocessReport, preprocess
 from neox.preprocess.settings import PreprocessSettings, TokenizerSpec
 
-__all__ = ["PreprocessReport", "PreprocessSettings", "TokenizerSpec", "preprocess", "preprocess_on_rank"]
+__all__ = ["PreprocessReport", "PreprocessSettings", "RankInfo", "TokenizerSpec", "preprocess", "preprocess_on_rank"]

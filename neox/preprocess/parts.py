@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.corpus import expand_inputs
@@ -37,14 +37,33 @@ def split_files(files: Sequence[str], ranks: int) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def preprocess_on_rank(settings: PreprocessSettings, rank: int, ranks: int) -> PreprocessReport | None:
+@dataclass(frozen=True)
+class RankInfo:
+    """Which of how many processes this is, and how many of them share its machine."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_ranks: int = 1
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> RankInfo:
+        """Read what launchers set (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE or LOCAL_SIZE); without it, one process."""
+        ranks = int(environment.get("WORLD_SIZE", "1"))
+        local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)
+        return RankInfo(int(environment.get("RANK", "0")), ranks, local)
+
+
+def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> PreprocessReport | None:
     """Make this rank's part; rank 0 waits for the others, joins, and returns the report of the whole (others None).
 
     All ranks see the same files under the same paths. Raises what `preprocess` raises; DataError for `restart`, which
     one rank cannot decide for the others.
     """
+    rank, ranks = where.rank, where.ranks
     if ranks == 1:
         return preprocess(settings)
+    if not settings.workers:
+        settings = replace(settings, workers=max(1, len(os.sched_getaffinity(0)) // where.local_ranks))
     if settings.restart:
         raise DataError("--restart needs a single process: remove the output and its parts instead")
     parts = _parts(settings, ranks)

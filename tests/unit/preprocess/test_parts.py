@@ -10,7 +10,7 @@ import pytest
 
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError
-from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess, preprocess_on_rank
+from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
 from neox.preprocess.parts import split_files
 
 VOCAB = str(Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json")
@@ -32,7 +32,9 @@ def test_files_are_split_into_neighbours_of_equal_size(tmp_path: Path) -> None:
 
 
 def run_ranks(settings: PreprocessSettings, ranks: int) -> None:
-    threads = [threading.Thread(target=preprocess_on_rank, args=(settings, rank, ranks)) for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=preprocess_on_rank, args=(settings, RankInfo(rank, ranks))) for rank in range(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -47,14 +49,14 @@ def test_three_ranks_make_the_bytes_of_one(tmp_path: Path) -> None:
     )
     preprocess(one)
     three = replace(one, output_prefix=str(tmp_path / "three"))
-    preprocess_on_rank(three, 2, 3)  # a rank alone, before a run that was lost
+    preprocess_on_rank(three, RankInfo(2, 3))  # a rank alone, before a run that was lost
     run_ranks(three, 3)
     for suffix in ("bin", "idx"):
         names = [tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "three")]
         assert names[0].read_bytes() == names[1].read_bytes()
     assert read_sidecar(tmp_path / "one_text_document") == read_sidecar(tmp_path / "three_text_document")
     assert {p.name for p in tmp_path.glob("three*")} == {f"three_text_document.{s}" for s in ("bin", "idx", "json")}
-    again = preprocess_on_rank(three, 0, 3)
+    again = preprocess_on_rank(three, RankInfo(0, 3))
     assert again is not None
     assert not again.fresh
 
@@ -67,11 +69,11 @@ def test_the_budget_of_bad_input_is_for_all_parts(tmp_path: Path) -> None:
         files.append(str(path))
     spec = TokenizerSpec("HFTokenizer", VOCAB)
     settings = PreprocessSettings(tuple(files), str(tmp_path / "out"), spec, workers=1, skip_bad=1)
-    preprocess_on_rank(settings, 1, 2)
+    preprocess_on_rank(settings, RankInfo(1, 2))
     with pytest.raises(DataError, match="2 bad inputs over all parts, more than --skip-bad 1"):
-        preprocess_on_rank(settings, 0, 2)
-    report = preprocess_on_rank(replace(settings, skip_bad=2), 0, 2)
+        preprocess_on_rank(settings, RankInfo(0, 2))
+    report = preprocess_on_rank(replace(settings, skip_bad=2), RankInfo(0, 2))
     assert report is not None
     assert report.skipped == 2
     with pytest.raises(DataError, match="single process"):
-        preprocess_on_rank(replace(settings, restart=True), 0, 2)
+        preprocess_on_rank(replace(settings, restart=True), RankInfo(0, 2))

@@ -1,0 +1,56 @@
+"""Start a tool on every slot: a script with flags of its own, no configuration, that divides its work by rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from neox.config.sections.runner import RunnerConfig
+from neox.launch.environment import FORWARDED, forwarded_environment
+from neox.launch.placement import Request, code_root, master_address, master_port, place
+from neox.launch.run_directory import new_run_id
+from neox.launch.spec import LaunchSpec
+from neox.launch.start import launch
+
+TOOLS = frozenset({"preprocess_data"})
+
+
+def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Start `script` with the flags that are not about hosts, stay until it ends, return its exit status.
+
+    Paths among the flags must mean the same on every host. Raises LaunchError when ranks cannot be started.
+    """
+    runner, arguments = split_arguments(script.name, argv)
+    request = Request.of(runner)
+    placement = place(request)
+    directory = Path("runs", script.stem).absolute()
+    (directory / "ranks").mkdir(parents=True, exist_ok=True)
+    spec = LaunchSpec(
+        run_id=new_run_id(),
+        hosts=placement.hosts,
+        master_addr=master_address(placement, request),
+        master_port=master_port(placement, request),
+        script=str(script),
+        arguments=arguments,
+        directory=str(Path.cwd()),
+        code_root=str(code_root()),
+        run_directory=str(directory),
+        python=sys.executable,
+        environment=forwarded_environment(dict(environment), FORWARDED),
+    )
+    return launch(spec, runner, environment)
+
+
+def split_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
+    """Divide a command line into what says where ranks run, and the tool's own flags."""
+    parser = argparse.ArgumentParser(prog=f"deepy.py {script}", allow_abbrev=False, add_help=False)
+    parser.add_argument("-H", "--hostfile")
+    for flag in ("include", "exclude", "launcher", "master_addr"):
+        parser.add_argument(f"--{flag}")
+    for flag in ("num_nodes", "num_gpus", "master_port"):
+        parser.add_argument(f"--{flag}", type=int)
+    found, rest = parser.parse_known_args(list(argv))
+    given = {key: value for key, value in vars(found).items() if value is not None}
+    return RunnerConfig.model_validate(given), tuple(rest)

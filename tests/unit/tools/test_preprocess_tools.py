@@ -1,0 +1,84 @@
+"""The commands: gpt-neox's flags, one clear line and an exit code for what is wrong."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neox.data import IndexedDataset
+from neox.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+VOCAB = ROOT / "tests" / "golden" / "data" / "tokenizer.json"
+
+
+def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def corpus(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_the_command_line_of_gpt_neox_is_understood() -> None:
+    parse = runpy.run_path(str(ROOT / "tools" / "preprocess_data.py"))["parser"]().parse_args
+    line = (
+        "--input a.jsonl,b.jsonl.zst --jsonl-keys text body --output-prefix out/x --vocab v.json --merge-file m.txt "
+        "--dataset-impl mmap --tokenizer-type GPT2BPETokenizer --append-eod --ftfy --workers 4 --num-docs 10 "
+        "--log-interval 5"
+    )
+    args = parse(line.split())
+    assert (args.input, args.jsonl_keys, args.vocab_file) == ("a.jsonl,b.jsonl.zst", ["text", "body"], "v.json")
+    assert (args.append_eod, args.ftfy, args.workers, args.num_docs) == (True, True, 4, 10)
+    assert (args.special_in_text, args.accelerator, args.skip_bad) == (None, "auto", 0)
+
+
+def test_errors_are_one_line_with_an_exit_code(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "good"}\n{"text": 1}\n')
+    base = ["--output-prefix", tmp_path / "out", "--tokenizer-type", "HFTokenizer", "--vocab", VOCAB, "--workers", "1"]
+    done = tool("preprocess_data", "--input", bad, *base)
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {bad}:2 (byte 17): 'text' is a number, not text.")
+    assert "Traceback" not in done.stderr
+    done = tool("preprocess_data", "--input", bad, *base, "--skip-bad", "1", "--log-interval", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 bad inputs skipped" in done.stdout
+    assert f"skipped {bad}:2" in done.stderr
+    assert "made by an earlier run" in tool("preprocess_data", "--input", bad, *base, "--skip-bad", "1").stdout
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "gpt2"])
+def test_from_documents_to_a_tokenizer_to_ids(tmp_path: Path, kind: str) -> None:
+    texts = [f"the cat number {i} sat on the mat, didn't it? naïve 😀" for i in range(200)]
+    path = corpus(tmp_path / "a.jsonl", texts)
+    out = tmp_path / ("tokenizer.json" if kind == "byte-level-bpe" else "gpt2")
+    done = tool("train_tokenizer", "--input", path, "--vocab-size", "300", "--output", out, "--kind", kind)
+    assert done.returncode == 0, done.stderr
+    files = [Path(line) for line in done.stdout.splitlines()]
+    name = "HFTokenizer" if kind == "byte-level-bpe" else "GPT2BPETokenizer"
+    vocab = ["--vocab-file", files[0], *(["--merge-file", files[1]] if len(files) > 1 else [])]
+    out = tmp_path / "ids"
+    done = tool(
+        "preprocess_data", "--input", path, "--output-prefix", out, "--tokenizer-type", name, *vocab, "--append-eod"
+    )
+    assert done.returncode == 0, done.stderr
+    tokenizer = build_tokenizer(name, *files)
+    dataset = IndexedDataset(tmp_path / "ids_text_document")
+    assert dataset[7].tolist() == [*tokenizer.encode(texts[7]), tokenizer.eod]
+    assert len(dataset) == 200
+
+
+def test_a_sample_of_documents_is_seeded(tmp_path: Path) -> None:
+    choose = runpy.run_path(str(ROOT / "tools" / "train_tokenizer.py"))["chosen_texts"]
+    path = corpus(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
+    chosen = [list(choose([str(path)], "text", 0, 0.3, None, seed)) for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert 10 < len(chosen[0]) < 60
+    assert len(list(choose([str(path)], "text", 0, 1.0, 0.0001, 1))) < 12
