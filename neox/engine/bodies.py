@@ -12,9 +12,10 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
+from torch import Tensor, nn
 
 from neox.config import RunPlan
+from neox.engine.deepspeed_log import unprinted
 from neox.engine.grid_mpu import GridMPU
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT
@@ -25,16 +26,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NEVER = 2**31
 
 
-class PipelineBody(PipelineEngine):
-    """Pipeline stages; ZeRO 0 and 1."""
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        return None
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Not wanted: `zero_to_fp32.py` looks for weights where there are none."""
-
-
 class PlainBody(DeepSpeedEngine):
     """The whole network on each rank (or its tensor part); ZeRO 0 to 3."""
 
@@ -42,10 +33,24 @@ class PlainBody(DeepSpeedEngine):
         return None
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """As in `PipelineBody`."""
+        """Not wanted: `zero_to_fp32.py` looks for weights where there are none."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Scale the loss where DeepSpeed forgets to: its fp16 wrapper for ZeRO 0 divides gradients by the loss scale,
+        but its engine multiplies the loss for ZeRO's own optimizers alone (0.19.8)."""
+        scaling = getattr(self.optimizer, "loss_scale_config", None)
+        if scaling is not None and scaling.use_grad_scaling:
+            loss = loss.float() * scaling.cur_scale
+        return super().backward(loss, *args, **kwargs)
 
 
-Body = PipelineBody | PlainBody
+class PipelineBody(PipelineEngine, PlainBody):
+    """Pipeline stages; ZeRO 0 and 1. `PipelineEngine` finds `PlainBody.backward` as its parent's."""
+
+    module_state_dict = PlainBody.module_state_dict
+
+
+Body = PlainBody
 
 
 def build_model(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> nn.Module:
@@ -63,15 +68,16 @@ def build_body(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[Bod
     pipeline = isinstance(model, PipelineGPT)
     mpu = model.mpu() if pipeline else GridMPU(grid)
     kind = PipelineBody if pipeline else PlainBody
-    body = kind(
-        args=None,
-        model=model,
-        optimizer=optimizer,
-        mpu=mpu,
-        dist_init_required=False,
-        config=config,
-        config_class=DeepSpeedConfig(config, mpu),
-    )
+    with unprinted():
+        body = kind(
+            args=None,
+            model=model,
+            optimizer=optimizer,
+            mpu=mpu,
+            dist_init_required=False,
+            config=config,
+            config_class=DeepSpeedConfig(config, mpu),
+        )
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state; the learning rate is
     # 0 so far, so weights did not move, but Adam's step counter did.
     optimizer.state.clear()

@@ -1,8 +1,12 @@
-"""What DeepSpeed may say. Importing this module before `deepspeed` takes effect on what it says while it is imported."""
+"""What DeepSpeed may say. To be imported before `deepspeed`: it holds for what is said during that import too."""
 
 from __future__ import annotations
 
+import io
 import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 
 _DEEPSPEED = logging.getLogger("DeepSpeed")
 _UNNEEDED = ("Setting accelerator to CPU",)
@@ -13,3 +17,12 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 
 
 _DEEPSPEED.addFilter(_worth_saying)
+# Newer names of collectives that DeepSpeed does not use yet: thousands of lines about nothing a user could do.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+
+
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Keep what DeepSpeed prints past its logger (topologies, memory) off standard output."""
+    with redirect_stdout(io.StringIO()):
+        yield

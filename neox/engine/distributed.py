@@ -11,6 +11,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from neox.config import RunPlan
@@ -37,8 +38,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     local_rank = int(os.environ["LOCAL_RANK"])
     device = choose_device(local_rank)
     if device.type == "cpu":
-        # Used for inference only, and compiled at first start: minutes, a C++ compiler, and a lock that can go stale.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _prepare_cpu()
     if not dist.is_initialized():
         timeout = timedelta(seconds=plan.config.training.hang_timeout)
         backend = choose_backend(plan.config.runner.distributed_backend, device)
@@ -47,6 +47,14 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
     return grid, device
+
+
+def _prepare_cpu() -> None:
+    """Correct what DeepSpeed believes about CPUs."""
+    # Used for inference only, and compiled at first start: minutes, a C++ compiler, and a lock that can go stale.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It asks for fp16 instructions; torch computes fp16 without them too, slowly, which is enough to try a run out.
+    get_accelerator().is_fp16_supported = lambda: True
 
 
 def choose_device(local_rank: int) -> torch.device:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from neox.checkpoint import CheckpointReader, checkpoint_directories, find_checkpoint, load_file, mp_rank_file
+from neox.checkpoint import (
+    CheckpointReader,
+    check_same_model,
+    checkpoint_directories,
+    find_checkpoint,
+    load_file,
+    mp_rank_file,
+)
 from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
+from neox.engine.any_degrees import read_optimizer_any, read_weights_fp32
 from neox.engine.bodies import build_body, build_model
+from neox.engine.deepspeed_log import unprinted
 from neox.engine.engine import Engine
 from neox.engine.saving import layout_of
 from neox.engine.weights import read_weights
@@ -26,11 +36,13 @@ _log = get_logger(__name__)
 @dataclass(frozen=True)
 class Start:
     """How a run starts. checkpoint: where weights come from, None for initial ones.
-    iteration: completed steps. with_optimizer: whether the optimizer goes on too."""
+    iteration: completed steps. with_optimizer: whether the optimizer goes on too. changed: how the layout it was saved
+    with differs from this run's."""
 
     checkpoint: Path | None = None
     iteration: int = 0
     with_optimizer: bool = False
+    changed: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
@@ -43,12 +55,15 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     model = build_model(plan, grid, device)
     if start.checkpoint is not None:
         path = start.checkpoint
-        all_succeeded(lambda: read_weights(model, plan.layers, grid, path), f"loading {path}")
+        # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
+        read = read_weights_fp32 if "precision" in start.changed else read_weights
+        all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
     body, adamw = build_body(plan, grid, model)
     engine = Engine(plan, grid, device, body, adamw)
     if start.checkpoint is not None and start.with_optimizer:
         path = start.checkpoint
-        all_succeeded(lambda: read_optimizer(engine, path), f"loading the optimizer's state from {path}")
+        take_up = read_optimizer_any if start.changed else read_optimizer
+        all_succeeded(lambda: take_up(engine, path), f"loading the optimizer's state from {path}")
     engine.iteration = start.iteration
     if not start.with_optimizer:
         engine.schedule.seek(start.iteration)
@@ -65,15 +80,18 @@ def choose_start(plan: RunPlan) -> Start:
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()
     path = find_checkpoint(load, keys.iteration)
+    reader = CheckpointReader(path, plan.layers)
+    check_same_model(path, reader.args, plan)
     if keys.finetune:
         _log.info("finetune: weights only from %s, starting at iteration 0", path)
         return Start(path)
-    reader = CheckpointReader(path, plan.layers)
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts anew at iteration %d", reader.iteration)
         return Start(path, reader.iteration)
-    _check_layout(plan, path, reader.client_state.get("layout"))
-    return Start(path, reader.iteration, with_optimizer=True)
+    changed = _changed_layout(plan, path, reader.client_state.get("layout"))
+    if changed:
+        _log.info("the checkpoint was saved with another layout: %s", ", ".join(f"{k} {v}" for k, v in changed.items()))
+    return Start(path, reader.iteration, with_optimizer=True, changed=changed)
 
 
 def _holds_nothing(load: Path) -> bool:
@@ -81,15 +99,18 @@ def _holds_nothing(load: Path) -> bool:
     return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
 
 
-def _check_layout(plan: RunPlan, path: Path, saved: Any) -> None:
-    """Refuse an optimizer state of another layout, naming what differs."""
-    ways = "set finetune (weights, iteration 0) or no_load_optim (weights and iteration, a new optimizer)"
+def _changed_layout(plan: RunPlan, path: Path, saved: Any) -> dict[str, str]:
+    """What differs between the saved layout and this run's: `saved -> here` by name, empty if they are the same.
+
+    Raises CheckpointError for an optimizer state that this program did not write.
+    """
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: its optimizer state was not written by this program; {ways}")
+        raise CheckpointError(
+            f"{path}: its optimizer state was not written by this program; "
+            "set finetune (weights, iteration 0) or no_load_optim (weights and iteration, a new optimizer)"
+        )
     here = layout_of(plan)
-    differences = [f"{key} {saved.get(key)} -> {here[key]}" for key in here if saved.get(key) != here[key]]
-    if differences:
-        raise CheckpointError(f"{path}: the optimizer state has another layout ({', '.join(differences)}); {ways}")
+    return {key: f"{saved.get(key)} -> {here[key]}" for key in here if saved.get(key) != here[key]}
 
 
 def read_optimizer(engine: Engine, path: Path) -> None:
@@ -106,7 +127,8 @@ def read_optimizer(engine: Engine, path: Path) -> None:
     else:
         parts: list[Any] = [None] * grid.dp_size
         parts[grid.dp_rank] = _divided_state(engine, load_file(optimizer_file)["optimizer_state_dict"])
-        body.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
+        with unprinted():
+            body.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
     for group, settings in zip(adamw.param_groups, configured, strict=True):
         group.update(settings)  # the configuration's, which may have changed on purpose
     body.global_steps = client["global_steps"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from neox.config import RunPlan
+from neox.engine.deepspeed_log import unprinted
 from neox.model import build_layer, lm_loss, tied_logits
 from neox.parallel import ParallelGrid
 
@@ -55,7 +54,7 @@ class PipelineGPT(PipelineModule):
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
         training = plan.config.training
         # DeepSpeed prints its topology from here, and broadcasts tied weights as if that should be differentiated.
-        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        with unprinted(), torch.no_grad():
             super().__init__(
                 layers=_specs(plan, grid, build),
                 # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.

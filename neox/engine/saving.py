@@ -12,9 +12,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from neox.checkpoint import commit, discard, keep_last, load_file, save_file, stage_directory, staging_path
+from neox.checkpoint import (
+    ORDER,
+    commit,
+    discard,
+    identity_state,
+    keep_last,
+    load_file,
+    save_file,
+    stage_directory,
+    staging_path,
+)
 from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
+from neox.engine.any_degrees import optimizer_order
 from neox.engine.engine import Engine
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
@@ -62,7 +73,11 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
     from_first_rank(lambda: stage_directory(save, engine.iteration))
     writer = FileWriter(with_optimizer=not plan.config.checkpoint.no_save_optim)
     engine.body.checkpoint_engine = writer
-    state = {**neox_client_state(plan, grid, engine.iteration), **(client_state or {})}
+    state = {
+        **neox_client_state(plan, grid, engine.iteration),
+        ORDER: optimizer_order(engine.body.module),
+        **(client_state or {}),
+    }
 
     def write() -> None:
         problem: CheckpointError | None = None
@@ -102,21 +117,10 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
 
 def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
     """What gpt-neox keeps beside the weights, under its names, and the layout."""
-    model = plan.config.model
     state: dict[str, Any] = {
         "iteration": iteration,
         "layout": layout_of(plan),
-        "args": {
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
-            "max_position_embeddings": model.max_position_embeddings or model.seq_length,
-            "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-            "vocab_size": plan.vocab_size,
-            "padded_vocab_size": plan.padded_vocab_size,
-            "tokenizer_type": plan.config.tokenizer.tokenizer_type,
-            "model_parallel_size": plan.grid.mp,
-        },
+        **identity_state(plan),
     }
     if not plan.config.checkpoint.no_save_rng:
         state |= _random_states(grid)

@@ -1,0 +1,164 @@
+"""Saving and resuming: bit for bit in the same layout, refused with reasons in another, weights alone in any."""
+
+import json
+
+import pytest
+import torch
+
+from neox.checkpoint import CheckpointReader, find_checkpoint
+from neox.errors import CheckpointError
+from tests.distributed.spawn import RankError, run_ranks
+from tests.distributed.training_runs import batches, tiny_plan
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 34, "hysteresis": 1}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def interrupted_runs(runs, steps, saved_at):
+    """For each (saving plan, loading plan): the steps of an undisturbed run, and of one that goes on from its save."""
+    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+
+    answers = []
+    for whole_plan, resumed_plan in runs:
+        grid, device = initialize_distributed(whole_plan)
+        engine = open_engine(whole_plan, grid, device)
+        data = batches(whole_plan, grid.dp_rank)
+        whole = []
+        for step in range(steps):
+            if step == saved_at:
+                save_checkpoint(engine, whole_plan.config.checkpoint.save)
+            whole.append(engine.train_batch(data))
+        again = open_engine(resumed_plan, grid, device)
+        assert again.iteration == saved_at
+        data = batches(resumed_plan, grid.dp_rank, start=saved_at * resumed_plan.batch.gradient_accumulation_steps)
+        answers.append((whole, [again.train_batch(data) for _ in range(steps - saved_at)]))
+    return answers
+
+
+def runs_of(tmp_path, world, layouts):
+    """Plans that save, and plans that load what those saved."""
+    runs = []
+    for number, layout in enumerate(layouts):
+        directory = str(tmp_path / f"{world}-{number}")
+        runs.append((tiny_plan(world, save=directory, **layout), tiny_plan(world, load=directory, **layout)))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (
+            2,
+            [
+                {"pp": 2, "zero": 0, **DROPOUT},
+                {"pp": 2, "zero": 1},
+                {"zero": 1, **DROPOUT},
+                {"zero": 2},
+                {"zero": 3},
+                {"mp": 2, "zero": 0, **DROPOUT},
+                {"pp": 2, "zero": 0, **BF16},
+                {"pp": 2, "zero": 1, **BF16},
+                {"zero": 2, **BF16},
+                {"zero": 0, **BF16},
+                {"pp": 2, "zero": 0, **FP16},
+                {"pp": 2, "zero": 1, **FP16},
+            ],
+        ),
+    ],
+)
+def test_resume_is_bit_for_bit(tmp_path, world, layouts):
+    answers = run_ranks(world, interrupted_runs, runs_of(tmp_path, world, layouts), 6, 3)
+    for rank_answers in answers:
+        for layout, (whole, resumed) in zip(layouts, rank_answers, strict=True):
+            assert resumed == whole[3:], layout
+
+
+def save_initial(plans):
+    """Save each plan's initial weights."""
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        save_checkpoint(initialize_engine(plan, grid, device), plan.config.checkpoint.save)
+
+
+def test_every_layout_writes_the_same_layer_files(tmp_path):
+    layouts = [{"pp": 2}, {"mp": 2}, {"zero": 3}]
+    plans = [tiny_plan(2, save=str(tmp_path / str(n)), **layout) for n, layout in enumerate(layouts)]
+    run_ranks(2, save_initial, plans)
+    readers = [CheckpointReader(find_checkpoint(tmp_path / str(n)), plan.layers) for n, plan in enumerate(plans)]
+    items = list(readers[0].items())
+    assert len(items) == sum(len(layer.parameters) for layer in plans[0].layers)
+    for index, name in items:
+        expected = readers[0].full(index, name).clone()
+        for reader in readers[1:]:
+            assert torch.equal(reader.full(index, name), expected), (index, name, reader.path)
+    assert not (tmp_path / "0" / "zero_to_fp32.py").exists()
+    assert readers[1].args["model_parallel_size"] == 2
+
+
+def start_of(plan):
+    from neox.engine import initialize_distributed, open_engine
+
+    grid, device = initialize_distributed(plan)
+    engine = open_engine(plan, grid, device)
+    return engine.iteration, engine.schedule.iteration, engine.train_batch(batches(plan, grid.dp_rank)).loss
+
+
+def test_what_resuming_refuses_and_what_it_takes(tmp_path):
+    saved = str(tmp_path / "saved")
+    run_ranks(2, interrupted_runs, [(tiny_plan(2, pp=2, save=saved), tiny_plan(2, pp=2, load=saved))], 2, 1)
+    with pytest.raises(RankError, match=r"another layout \(pp 2 -> 1, mp 1 -> 2.*finetune.*no_load_optim"):
+        run_ranks(2, start_of, tiny_plan(2, mp=2, load=saved))
+    iteration, scheduled, loss = run_ranks(2, start_of, tiny_plan(2, mp=2, load=saved, no_load_optim=True))[0]
+    assert (iteration, scheduled) == (1, 1)
+    finetuned = run_ranks(1, start_of, tiny_plan(1, load=saved, finetune=True))[0]
+    assert finetuned[:2] == (0, 0)
+    assert finetuned[2] == pytest.approx(loss, rel=1e-5)
+
+
+def test_where_nothing_is_to_load(tmp_path):
+    from neox.engine.loading import choose_start
+
+    new = str(tmp_path / "new")
+    assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None
+    with pytest.raises(CheckpointError, match="nothing to resume from"):
+        choose_start(tiny_plan(1, load=new))
+    broken = tmp_path / "broken" / "global_step1"
+    broken.mkdir(parents=True)
+    (broken / "layer_00-model_00-model_states.pt").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        choose_start(tiny_plan(1, save=str(broken.parent), load=str(broken.parent)))
+
+
+def save_onto_a_full_disk(plan):
+    """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, weights
+
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    engine.train_batch(batches(plan, grid.dp_rank))
+    save_checkpoint(engine, plan.config.checkpoint.save)
+    engine.train_batch(batches(plan, grid.dp_rank))
+    if grid.rank == 1:
+
+        def full(*_):
+            raise CheckpointError("No space left on device")
+
+        weights.write_layer = full
+    try:
+        save_checkpoint(engine, plan.config.checkpoint.save)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_cannot_write_fails_the_save_everywhere(tmp_path):
+    messages = run_ranks(2, save_onto_a_full_disk, tiny_plan(2, pp=2, save=str(tmp_path)))
+    assert messages[0] == messages[1]
+    assert "rank 1" in messages[0]
+    assert "No space left" in messages[0]
+    assert find_checkpoint(tmp_path).name == "global_step1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert json.loads((tmp_path / "global_step1" / "manifest.json").read_text())
