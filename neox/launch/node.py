@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # the other ranks' own errors reach their logs meanwhile
 _STACK_SECONDS = 1.5
+_START_SECONDS = 300.0
 _OUR_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
 
 
@@ -60,7 +61,8 @@ class NodeAgent:
         self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
         self.selector = selectors.DefaultSelector()
         self.kill_at: float | None = None
-        self.stop_requested = self.stacks_requested = self.stopping = self.showing_stacks = False
+        self.stop_requested: int | None = None
+        self.stacks_requested = self.stopping = self.showing_stacks = False
         self.code = 0
         self.started = time.time()
 
@@ -152,8 +154,8 @@ class NodeAgent:
                 self.tell({"kind": "alive"})
             if self.stacks_requested:
                 self._show_stacks()
-            if self.stop_requested and not self.stopping:
-                self._stop_gently(now)
+            if self.stop_requested is not None and not self.stopping:
+                self._stop_gently(self.stop_requested, now)
             if self.kill_at is not None and now >= self.kill_at:
                 self._kill_ranks()
             if self.launcher.poll() is not None:
@@ -197,6 +199,7 @@ class NodeAgent:
         rank = self.ranks[event["rank"]]
         if event["kind"] == "start":
             keeper.rank, rank.pid, rank.keeper_pid = event["rank"], event["pid"], event["keeper"]
+            self.started = time.time()
         if not (self.showing_stacks and event["kind"] == "line"):  # rank 0's would be shown twice
             self.tell(event)
         if event["kind"] == "exit":
@@ -233,22 +236,22 @@ class NodeAgent:
 
     # -- ending
 
-    def _on_stop(self, *_: Any) -> None:
-        self.stop_requested = True
+    def _on_stop(self, number: int, _frame: Any) -> None:
+        self.stop_requested = number
 
     def _on_stacks(self, *_: Any) -> None:
         self.stacks_requested = True
 
-    def _stop_gently(self, now: float) -> None:
+    def _stop_gently(self, signum: int, now: float) -> None:
         self.stopping = True
         if self.kill_at is None:
             self.kill_at = now + self.spec.stop_timeout
         for rank in self.ranks.values():
             if rank.pid is not None and rank.code is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, signal.SIGTERM)
+                    os.kill(rank.pid, signum)
         if all(rank.pid is None for rank in self.ranks.values()):
-            self.code = 128 + signal.SIGTERM
+            self.code = 128 + signum
             self._end_launcher()
 
     def _kill_ranks(self) -> None:
@@ -295,6 +298,8 @@ class NodeAgent:
         if timeout is None or self.kill_at is not None:
             return
         silent = time.time() - self._last_progress()
+        if any(rank.pid is None for rank in self.ranks.values()):  # DeepSpeed's launcher is still importing
+            timeout = max(timeout, _START_SECONDS)
         if silent < timeout:
             return
         self.code = EXIT_HANG

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.lifeline import exit_status, parent_death_hook
@@ -29,6 +29,7 @@ _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
 _SILENCE_SECONDS = 20.0  # agents say every second that they are there
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
 Tell = Callable[[int], None]  # sends a signal to the agents on all hosts
@@ -64,7 +65,8 @@ class Supervisor:
 
     def run(self, environment: Mapping[str, str] | None = None) -> int:
         """Start every command, follow them to the end, return the run's exit status."""
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        caught = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        previous = {number: signal.signal(number, self._on_signal) for number in caught}
         try:
             with selectors.DefaultSelector() as selector:
                 for command in self.commands:
@@ -104,7 +106,7 @@ class Supervisor:
             if self.stop_signal is not None and not stopped:
                 stopped = True
                 self._say(f"{signal.Signals(self.stop_signal).name}: asking the ranks to save and end")
-                self.tell_agents(signal.SIGTERM)
+                self.tell_agents(self.stop_signal)
                 self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
             now = time.monotonic()
             self._check_heartbeats(now)
@@ -181,7 +183,7 @@ class Supervisor:
         if event.get("more"):
             self.open_lines[key] = text
             return
-        print(text, file=sys.stdout if event["stream"] == "out" else sys.stderr, flush=True)
+        self._print(text, sys.stdout if event["stream"] == "out" else sys.stderr)
 
     def _add_tail(self, event: Event) -> None:
         tail = self.tails.setdefault(event["rank"], [])
@@ -257,7 +259,8 @@ class Supervisor:
 
     def _was_asked_to(self, failure: _Failure) -> bool:
         """Whether a rank ended by the signal that we passed on, or was killed after its time was up."""
-        return self.stop_signal is not None and failure.code in (-signal.SIGTERM, -signal.SIGKILL)
+        number = self.stop_signal
+        return number is not None and failure.code in (-number, 128 + number, -signal.SIGKILL)
 
     def _explain(self, cause: _Failure) -> None:
         host = self.spec.host_of(cause.rank).name
@@ -270,7 +273,16 @@ class Supervisor:
             self._say(line)
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        self._print(text, sys.stderr)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        """A reader that went away ends the run (BrokenPipeError); a terminal that was closed does not."""
+        try:
+            print(text, file=stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return  # SIGHUP follows, which lets the ranks save; their logs hold the rest
 
 
 def _signal_name(number: int) -> str:

@@ -31,10 +31,11 @@ print(f"rank {rank} is up", flush=True)
 
 def stopped(signum, frame):
     print(f"[rank {rank}] saved", flush=True)
-    sys.exit(0)
+    sys.exit(0 if signum == signal.SIGTERM else 128 + signum)
 
 if mode == "save":
     signal.signal(signal.SIGTERM, stopped)
+    signal.signal(signal.SIGINT, stopped)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "quick":
@@ -64,14 +65,15 @@ class LaunchedRun:
         directory: Path,
         arguments: Sequence[str] = (),
         ranks: int | None = 2,
-        script: str = DUMMY_RANK,
+        script: str | None = DUMMY_RANK,
         prefix: Sequence[str] = (),
         **variables: str,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.directory = directory / self.mark
         self.directory.mkdir(parents=True)
-        (self.directory / "dummy.py").write_text(script)
+        if script is not None:
+            (self.directory / "dummy.py").write_text(script)
         write_config(self.directory / "tiny.yml", self.directory / "run", ranks)
         self.started = time.monotonic()
         self.process = subprocess.Popen(
@@ -128,9 +130,9 @@ class LaunchedRun:
 
 
 def deepy_command(directory: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """`deepy.py dummy.py tiny.yml` with further arguments."""
-    script, config = directory / "dummy.py", directory / "tiny.yml"
-    return [sys.executable, str(ROOT / "deepy.py"), str(script), str(config), *arguments]
+    """`deepy.py dummy.py tiny.yml` (or the real train.py, where there is no dummy) with further arguments."""
+    script = directory / "dummy.py" if (directory / "dummy.py").exists() else ROOT / "train.py"
+    return [sys.executable, str(ROOT / "deepy.py"), str(script), str(directory / "tiny.yml"), *arguments]
 
 
 def write_config(path: Path, run_directory: Path, ranks: int | None) -> None:
@@ -140,6 +142,7 @@ def write_config(path: Path, run_directory: Path, ranks: int | None) -> None:
     path.write_text(
         f"num_layers: 2\nhidden_size: 32\nnum_attention_heads: 2\nseq_length: 32\nmax_position_embeddings: 32\n"
         f"pipe_parallel_size: 1\nmodel_parallel_size: 1\npos_emb: rotary\ndistributed_backend: gloo\n{count}"
+        f"hidden_dropout: 0\nattention_dropout: 0\n"
         f"train_micro_batch_size_per_gpu: 1\ntrain_iters: 10\nlr_decay_iters: 10\n"
         f"optimizer:\n  type: Adam\n  params:\n    lr: 0.001\n"
         f"tokenizer_type: HFTokenizer\nvocab_file: {tokenizer}\nlog_dir: {run_directory}\n"
