@@ -172,13 +172,6 @@ def _kernels_and_numbers() -> Iterator[UnsupportedKey]:
     yield from _keys(
         model,
         "v2.0",
-        "refused",
-        "scores are scaled by 1/sqrt(head_dim) alone; leave it out, softmax is computed in fp32",
-        ("apply_query_key_layer_scaling", "bool", False),
-    )
-    yield from _keys(
-        model,
-        "v2.0",
         "no effect",
         "initial weights are the same on every device and for every degree",
         ("use_cpu_initialization", "bool", False),
@@ -469,6 +462,20 @@ def _training() -> Iterator[UnsupportedKey]:
 def _data() -> Iterator[UnsupportedKey]:
     section = "data"
     yield from _keys(section, "v2.0", "dormant", "used with BERT's data", ("short_seq_prob", "float", 0.1))
+    yield from _keys(
+        section,
+        "v2.0",
+        "no effect",
+        "index maps are built where they are missing, by one process of a file system",
+        ("use_shared_fs", "bool", True),
+    )
+    yield from _keys(
+        "checkpoint",
+        "v2.0",
+        "no effect",
+        "random streams follow from the seed, the iteration and the rank",
+        ("no_load_rng", "bool", False),
+    )
     yield from _keys(
         section,
         "later",

@@ -83,6 +83,7 @@ def _build_block(
         rotary_ndims=rotary_ndims,
         rotary_base=model.rotary_emb_base,
         dropout=training.attention_dropout,
+        layer_scaling=block + 1 if model.apply_query_key_layer_scaling else 1,
         device=device,
         dtype=dtype,
     )

@@ -44,6 +44,3 @@ class CheckpointConfig(Section):
 
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
-
-    no_load_rng: bool = False
-    """Do not load random states."""

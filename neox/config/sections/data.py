@@ -53,6 +53,3 @@ class DataConfig(Section):
 
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
-
-    use_shared_fs: bool = True
-    """All hosts see one file system: one rank builds index maps. False: one rank on each host does."""

@@ -75,6 +75,9 @@ class ModelConfig(Section):
     scaled_upper_triang_masked_softmax_fusion: bool = False
     """Scale, causal mask and softmax of attention scores in one kernel."""
 
+    apply_query_key_layer_scaling: bool = False
+    """Divide attention scores by the layer's number, and multiply by it in the softmax, against overflow in fp16."""
+
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`. `global` and `flash` work."""
 
