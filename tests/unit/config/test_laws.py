@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from neox.config import NeoXConfig, load_config, resolve
@@ -245,3 +247,23 @@ def test_gpt_neox_keys_are_all_known():
     names = (Path(__file__).parent / "gpt_neox_arguments.txt").read_text().split()
     assert len(names) == 322
     assert set(names) <= set(known_keys(NeoXConfig))
+
+
+def test_every_key_is_read_somewhere():
+    """No setting is ignored in silence: each key of a section is named by code outside the sections themselves."""
+    from pathlib import Path
+
+    from neox.config.flat import key_sections
+
+    root = Path(__file__).parents[3]
+    files = [root / "deepy.py", root / "train.py", *root.glob("neox/**/*.py"), *root.glob("tools/*.py")]
+    declaring = {"sections", "laws"}
+    described = {"reference.py", "unsupported.py", "aliases.py", "provenance.py"}
+    text = "\n".join(
+        file.read_text()
+        for file in files
+        if not (file.parent.name in declaring or (file.parent.name == "config" and file.name in described))
+    )
+    sections = "\n".join(file.read_text() for file in root.glob("neox/config/sections/*.py"))
+    words = set(re.findall(r"\w+", text)) | set(re.findall(r"self\.(\w+)", sections))
+    assert set(key_sections(NeoXConfig)) - words == set()
