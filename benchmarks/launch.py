@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Figures of the launcher: dry-run seconds, seconds from a rank's death to a clean end, orphans after random kills.
+
+    python benchmarks/launch.py --kills 20 --random 100 --out benchmarks/results/launch.json
+
+The ranks are dummies without torch. A run counts as cleanly ended when its last process is gone, grandchildren
+included; an orphan is any process of a run that lives ten seconds after one of its processes was killed at random
+(head, agent, DeepSpeed's launcher, keepers, ranks), at a random moment of its start or its life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.end_to_end.launched_runs import ROLES, ROOT, LaunchedRun, command_line
+
+
+def dry_run_seconds(gpus: int, repeat: int) -> dict[str, float]:
+    """Seconds of a dry run of 20B, the whole process: by the clock, and of CPU time (which others' load hides less)."""
+    command = [sys.executable, str(ROOT / "deepy.py"), "train.py", "-d", str(ROOT / "configs"), "20B.yml"]
+    command += ["--set", f"global_num_gpus={gpus}", "--dry-run", "--json"]
+    seconds, cpu = [], []
+    for _ in range(repeat):
+        started, used = time.perf_counter(), _children_cpu_seconds()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+        cpu.append(_children_cpu_seconds() - used)
+    return {
+        "best": round(min(seconds), 3),
+        "median": round(statistics.median(seconds), 3),
+        "cpu_best": round(min(cpu), 3),
+    }
+
+
+def _children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def kill_a_rank(directory: Path) -> tuple[float, int]:
+    """Seconds from kill -9 of a random rank until nothing of the run lives; and its exit status."""
+    run = LaunchedRun(directory, NEOX_DUMMY_CHILD="1")
+    try:
+        run.wait_up()
+        os.kill(run.rank_pid(random.randrange(2)), signal.SIGKILL)
+        killed = time.monotonic()
+        run.output(30)
+        run.seconds_until_gone(30)
+        return time.monotonic() - killed, run.process.returncode
+    finally:
+        run.end()
+
+
+def kill_at_random(directory: Path) -> tuple[str, int]:
+    """Kill -9 one random process at a random moment; its role, and how many processes live ten seconds later."""
+    run = LaunchedRun(directory, NEOX_DUMMY_CHILD="1")
+    try:
+        time.sleep(random.uniform(0.1, 7.0))
+        alive = run.pids() or [run.process.pid]
+        victim = random.choice(alive)
+        role = next((name for name, words in ROLES.items() if words in command_line(victim)), "other")
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while run.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        orphans = run.pids()
+        for pid in orphans:
+            print(f"orphan after killing {role}: {command_line(pid)}", file=sys.stderr)
+        return role, len(orphans)
+    finally:
+        run.end()
+        run.process.communicate()
+
+
+def main() -> int:
+    """Measure, print, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="runs whose rank is killed")
+    parser.add_argument("--random", type=int, default=100, help="runs of which any process is killed at any moment")
+    parser.add_argument("--at-once", type=int, default=2, help="randomly killed runs at a time")
+    parser.add_argument("--repeat", type=int, default=10, help="dry runs of each size")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    random.seed(arguments.seed)
+    figures: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    for gpus in (96, 4096):
+        figures[f"dry_run_20B_{gpus}_gpus_seconds"] = dry_run_seconds(gpus, arguments.repeat)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        ends = [kill_a_rank(directory) for _ in range(arguments.kills)]
+        if ends:
+            seconds = [end for end, _ in ends]
+            figures["rank_killed"] = {
+                "runs": len(ends),
+                "median_seconds": round(statistics.median(seconds), 2),
+                "max_seconds": round(max(seconds), 2),
+                "exit_statuses": sorted({code for _, code in ends}),
+            }
+        with ThreadPoolExecutor(arguments.at_once) as pool:
+            killed = list(pool.map(lambda _: kill_at_random(directory), range(arguments.random)))
+        roles = [role for role, _ in killed]
+        figures["random_kills"] = {
+            "runs": len(killed),
+            "by_role": {role: roles.count(role) for role in sorted(set(roles))},
+            "orphans": sum(orphans for _, orphans in killed),
+        }
+    print(json.dumps(figures, indent=2))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
