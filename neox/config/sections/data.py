@@ -34,10 +34,10 @@ class DataConfig(Section):
     """Weight of each test prefix."""
 
     weight_by_num_documents: bool = False
-    """Weigh prefixes by documents: p ~ n ** alpha, in place of the *_data_weights."""
+    """Weigh prefixes by documents, in place of *_data_weights: with share p of the documents, p ** alpha * (1 - p)."""
 
     weighted_sampler_alpha: float = Field(0.3, ge=0)
-    """alpha of weight_by_num_documents; 1 keeps natural proportions, smaller ones lift small sets."""
+    """alpha of weight_by_num_documents; the smaller, the more small sets are lifted."""
 
     data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
     """Format of the token files; `infer` reads it from the `.idx`."""
@@ -49,7 +49,7 @@ class DataConfig(Section):
     """Train, validation and test parts of data_path."""
 
     num_workers: int = Field(2, ge=0)
-    """Worker processes that read batches."""
+    """Threads that read batches ahead (gpt-neox: processes), each up to two; 0 reads a batch when it is asked for."""
 
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
