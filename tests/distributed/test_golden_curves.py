@@ -1,0 +1,82 @@
+"""From gpt-neox v2.0's initial weights, 30 iterations give gpt-neox v2.0's losses, evaluations and logits."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from neox.config import NeoXConfig, resolve
+from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+LAYOUTS = {"v2_pp1_mp1_dp1_fp32": 1, "v2_pp2_mp1_dp1_fp32": 2, "v2_pp2_mp2_dp1_fp32": 4}
+
+
+def golden_plan(name, directory):
+    """The recorded run's configuration, reading the golden checkpoint and a copy of the golden data."""
+    flat = yaml.safe_load((GOLDEN / name / f"{name}.yml").read_text().replace("True", "true"))
+    flat |= {
+        "data_path": str(directory / "data" / "small_text_document"),
+        "vocab_file": str(directory / "data" / "tokenizer.json"),
+        "load": str(GOLDEN / name / "global_step0"),
+        "finetune": True,
+        "lr_schedule_version": "v2.0",
+        "log_dir": str(directory / "logs"),
+        "num_workers": 0,
+    }
+    for key in ("save", "extra_save_iters", "checkpoint_factor"):
+        flat.pop(key)
+    config = NeoXConfig.from_flat(flat)
+    size = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file).vocab_size
+    return resolve(config, flat["global_num_gpus"], size)
+
+
+def train_and_compute_logits(plan, tokens):
+    """Train as planned; return the logits of `tokens` afterwards (of the last stage's tensor rank 0, else None)."""
+    from neox.data import build_data_iterators
+    from neox.engine import initialize_distributed, open_engine
+    from neox.parallel import gather_last_dim
+    from neox.train.pretrain import build_callbacks
+    from neox.train.trainer import Trainer
+
+    grid, device = initialize_distributed(plan)
+    engine = open_engine(plan, grid, device)
+    data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
+    assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
+    x = torch.from_numpy(tokens)
+    module = engine.body.module
+    module.eval()
+    with torch.no_grad():
+        if grid.pp_rank > 0:
+            x = torch.empty(*tokens.shape, plan.layers.hidden_size)
+            dist.recv(x, grid.rank - grid.dp_size * grid.tp_size)
+        x = module(x)
+        if grid.pp_rank < grid.pp_size - 1:
+            dist.send(x, grid.rank + grid.dp_size * grid.tp_size)
+            return None
+        return gather_last_dim(x, grid).numpy()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_evaluations_and_logits(name, tmp_path):
+    shutil.copytree(GOLDEN / "data", tmp_path / "data")
+    recorded = json.loads((GOLDEN / "loss_curves.json").read_text())[name]
+    stored = np.load(GOLDEN / name / "logits_step30.npz")
+    answers = run_ranks(LAYOUTS[name], train_and_compute_logits, golden_plan(name, tmp_path), stored["tokens"])
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["iteration"]: line["train/lm_loss"] for line in lines if "train/lm_loss" in line}
+    assert list(losses) == list(range(1, 31))
+    for iteration, row in recorded["iters"].items():
+        assert losses[int(iteration)] == pytest.approx(row["lm_loss"], rel=2e-6), iteration
+    evaluated = {key: value for line in lines for key, value in line.items()}
+    for part, loss in recorded["eval"].items():
+        assert evaluated[f"{part}/lm_loss"] == pytest.approx(loss, rel=2e-6)
+    logits = answers[-1]
+    assert np.abs(logits - stored["logits"]).max() < 2e-5
+    assert (tmp_path / "logs" / "loss.png").stat().st_size > 1000
