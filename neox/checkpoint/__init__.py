@@ -6,6 +6,7 @@ from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
+from neox.checkpoint.optimizer_state import ORDER, OptimizerReader
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
 from neox.checkpoint.resharding import reshard
@@ -23,8 +24,10 @@ from neox.checkpoint.writing import neox_state, save_file, write_client_state, w
 __all__ = [
     "LATEST",
     "MANIFEST",
+    "ORDER",
     "CheckpointReader",
     "Manifest",
+    "OptimizerReader",
     "check_manifest",
     "check_same_model",
     "checkpoint_directories",
