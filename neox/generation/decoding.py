@@ -112,6 +112,11 @@ class _Row:
         if result.finished or len(result.tokens) == self.limit:
             self._end()
 
+    def leave(self) -> None:
+        """Take no more tokens."""
+        if not self.done:
+            self._end()
+
     def _say(self, text: str) -> None:
         if self.on_text and text:
             self.on_text(text)
@@ -135,10 +140,12 @@ def decode(
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
     keep_logits: bool = False,
+    stopped: Callable[[], bool] | None = None,
 ) -> list[Continuation]:
     """Continue a batch of prompts (ids), greedily or by sampling.
 
     numbers: what tells the sequences' random numbers apart (their place in the whole run; default: in this batch).
+    stopped: asked after every step whether to leave it at what there is (on one process only: ranks would disagree).
     Raises GenerationError for empty or over-long prompts and for logits that are not numbers.
     """
     limits = [room(model, prompt, params) for prompt in prompts]
@@ -162,6 +169,9 @@ def decode(
         for number, (row, token) in enumerate(zip(rows, ids.tolist(), strict=True)):
             if not row.done:
                 row.add(token, logits[number].float().cpu() if keep_logits else None)
+        if stopped is not None and stopped():
+            for row in rows:
+                row.leave()
         if all(row.done for row in rows):
             return [row.result for row in rows]
         tokens = ids[:, None]

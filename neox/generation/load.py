@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
+from neox.generation.packed import can_pack, pack_layers
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import build_layer, tied_logits
@@ -68,6 +69,8 @@ def load_model(
     }
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, plan.precision, device)
+    if can_pack(device, dtype):
+        pack_layers(layers.values())
     return runner_of_layers(plan, layers, grid, device, dtype, recompute=recompute)
 
 

@@ -1,0 +1,44 @@
+"""Weights laid out for reading: on CPUs, matrices in the blocked order in which oneDNN multiplies.
+
+A weight that is trained lies in rows; oneDNN reads it in blocks and would rearrange it at every product. Weights that
+only generate are rearranged once: measured on an AMD EPYC, the products of one token then read memory 1.1 times (fp32)
+to 1.6 times (bf16) as fast, and those of eight tokens 1.4 to 2 times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from neox.ops.linear import ONEDNN
+from neox.parallel import ColumnParallelLinear, RowParallelLinear
+
+_EXPECTED_ROWS = 1  # the layout is best for so many rows of activations: one token of one sequence
+
+
+class PackedWeight:
+    """A weight [O, I] in oneDNN's layout; called like `F.linear`, whose weight argument it ignores."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _EXPECTED_ROWS)
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies such weights on this machine."""
+    if device.type != "cpu" or not ONEDNN:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_layers(layers: Iterable[nn.Module]) -> None:
+    """Rearrange the weights of all split linear layers inside `layers`, in place: the rows are given up."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.multiply = PackedWeight(module.weight)
+                module.register_parameter("weight", None)

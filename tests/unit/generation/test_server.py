@@ -1,0 +1,208 @@
+"""The completions protocol over HTTP: answers, streams, limits, refusals."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from neox.generation.completions_api import BadRequest, Limits, parse_request
+from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
+
+pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx, which the tests speak to the server with, is not installed")
+
+from neox.generation.server import Desk, make_app  # noqa: E402 (after the skips)
+
+CODEC = ToyCodec()
+
+
+def client(model=None, **limits):
+    app = make_app(model or ToyModel(next_letter), CODEC, name="toy", limits=Limits(**limits))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+def post(body, *, model=None, headers=None, **limits):
+    async def call():
+        async with client(model, **limits) as http:
+            return await http.post("/v1/completions", json=body, headers=headers)
+
+    return asyncio.run(call())
+
+
+def events(answer):
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_completion():
+    answer = post({"model": "any", "prompt": "abc", "max_tokens": 3, "temperature": 0})
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "def", "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+def test_several_prompts_n_echo_and_stop():
+    body = {"prompt": ["ab", [24]], "n": 2, "echo": True, "stop": "ef", "temperature": 0, "max_tokens": 9}
+    choices = post(body).json()["choices"]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
+        (0, "abcd", "stop"),
+        (1, "abcd", "stop"),
+        (2, "xyz", "stop"),
+        (3, "xyz", "stop"),
+    ]
+
+
+def test_a_stream_gives_the_text_of_a_whole_answer():
+    body = {"prompt": ["a", "h"], "max_tokens": 5, "temperature": 1.0, "seed": 4}
+    whole = post(body, model=ToyModel(hashed)).json()["choices"]
+    answer = post({**body, "stream": True}, model=ToyModel(hashed))
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *texts, last = events(answer)
+    streamed = ["", ""]
+    for event in texts:
+        assert event["choices"][0]["finish_reason"] is None
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == [choice["text"] for choice in whole]
+    assert [choice["finish_reason"] for choice in last["choices"]] == [choice["finish_reason"] for choice in whole]
+
+
+def test_the_seed_decides_what_is_drawn():
+    body = {"prompt": "a", "max_tokens": 12, "seed": 1}
+    one, two = (post(body, model=ToyModel(hashed)).json()["choices"][0]["text"] for _ in range(2))
+    other = post({**body, "seed": 2}, model=ToyModel(hashed)).json()["choices"][0]["text"]
+    assert one == two != other
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "must be a JSON object"),
+        ({"prompt": 3}, "`prompt` must be"),
+        ({"prompt": ["a", 3]}, "`prompt` must hold"),
+        ({"prompt": []}, "`prompt` must be"),
+        ({"prompt": [400]}, "outside 0..26"),
+        ({"prompt": "a" * 64}, "context is 64"),
+        ({"prompt": "a", "max_tokens": 0}, "`max_tokens` must be an integer from 1 to 1024"),
+        ({"prompt": "a", "max_tokens": 2.5}, "`max_tokens` must be an integer"),
+        ({"prompt": "a", "temperature": "hot"}, "`temperature` must be a number"),
+        ({"prompt": "a", "top_p": True}, "`top_p` must be a number"),
+        ({"prompt": "a", "n": 9}, "`n` must be an integer from 1 to 8"),
+        ({"prompt": ["a"] * 5, "n": 2}, "more than 8 sequences"),
+        ({"prompt": "a", "best_of": 3}, "`best_of`"),
+        ({"prompt": "a", "logprobs": 2}, "`logprobs` does not exist here"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, "`frequency_penalty` does not exist here"),
+        ({"prompt": "a", "stop": [""]}, "empty stop string"),
+        ({"prompt": "a", "stop": 3}, "`stop` must be"),
+        ({"prompt": "a", "seed": -1}, "`seed` must be"),
+        ({"prompt": "a", "stream": 1}, "`stream` must be true or false"),
+        ({"prompt": "a", "temprature": 1}, "unknown: temprature"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(body, message):
+    answer = post(body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_neutral_values_of_what_does_not_exist_pass():
+    body = {"prompt": "a", "logprobs": None, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "user": "me"}
+    assert parse_request(body, ToyModel(next_letter), CODEC, Limits()).prompts == ((1,),)
+    with pytest.raises(BadRequest):
+        parse_request({**body, "suffix": "x"}, ToyModel(next_letter), CODEC, Limits())
+
+
+def test_the_time_limit_ends_a_generation_with_what_there_is():
+    choice = post({"prompt": "a", "max_tokens": 20, "temperature": 0}, seconds=0.0).json()["choices"][0]
+    assert choice == {"index": 0, "text": "b", "logprobs": None, "finish_reason": "timeout"}
+
+
+def test_large_and_foreign_requests_are_turned_away():
+    assert post({"prompt": "a" * 200}, body_bytes=100).status_code == 413
+    assert post({"prompt": "a"}, headers={"content-type": "text/plain"}).status_code == 415
+    assert post({"prompt": "a"}, headers={"host": "evil.example"}).status_code == 400
+
+
+def test_nan_is_an_error_of_the_server_and_it_lives_on():
+    model = ToyModel(lambda ids: next_letter(ids) * (float("nan") if ids[-1] == 3 else 1))
+
+    async def call():
+        async with client(model) as http:
+            bad = await http.post("/v1/completions", json={"prompt": "c"})
+            streamed = await http.post("/v1/completions", json={"prompt": "c", "stream": True})
+            good = await http.post("/v1/completions", json={"prompt": "d", "temperature": 0, "max_tokens": 1})
+            return bad, streamed, good, await http.get("/health")
+
+    bad, streamed, good, health = asyncio.run(call())
+    assert bad.status_code == 500
+    assert "not finite" in bad.json()["error"]["message"]
+    assert "not finite" in streamed.text
+    assert "[DONE]" not in streamed.text
+    assert good.json()["choices"][0]["text"] == "e"
+    assert health.json() == {"status": "ok", "waiting": 0}
+
+
+def test_one_generates_some_wait_more_are_refused():
+    gate, running = threading.Event(), []
+
+    def rule(ids):
+        running.append(threading.get_ident())
+        assert gate.wait(20)
+        return next_letter(ids)
+
+    async def call():
+        async with client(ToyModel(rule), waiting=1) as http:
+            body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+            first, second = (asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2))
+            while not running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            refused = await http.post("/v1/completions", json=body)
+            waiting = (await http.get("/health")).json()["waiting"]
+            gate.set()
+            return refused, waiting, await first, await second
+
+    refused, waiting, first, second = asyncio.run(call())
+    assert (refused.status_code, waiting) == (429, 1)
+    assert first.json()["choices"][0]["text"] == second.json()["choices"][0]["text"] == "bc"
+    assert len(set(running)) == 1
+
+
+def test_a_reader_that_leaves_a_stream_ends_its_work():
+    steps = []
+
+    def rule(ids):
+        steps.append(len(ids))
+        return next_letter([1])
+
+    async def call():
+        from neox.generation.server import _stream
+
+        model = ToyModel(rule, max_length=100_000)
+        desk = Desk(model, CODEC, Limits(max_tokens=90_000))
+        body = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}
+        stream = _stream(desk, parse_request(body, model, CODEC, desk.limits), "toy")
+        first = await anext(stream)
+        await stream.aclose()
+        await asyncio.wait_for(desk.turn.acquire(), 20)
+        return first, desk.inside
+
+    first, inside = asyncio.run(call())
+    assert '"text": "b"' in first
+    assert inside == 0
+    assert len(steps) < 90_000
+
+
+def test_models_and_the_page():
+    async def call():
+        async with client() as http:
+            return await http.get("/v1/models"), await http.get("/")
+
+    models, page = asyncio.run(call())
+    assert models.json()["data"][0]["id"] == "toy"
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/v1/completions" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
