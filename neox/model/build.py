@@ -11,7 +11,7 @@ from neox.model.attention import SelfAttention
 from neox.model.block import MLP, TransformerLayer
 from neox.model.ends import Embedding, FinalNorm, Head, TiedHead
 from neox.model.initial_weights import initialize_layer
-from neox.ops import AttentionImpl, softmax_impl
+from neox.ops import AttentionImpl
 from neox.parallel import ParallelGrid
 
 _FIRST_BLOCK = 2
@@ -79,7 +79,7 @@ def _build_block(
         hidden,
         heads,
         grid,
-        impl=_attention_impl(plan, block, device),
+        impl=_attention_impl(plan, block),
         rotary_ndims=rotary_ndims,
         rotary_base=model.rotary_emb_base,
         dropout=training.attention_dropout,
@@ -101,14 +101,17 @@ def _build_block(
     )
 
 
-def _attention_impl(plan: RunPlan, block: int, device: torch.device | str | None) -> AttentionImpl:
-    """Return a block's attention; the fused kernel asked for on a CPU becomes torch's operations, said aloud once."""
+def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:
+    """Return a block's attention; the fused kernel asked for without a GPU becomes torch's operations, said aloud once.
+
+    By what the machine has, not by where the layer is built: weights may be made on a CPU, or on meta, and moved.
+    """
     wanted = plan.attention[block]
-    if wanted != "fused" or softmax_impl("cpu" if device is None else device) == "triton":
+    if wanted != "fused" or torch.cuda.is_available():
         return wanted
     if block == 0:
         get_logger(__name__).warning(
             "scaled_upper_triang_masked_softmax_fusion: the fused kernel needs a GPU; "
-            "on this CPU attention uses torch's operations, which give the same numbers"
+            "on this machine attention uses torch's operations, which give the same numbers"
         )
     return "eager"

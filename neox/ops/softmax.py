@@ -35,7 +35,7 @@ def scale_mask_softmax(scores: Tensor, scale: float = 1.0, impl: SoftmaxImpl = "
 def softmax_impl(device: torch.device | str) -> SoftmaxImpl:
     """Return the implementation to ask for on a device: the kernel on CUDA, the reference elsewhere.
 
-    A caller that was asked for the fused kernel and gets "torch" says so to its user.
+    For callers that may choose; where the kernel was asked for by name, "triton" is passed and fails off a GPU.
     """
     return "triton" if torch.device(device).type == "cuda" else "torch"
 

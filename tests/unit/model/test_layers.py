@@ -107,6 +107,7 @@ def test_layer_norm_epsilon_is_the_configured_one():
     assert all(norm.eps == 0.5 for norm in norms)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, where the kernel is used")
 def test_fused_softmax_on_a_cpu_is_said_aloud(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("WARNING", logger="neox"):
         model = GPT(small_plan(scaled_upper_triang_masked_softmax_fusion=True), ParallelGrid.single())

@@ -1,0 +1,409 @@
+"""Training speed: tokens/s, model FLOPs and MFU beside a matmul probe, and on a CPU beside transformers' GPT-NeoX.
+
+python benchmarks/train.py                          # CPU: 27M in fp32 and bf16, transformers in turn, in one run
+python benchmarks/train.py --shape 1.3B --compile   # GPU: bf16, flash attention
+python benchmarks/train.py --shape 6.9B --compile --json out.json
+
+A step is the whole work of one: `accumulation` micro-batches forward and backward, clipping at 1.0, AdamW. Rounds go
+through all sides in turn and medians count, so that a machine that slows down slows all of them.
+
+Model FLOPs per token = 6 P + 12 L S H (PaLM, arXiv:2204.02311, appendix B): P parameters without the embedding table,
+attention counted whole; recomputation never counts. MFU = model FLOPs/s over the peak assumed (dense bf16 of the data
+sheet; on a CPU, and on a GPU not in the table, the matmul probe). "of probe" = over a large square matmul of the same
+dtype, measured in the same run between the rounds.
+
+bf16 trains bf16 weights with an fp32 master copy and fp32 Adam moments (16 bytes a parameter in all). Gradients
+accumulate over micro-batches in bf16, in place: no separate fp32 gradient. No recomputation unless --recompute.
+The loss is computed in chunks without whole logits (`GPT.loss`); transformers' side uses its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from neox.config import NeoXConfig, RunPlan, resolve
+from neox.model import GPT
+from neox.ops import linear
+from neox.optim import parameter_groups
+from neox.parallel import ParallelGrid
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+"""Dense bf16 FLOP/s of data sheets, by part of the device's name; the first match counts."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and a batch. micro_batch: samples; it is halved until it fits into the memory of a GPU."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    micro_batch: int
+    accumulation: int = 1
+
+
+SHAPES = {
+    "tiny": Shape(2, 64, 4, 512, 64, 2),
+    "27M": Shape(6, 512, 8, 8192, 512, 4),
+    "1.3B": Shape(24, 2048, 16, 50432, 2048, 16, 4),
+    "2.8B": Shape(32, 2560, 32, 50432, 2048, 8, 4),
+    "6.9B": Shape(32, 4096, 32, 50432, 2048, 4, 8),
+}
+
+
+class ClippedAdamW:
+    """torch's fused AdamW after clipping by the global norm, with NeoX's decay groups.
+
+    bf16 weights get fp32 master copies and moments and are updated one parameter at a time, so that no fp32 gradient of
+    the whole model ever exists.
+    """
+
+    def __init__(self, model: nn.Module, max_norm: float = 1.0) -> None:
+        self.parameters = list(model.parameters())
+        self.max_norm = max_norm
+        groups = parameter_groups(model.named_parameters(), 0.1)
+        how: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": True}
+        self.whole = None
+        self.split: list[tuple[nn.Parameter, Tensor, torch.optim.AdamW]] = []
+        if self.parameters[0].dtype == torch.float32:
+            self.whole = torch.optim.AdamW(groups, **how)
+            return
+        for group in groups:
+            for parameter in group["params"]:
+                master = parameter.detach().float()
+                self.split.append((parameter, master, torch.optim.AdamW([{**group, "params": [master]}], **how)))
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        if self.whole is not None:
+            self.whole.step()
+        for parameter, master, optimizer in self.split:
+            master.grad = parameter.grad.float()
+            optimizer.step()
+            master.grad = None
+            parameter.data.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@dataclass
+class Side:
+    """One contestant: `step()` does a whole optimizer step and returns its loss."""
+
+    name: str
+    step: Callable[[], Tensor]
+
+
+def make_plan(shape: Shape, args: argparse.Namespace, dtype: str) -> RunPlan:
+    kind = "flash" if args.attention == "flash" else "global"
+    flat = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "seq_length": shape.seq,
+        "max_position_embeddings": shape.seq,
+        "pos_emb": "rotary",
+        "rotary_pct": 0.25,
+        "no_weight_tying": True,
+        "gpt_j_residual": True,
+        "output_layer_parallelism": "column",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_config": [[[kind], "all"]],
+        "scaled_upper_triang_masked_softmax_fusion": args.attention == "fused",
+        "checkpoint_activations": args.recompute,
+        "precision": "bfloat16" if dtype == "bf16" else "fp32",
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "gradient_accumulation_steps": shape.accumulation,
+        "train_iters": 1,
+        "lr_decay_iters": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+    }
+    return resolve(NeoXConfig.from_flat(flat), 1, shape.vocab)
+
+
+def batches(shape: Shape, device: torch.device) -> list[Tensor]:
+    """Return ids [B, S + 1] of each micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.micro_batch, shape.seq + 1)
+    return [torch.randint(0, shape.vocab, size, generator=generator).to(device) for _ in range(shape.accumulation)]
+
+
+def train_step(micro: list[Tensor], loss_of: Callable[[Tensor], Tensor], optimizer: Any) -> Tensor:
+    """Forward and backward over the micro-batches, then clip and update."""
+    total = torch.zeros((), device=micro[0].device)
+    for ids in micro:
+        loss = loss_of(ids) / len(micro)
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def build_model(plan: RunPlan, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Build the model; on a GPU its weights are drawn there, since drawing billions on a CPU takes minutes."""
+    if device.type == "cpu":
+        return GPT(plan, ParallelGrid.single(), dtype=dtype)
+    needed, there = 16 * plan.layers.numel, torch.cuda.get_device_properties(device).total_memory
+    if needed > 0.95 * there:
+        raise SystemExit(f"skipped: weights and optimizer need {needed / 1e9:.0f} GB, the GPU has {there / 1e9:.0f} GB")
+    model = GPT(plan, ParallelGrid.single(), device="meta", dtype=dtype).to_empty(device=device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.02) if parameter.dim() > 1 else nn.init.zeros_(parameter)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+    for block in model.blocks:
+        block.attention.rotary_emb.reset()
+    return model
+
+
+def our_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
+    model = build_model(make_plan(shape, args, dtype), device, DTYPES[dtype])
+    if args.compile:
+        for block in model.blocks:  # one block at a time: all share one compiled graph
+            block.compile()
+    optimizer, micro = ClippedAdamW(model), batches(shape, device)
+    mask = torch.ones(shape.micro_batch, shape.seq, device=device)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        return model.loss(ids[:, :-1], (ids[:, 1:], mask))
+
+    def step() -> Tensor:
+        if not args.cudnn:
+            return train_step(micro, loss_of, optimizer)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return train_step(micro, loss_of, optimizer)
+
+    return Side(f"ours {dtype}", step)
+
+
+def their_side(shape: Shape, dtype: str, device: torch.device) -> Side:
+    """transformers' model in its usual loop: its own loss, clip_grad_norm_, torch's fused AdamW (Trainer's default)."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.hidden,
+        max_position_embeddings=shape.seq,
+        rotary_pct=0.25,
+        use_parallel_residual=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cache=False,
+    )
+    model = GPTNeoXForCausalLM(config).to(device, DTYPES[dtype]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    micro = batches(shape, device)
+
+    class Clipped:
+        zero_grad = staticmethod(optimizer.zero_grad)
+
+        @staticmethod
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    def loss_of(ids: Tensor) -> Tensor:
+        return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
+
+    return Side(f"transformers {dtype}", lambda: train_step(micro, loss_of, Clipped))
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def matmul_probe(dtype: str, device: torch.device) -> float:
+    """Return FLOP/s of a large square matmul by the fastest product this project knows, the median of several runs."""
+    size, repeats = (8192, 20) if device.type == "cuda" else (1024, 4)
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
+    seconds_of(lambda: linear(a, b), device)
+    tries = [seconds_of(lambda: [linear(a, b) for _ in range(repeats)], device) for _ in range(3)]
+    return 2 * size**3 * repeats / statistics.median(tries)
+
+
+def peak_of(device: torch.device, probe: float) -> tuple[float, str]:
+    """Return the FLOP/s that MFU is measured against, and where the number is from."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in PEAKS.items():
+            if all(word in name for word in part.split()):
+                return peak, f"data sheet of {part}, dense bf16"
+    return probe, "matmul probe of this run"
+
+
+def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> tuple[Shape, Side]:
+    """Build and run one step, with half the micro-batch (and twice the accumulation) as long as memory runs out."""
+    while True:
+        try:
+            side = build(shape)
+            side.step()
+            return shape, side
+        except torch.OutOfMemoryError:
+            if shape.micro_batch == 1:
+                raise
+        # Outside the handler: the exception keeps the frames, and so the memory, of what failed.
+        side = None
+        torch.cuda.empty_cache()
+        shape = replace(shape, micro_batch=shape.micro_batch // 2, accumulation=shape.accumulation * 2)
+
+
+def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Time all sides in turn; return one row of figures for each."""
+    dtypes = args.dtype or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
+    peers = not args.no_peer and device.type == "cpu"
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    sides: list[tuple[str, Side]] = []
+    for dtype in dtypes:
+        shape, side = fits(shape, lambda s, d=dtype: our_side(s, args, d, device), device)
+        sides.append((dtype, side))
+        if peers:
+            sides.append((dtype, their_side(shape, dtype, device)))
+    seconds: dict[str, list[float]] = {side.name: [] for _, side in sides}
+    losses: dict[str, float] = {}
+    probes: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
+    for round_number in range(args.warmup + args.rounds):
+        for _, side in sides:
+            taken = seconds_of(lambda s=side: losses.__setitem__(s.name, float(s.step())), device)
+            if round_number >= args.warmup:
+                seconds[side.name].append(taken)
+        if round_number >= args.warmup:
+            for dtype in dtypes:
+                probes[dtype].append(matmul_probe(dtype, device))
+    return [row_of(shape, args, device, dtype, side.name, seconds, losses, probes) for dtype, side in sides]
+
+
+def row_of(
+    shape: Shape,
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: str,
+    name: str,
+    seconds: dict[str, list[float]],
+    losses: dict[str, float],
+    probes: dict[str, list[float]],
+) -> dict[str, Any]:
+    layers = make_plan(shape, args, dtype).layers
+    multiplied = layers.numel - layers.padded_vocab_size * layers.hidden_size
+    per_token = 6 * multiplied + 12 * shape.layers * shape.seq * shape.hidden
+    tokens = shape.micro_batch * shape.accumulation * shape.seq
+    median = statistics.median(seconds[name])
+    probe = statistics.median(probes[dtype])
+    peak, source = peak_of(device, probe)
+    flops = tokens * per_token / median
+    # A ratio per round: both sides of a round met the same machine.
+    baseline = seconds.get("transformers fp32")
+    ratio = statistics.median(b / s for b, s in zip(baseline, seconds[name], strict=True)) if baseline else None
+    return {
+        "side": name,
+        "shape": asdict(shape),
+        "parameters": layers.numel,
+        "tokens_per_step": tokens,
+        "seconds_per_step": median,
+        "seconds_all": seconds[name],
+        "tokens_per_second": tokens / median,
+        "model_flops_per_token": per_token,
+        "model_flops_per_second": flops,
+        "mfu": flops / peak,
+        "peak": peak,
+        "peak_source": source,
+        "probe_flops_per_second": probe,
+        "of_probe": flops / probe,
+        "times_transformers_fp32": ratio,
+        "loss": losses[name],
+        "attention": args.attention,
+        "cudnn": args.cudnn,
+        "compile": args.compile,
+        "recompute": args.recompute,
+        "gradient_accumulation_dtype": dtype,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    }
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name(device)
+    else:
+        what = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    return {"device": what, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="27M")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="default: bf16 on a GPU, both on a CPU")
+    parser.add_argument("--attention", choices=["flash", "fused", "eager"], default="flash")
+    parser.add_argument("--cudnn", action="store_true", help="prefer cuDNN's attention to torch's own flash kernel")
+    parser.add_argument("--micro-batch", type=int, help="samples in one micro-batch, in place of the shape's")
+    parser.add_argument("--accumulation", type=int, help="micro-batches in one step, in place of the shape's")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out (a GPU run always does)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--threads", type=int, help="torch threads on a CPU")
+    parser.add_argument("--json", type=Path, help="write everything to this file too")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = SHAPES[args.shape]
+    shape = replace(
+        shape,
+        micro_batch=args.micro_batch or shape.micro_batch,
+        accumulation=args.accumulation or shape.accumulation,
+    )
+    where = describe(device)
+    rows = measure(shape, args, device)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**where, "name": args.shape, "rows": rows}, indent=1) + "\n")
+    print(f"{args.shape}: {rows[0]['parameters'] / 1e6:,.1f} M parameters on {where['device']}, torch {where['torch']}")
+    print(f"peak: {rows[0]['peak'] / 1e12:.2f} TFLOP/s ({rows[0]['peak_source']}); FLOPs per token = 6 P + 12 L S H")
+    for row in rows:
+        compared = row["times_transformers_fp32"]
+        memory = row["peak_memory_bytes"]
+        print(
+            f"{row['side']:18s} {row['tokens_per_second']:10,.0f} tokens/s"
+            f"  {row['model_flops_per_second'] / 1e12:8.3f} TFLOP/s"
+            f"  MFU {100 * row['mfu']:5.1f} %  of probe {row['of_probe']:.2f}"
+            + (f"  {compared:.2f} x transformers fp32" if compared else "")
+            + (f"  {memory / 2**30:.1f} GiB" if memory else "")
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Operations on a GPU: the Triton kernel for real, attention kinds, and the network against itself on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neox.model import GPT, lm_loss
+from neox.ops import core_attention, linear_cross_entropy, linear_cross_entropy_reference, scale_mask_softmax
+from neox.parallel import ParallelGrid, vocab_parallel_cross_entropy
+from tests.unit.model.plans import small_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BOUNDS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("length", [1, 5, 128, 1000, 2048, 5000])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_softmax_kernel_equals_the_reference(dtype: torch.dtype, length: int):
+    scores, grad = drawn(1, 2, length, length, dtype=dtype) * 4, drawn(1, 2, length, length, seed=1, dtype=dtype)
+    results = []
+    for impl in ("torch", "triton"):
+        leaf = scores.clone().requires_grad_()
+        weights = scale_mask_softmax(leaf, 0.7, impl)
+        weights.backward(grad)
+        results.append((weights.detach(), leaf.grad))
+    (weights, dx), (fused, fused_dx) = results
+    assert fused.dtype == dtype
+    assert not fused.triu(1).any()
+    assert not fused_dx.triu(1).any()
+    torch.testing.assert_close(fused, weights, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+    torch.testing.assert_close(fused_dx, dx, atol=5 * BOUNDS[dtype], rtol=5 * BOUNDS[dtype])
+
+
+def test_softmax_kernel_addresses_more_than_2_to_the_31_elements():
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GB of GPU memory")
+    scores = torch.zeros(1, 33, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    weights = scale_mask_softmax(scores, 1.0, "triton")
+    torch.testing.assert_close(
+        weights[0, -1, -1].float(), torch.full((8192,), 1 / 8192, device="cuda"), rtol=1e-2, atol=0
+    )
+    assert not weights[0, -1, 0, 1:].any()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("impl", ["fused", "flash"])
+def test_attention_kinds_agree(impl: str, dtype: torch.dtype):
+    inputs = [drawn(2, 300, 4, 64, seed=seed, dtype=dtype) for seed in range(3)]
+    grad = drawn(2, 300, 4, 64, seed=3, dtype=dtype)
+    results = []
+    for kind in ("eager", impl):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = core_attention(*leaves, impl=kind)
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for expected, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=4 * BOUNDS[dtype], rtol=4 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_losses_equal_torchs(dtype: torch.dtype):
+    x, weight = drawn(3000, 64, dtype=dtype) * 0.3, drawn(50432, 64, seed=1, dtype=dtype) * 0.3
+    labels = torch.randint(0, 50432, (3000,), generator=torch.Generator().manual_seed(2)).cuda()
+    ones = torch.ones(3000, device="cuda")
+    expected = linear_cross_entropy_reference(x.float(), weight.float(), labels, ones) / 3000
+    chunked = linear_cross_entropy(x, weight, labels, ones) / 3000
+    split = vocab_parallel_cross_entropy(
+        (x @ weight.t()).unsqueeze(0), labels.unsqueeze(0), ParallelGrid.single()
+    ).mean()
+    for loss in (chunked, split):
+        torch.testing.assert_close(loss, expected, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "fused", "flash"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_network_gives_its_cpu_numbers(parallel: bool, attention: str):
+    keys = {
+        "gpt_j_residual": parallel,
+        "attention_config": [[["flash" if attention == "flash" else "global"], "all"]],
+        "scaled_upper_triang_masked_softmax_fusion": attention == "fused",
+    }
+    grid = ParallelGrid.single()
+    tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 16)
+    # The CPU side computes eagerly: the kernel asked for by name runs on a GPU alone.
+    on_cpu = GPT(small_plan(gpt_j_residual=parallel), grid)
+    on_gpu = GPT(small_plan(**keys), grid, device="cuda")
+    expected = lm_loss(on_cpu(tokens), (tokens, mask), grid)
+    loss = lm_loss(on_gpu(tokens.cuda()), (tokens.cuda(), mask.cuda()), grid)
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=0)
+    expected.backward()
+    loss.backward()
+    for (name, cpu), gpu in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
+        torch.testing.assert_close(gpu.grad.cpu(), cpu.grad, atol=1e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_recomputation_repeats_dropout():
+    grid = ParallelGrid.single()
+    tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
+    results = []
+    for recompute in (False, True):
+        keys = {"checkpoint_activations": recompute, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+        model = GPT(small_plan(**keys), grid, device="cuda")
+        grid.seed(3)
+        loss = lm_loss(model(tokens), (tokens, torch.ones(2, 16, device="cuda")), grid)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for plain, again in zip(*results, strict=True):
+        torch.testing.assert_close(again, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_compiled_bf16_block_gives_the_eager_numbers():
+    plan, grid = small_plan(hidden_size=256, attention_config=[[["flash"], "all"]]), ParallelGrid.single()
+    model = GPT(plan, grid, device="cuda", dtype=torch.bfloat16).eval()
+    tokens = torch.arange(32).view(2, 16).cuda()
+    with torch.no_grad():
+        expected = model(tokens)
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+        torch.testing.assert_close(model(tokens), expected, atol=2e-2, rtol=2e-2)
