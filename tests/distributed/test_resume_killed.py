@@ -1,0 +1,119 @@
+"""A run that is killed while training and while saving, and asked to end between, gives the undisturbed run's curve."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from neox.config import NeoXConfig, encode_payload, resolve
+from neox.tokenizer import build_tokenizer
+from neox.train.metrics_file import curves
+
+ROOT = Path(__file__).parents[2]
+ITERATIONS = 28
+
+
+def payload(directory: Path) -> str:
+    """Two stages, tied weights, dropout, a checkpoint every fourth iteration."""
+    flat = {
+        "pipe_parallel_size": 2,
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "pos_emb": "rotary",
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "lr_decay_style": "cosine",
+        "train_iters": ITERATIONS,
+        "eval_interval": 10,
+        "eval_iters": 1,
+        "data_path": "data/small_text_document",
+        "tokenizer_type": "HFTokenizer",
+        "vocab_file": str(ROOT / "tests/golden/data/tokenizer.json"),
+        "save": f"{directory.name}/checkpoints",
+        "load": f"{directory.name}/checkpoints",
+        "checkpoint_factor": 4,
+        "log_dir": f"{directory.name}/logs",
+        "log_interval": 1,
+    }
+    config = NeoXConfig.from_flat(flat)
+    return encode_payload(resolve(config, 2, build_tokenizer("HFTokenizer", flat["vocab_file"]).vocab_size))
+
+
+def start(directory: Path) -> list[subprocess.Popen]:
+    """Start both ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    directory.mkdir(exist_ok=True)
+    return [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), "--payload", payload(directory)],
+            cwd=directory.parent,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=open(directory / f"stderr_{rank}", "a"),
+        )
+        for rank in range(2)
+    ]
+
+
+def wait(processes: list[subprocess.Popen]) -> list[int]:
+    """Exit codes of the ranks."""
+    return [process.wait(timeout=120) for process in processes]
+
+
+def signal_when(processes: list[subprocess.Popen], condition, signum: int) -> list[int]:
+    """Send a signal to all ranks as soon as `condition()` holds, and return their exit codes."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came"
+        assert all(process.poll() is None for process in processes), "ended before the condition came"
+        time.sleep(0.001)
+    for process in processes:
+        process.send_signal(signum)
+    return wait(processes)
+
+
+def reached(directory: Path, iteration: int) -> bool:
+    """Whether the metrics file holds an iteration."""
+    metrics = directory / "logs" / "metrics.jsonl"
+    return metrics.exists() and f'"iteration": {iteration},' in metrics.read_text()
+
+
+def test_killed_and_resumed_equals_undisturbed(tmp_path):
+    shutil.copytree(ROOT / "tests/golden/data", tmp_path / "data")
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    assert wait(start(calm)) == [0, 0], (calm / "stderr_0").read_text()
+
+    killed = signal_when(start(rough), lambda: reached(rough, 6), signal.SIGKILL)
+    assert killed == [-signal.SIGKILL] * 2
+    assert (rough / "checkpoints" / "latest").read_text().strip() == "global_step4"
+
+    ended = signal_when(start(rough), lambda: reached(rough, 10), signal.SIGTERM)
+    assert ended == [0, 0], (rough / "stderr_0").read_text()
+    saved = int((rough / "checkpoints" / "latest").read_text().strip().removeprefix("global_step"))
+    assert saved >= 10
+    assert "SIGTERM" in (rough / "stderr_0").read_text()
+
+    staging = rough / "checkpoints" / ".staging-global_step24"
+    assert saved < 24
+    killed = signal_when(start(rough), staging.exists, signal.SIGKILL)
+    assert killed == [-signal.SIGKILL] * 2
+
+    assert wait(start(rough)) == [0, 0], (rough / "stderr_0").read_text()
+    assert not staging.exists()
+    assert curves(rough / "logs" / "metrics.jsonl") == curves(calm / "logs" / "metrics.jsonl")
+    lines = [json.loads(line) for line in (calm / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "train/lm_loss" in line] == list(range(1, ITERATIONS + 1))
