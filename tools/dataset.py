@@ -20,11 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets, read_sidecar, write_sidecar
+from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
 from neox.data.division import divide_dataset, divide_lines
 from neox.data.facts import DatasetFacts, dataset_facts
 from neox.data.index_format import idx_path
-from neox.data.sidecar import joined_sidecar
 from neox.data.sources import count_sources
 from neox.data.verify import verify_dataset
 from neox.data.weights import split_documents
@@ -209,14 +208,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Join datasets, and their sidecars where all have one."""
-    sidecars = [read_sidecar(prefix) for prefix in args.prefixes]
-    known = [sidecar for sidecar in sidecars if sidecar is not None]
-    joined = joined_sidecar(known) if known else None  # before anything is written: tokenizers may differ
     merge_datasets(args.prefixes, args.output_prefix)
-    if joined is not None and len(known) == len(sidecars):
-        write_sidecar(args.output_prefix, joined)
-    elif known:
-        print("not every input has a .json that names its tokenizer, so the output has none", file=sys.stderr)
     facts = dataset_facts(args.output_prefix)
     print(f"{args.output_prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens")
     return 0

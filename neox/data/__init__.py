@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from neox.data.batches import Batch, BatchIterator
     from neox.data.blend import BlendedDataset
     from neox.data.build import DataIterators, Datasets, build_data_iterators, build_datasets, sample_counts
-    from neox.data.builder import BuilderState, IndexedDatasetBuilder, merge_datasets
+    from neox.data.builder import BuilderState, IndexedDatasetBuilder
     from neox.data.gpt_dataset import GPTDataset
     from neox.data.index_format import best_dtype
     from neox.data.indexed_dataset import IndexedDataset
+    from neox.data.merging import merge_datasets
     from neox.data.sidecar import Sidecar, check_fits, read_sidecar, write_sidecar
 
 _HOMES = {
@@ -26,7 +27,7 @@ _HOMES = {
     "sample_counts": "build",
     "BuilderState": "builder",
     "IndexedDatasetBuilder": "builder",
-    "merge_datasets": "builder",
+    "merge_datasets": "merging",
     "GPTDataset": "gpt_dataset",
     "best_dtype": "index_format",
     "IndexedDataset": "indexed_dataset",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import BufferedRandom, BufferedWriter
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +21,12 @@ _COPY_TOKENS = 1 << 24
 
 
 class BuilderState(TypedDict):
-    """How far a builder is, as plain JSON: what lies safely on disk. `max_id` is -1 before the first token."""
+    """How far a builder is, as plain JSON. max_id is -1 before the first token; crc32 is that of the ids' bytes."""
 
     documents: int
     tokens: int
     max_id: int
+    crc32: int
 
 
 class IndexedDatasetBuilder:
@@ -48,7 +50,7 @@ class IndexedDatasetBuilder:
         dtype_code(self.dtype)
         self.layout: Layout = "mmap" if impl == "mmap" else "cached"
         self._bin, self._sizes, self._idx = (Path(f"{prefix}.{end}.partial") for end in ("bin", "sizes", "idx"))
-        self._state = BuilderState(**resume) if resume else BuilderState(documents=0, tokens=0, max_id=-1)
+        self._state = BuilderState(**resume) if resume else BuilderState(documents=0, tokens=0, max_id=-1, crc32=0)
         self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._ids_file = _open_at(self._bin, self._state["tokens"] * self.dtype.itemsize)
         self._sizes_file = _open_at(self._sizes, self._state["documents"] * 4)
@@ -67,6 +69,16 @@ class IndexedDatasetBuilder:
     def max_id(self) -> int:
         """The largest id added so far, -1 before the first."""
         return self._state["max_id"]
+
+    @property
+    def crc32(self) -> int:
+        """Checksum of the ids' bytes so far: in the end, of the `.bin`."""
+        return self._state["crc32"]
+
+    @property
+    def progress(self) -> BuilderState:
+        """What was added so far, not necessarily on disk: good as `resume` once a later `state()` has returned."""
+        return BuilderState(**self._state)
 
     def add_document(self, ids: np.ndarray | Sequence[int]) -> None:
         """Append one document; it may be empty."""
@@ -88,7 +100,9 @@ class IndexedDatasetBuilder:
             )
         if len(flat):
             self._check_range(flat)
-            _write_all(self._ids_file, np.ascontiguousarray(flat, dtype=self.dtype))
+            stored = np.ascontiguousarray(flat, dtype=self.dtype)
+            _write_all(self._ids_file, stored)
+            self._state["crc32"] = zlib.crc32(stored, self._state["crc32"])
         _write_all(self._sizes_file, sizes.astype("<i4"))
         self._state["documents"] += len(sizes)
         self._state["tokens"] += len(flat)
@@ -108,26 +122,28 @@ class IndexedDatasetBuilder:
 
     def state(self) -> BuilderState:
         """Put everything added so far safely on disk and say how much that is (give it back as `resume`)."""
-        for file in (self._ids_file, self._sizes_file):
-            file.flush()
-            os.fsync(file.fileno())
-        return BuilderState(**self._state)
+        with _placed(self.prefix):
+            for file in (self._ids_file, self._sizes_file):
+                file.flush()
+                os.fsync(file.fileno())
+        return self.progress
 
     def finalize(self) -> None:
         """Write the index and rename both files into place; the `.idx` comes last, and marks the pair as whole."""
         self.state()
         self._close()
         sizes = np.memmap(self._sizes, dtype="<i4", mode="r") if self._state["documents"] else np.empty(0, "<i4")
-        with open(self._idx, "wb") as file:
-            for part in index_parts(self.layout, self.dtype, sizes):
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        for old in (idx_path(self.prefix), json_path(self.prefix)):  # so that they never describe the new data
-            old.unlink(missing_ok=True)
-        os.replace(self._bin, bin_path(self.prefix))
-        os.replace(self._idx, idx_path(self.prefix))
-        self._sizes.unlink()
+        with _placed(self.prefix):
+            with open(self._idx, "wb") as file:
+                for part in index_parts(self.layout, self.dtype, sizes):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            for old in (idx_path(self.prefix), json_path(self.prefix)):  # so that they never describe the new data
+                old.unlink(missing_ok=True)
+            os.replace(self._bin, bin_path(self.prefix))
+            os.replace(self._idx, idx_path(self.prefix))
+            self._sizes.unlink()
 
     def discard(self) -> None:
         """Give up: close and remove the partial files."""
@@ -158,22 +174,6 @@ class IndexedDatasetBuilder:
         self._state["max_id"] = max(self._state["max_id"], high)
 
 
-def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Join datasets of one layout and dtype, in order, into `output`: the bytes of one run over all inputs."""
-    parts = [IndexedDataset(prefix) for prefix in prefixes]
-    if not parts:
-        raise DataError("nothing to merge: give at least one prefix")
-    if str(output) in {part.prefix for part in parts}:
-        raise DataError(f"{output} is both an input and the output of the merge; write to another prefix")
-    kinds = {(part.layout, part.dtype) for part in parts}
-    if len(kinds) > 1:
-        listed = "; ".join(f"{part.prefix}: {part.layout} {part.dtype}" for part in parts)
-        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them alike")
-    with IndexedDatasetBuilder(output, parts[0].dtype, impl=parts[0].layout) as builder:
-        for prefix in prefixes:
-            builder.merge(prefix)
-
-
 def _open_at(path: Path, size: int) -> BufferedWriter | BufferedRandom:
     """Open for appending after the first `size` bytes; what follows them is dropped, having fewer is an error."""
     have = path.stat().st_size if path.exists() else 0
@@ -186,7 +186,14 @@ def _open_at(path: Path, size: int) -> BufferedWriter | BufferedRandom:
 
 
 def _write_all(file: BufferedWriter | BufferedRandom, array: np.ndarray) -> None:
-    try:
+    with _placed(file.name):
         file.write(array.data)
+
+
+@contextmanager
+def _placed(path: str) -> Iterator[None]:
+    """Say which file could not be written."""
+    try:
+        yield
     except OSError as error:
-        raise DataError(f"cannot write {file.name}: {error.strerror}") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error

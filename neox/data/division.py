@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -54,12 +54,8 @@ def divide_dataset(prefix: str | Path, output_prefix: str | Path, split: str, se
             bar.update(len(tokens))
     for name, output, builder in zip(PARTS, outputs, builders, strict=True):
         if sidecar is not None:
-            described = {**sidecar.settings, "split": split, "split_seed": seed, "part": name}
-            counts = (builder.num_documents, builder.num_tokens, builder.max_id)
-            documents, total, max_id = counts
-            write_sidecar(
-                output, replace(sidecar, documents=documents, tokens=total, max_id=max_id, settings=described)
-            )
+            settings = {**sidecar.settings, "split": split, "split_seed": seed, "part": name}
+            write_sidecar(output, replace(sidecar, settings=settings, **builder.progress))
     return {name: builder.num_documents for name, builder in zip(PARTS, builders, strict=True)}
 
 
@@ -89,7 +85,9 @@ def divide_lines(
     return dict(zip(PARTS, counts, strict=True))
 
 
-def _lines(inputs: Sequence[str | Path], budget: SkipBudget, consumed) -> Iterator[tuple[str, int, bytes]]:
+def _lines(
+    inputs: Sequence[str | Path], budget: SkipBudget, consumed: Callable[[int], object]
+) -> Iterator[tuple[str, int, bytes]]:
     """Every line that is not blank: file, number, bytes."""
     for file in expand_inputs(inputs):
         for block in read_blocks(file, block_bytes=_BLOCK_BYTES, consumed=consumed):

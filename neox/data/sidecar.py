@@ -29,6 +29,7 @@ class Sidecar:
     append_eod: each document ends with eod.
     documents, tokens, max_id: of the dataset beside it (max_id -1: no tokens).
     inputs: what it was made from. settings: the options that decided its bytes, for people.
+    crc32: of the `.bin` (`IndexedDatasetBuilder.crc32`), looked at by verification, not by training; None: not known.
     """
 
     tokenizer_type: str
@@ -41,6 +42,7 @@ class Sidecar:
     max_id: int
     inputs: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    crc32: int | None = None
     format: int = _FORMAT
 
 
@@ -102,7 +104,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
 
 
 def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
-    """The sidecar of datasets joined in order. Raises DataError when their tokenizers differ."""
+    """The sidecar of datasets joined in order, its checksum not known yet. DataError when their tokenizers differ."""
     first = sidecars[0]
     for other in sidecars[1:]:
         if other.tokenizer_hash != first.tokenizer_hash:
@@ -112,9 +114,10 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
             )
     return replace(
         first,
-        append_eod=all(s.append_eod for s in sidecars),
-        documents=sum(s.documents for s in sidecars),
-        tokens=sum(s.tokens for s in sidecars),
-        max_id=max(s.max_id for s in sidecars),
-        inputs=tuple(name for s in sidecars for name in s.inputs),
+        append_eod=all(sidecar.append_eod for sidecar in sidecars),
+        documents=sum(sidecar.documents for sidecar in sidecars),
+        tokens=sum(sidecar.tokens for sidecar in sidecars),
+        max_id=max(sidecar.max_id for sidecar in sidecars),
+        inputs=tuple(name for sidecar in sidecars for name in sidecar.inputs),
+        crc32=None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class _Found:
     without_end: int = 0
     first_without_end: int = -1
     inner_ends: int = 0
+    crc32: int = 0
 
 
 def verify_dataset(
@@ -77,6 +79,7 @@ def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None) ->
                 _look_at_ids(found, first, sizes, tokens, vocab_size)
             if eod is not None:
                 _look_at_ends(found, first, sizes, tokens, eod)
+            found.crc32 = zlib.crc32(np.ascontiguousarray(tokens), found.crc32)
             bar.update(len(tokens))
     return found
 
@@ -140,6 +143,10 @@ def _sidecar_problems(sidecar: Sidecar, data: IndexedDataset, found: _Found, tok
     problems = [
         f"the .json says {claim:,} {what}, the files have {real:,}" for what, claim, real in claims if claim != real
     ]
+    if sidecar.crc32 is not None and sidecar.crc32 != found.crc32:
+        problems.append(
+            f"the ids are not those that were written: their checksum is {found.crc32:08x}, not {sidecar.crc32:08x}"
+        )
     if tokenizer_hash is not None and tokenizer_hash != sidecar.tokenizer_hash:
         problems.append(
             f"it was made with another tokenizer: {sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}, not "

@@ -194,7 +194,7 @@ class _Run:
                     states = {}
                     for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
                         builder.add_documents(encoded.ids, encoded.lengths)
-                        states[key] = _state(builder)
+                        states[key] = builder.progress
                     read = at.text_bytes + result.text_bytes
                     at = Progress("", file, result.end, budget.skipped, read, states)
                     shown.written(next(iter(builders.values())).num_documents)
@@ -262,8 +262,5 @@ class _Run:
             max_id=builder.max_id,
             inputs=self.files,
             settings={**self.description, **facts, "key": key},
+            crc32=builder.crc32,
         )
-
-
-def _state(builder: IndexedDatasetBuilder) -> BuilderState:
-    return BuilderState(documents=builder.num_documents, tokens=builder.num_tokens, max_id=builder.max_id)

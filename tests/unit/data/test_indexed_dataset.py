@@ -1,5 +1,6 @@
 """`.bin/.idx` pairs: gpt-neox's bytes read and written, in bulk, resumed and merged."""
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_an_interrupted_build_continues_where_it_was(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16, resume=state) as builder:
         builder.add_documents(data.tokens[half:], data.sizes[800:])
         assert builder.max_id == data.tokens.max()
+    assert builder.crc32 == zlib.crc32(Path(f"{GOLDEN}.bin").read_bytes())
     assert same_bytes(tmp_path / "x")
     with pytest.raises(DataError, match="fewer than"):
         IndexedDatasetBuilder(tmp_path / "x", np.uint16, resume=state)
@@ -111,6 +113,18 @@ def test_ids_and_lengths_are_checked(tmp_path, ids, lengths, message):
         builder.add_documents(np.array(ids), lengths)
     builder.discard()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    builder = IndexedDatasetBuilder(tmp_path / "x", np.uint16)
+    builder.add_document([1, 2])
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match=r"x cannot be written: No space left on device"):
+        builder.finalize()
+    assert not (tmp_path / "x.idx").exists()
 
 
 def test_merging_refuses_what_does_not_go_together(tmp_path):

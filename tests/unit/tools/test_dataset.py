@@ -42,7 +42,8 @@ def described(tmp_path):
     prefix = tmp_path / "described"
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(ids, sizes)
-    write_sidecar(prefix, Sidecar("HFTokenizer", "abc", 50, 0, True, 40, len(ids), int(ids.max()), ("a.jsonl",)))
+    sidecar = Sidecar("HFTokenizer", "abc", 50, 0, True, **builder.progress, inputs=("a.jsonl",))
+    write_sidecar(prefix, sidecar)
     return prefix
 
 
@@ -103,6 +104,18 @@ def test_verify_says_all_that_is_wrong(tool, described):
     assert code == 1
     assert "truncated or from another run" in text
     assert f"{DATA}: good" in text
+
+
+def test_verify_sees_every_flipped_bit(tool, described):
+    path, random = Path(f"{described}.bin"), np.random.default_rng(0)
+    original = path.read_bytes()
+    for _ in range(50):
+        raw = bytearray(original)
+        raw[random.integers(len(raw))] ^= 1 << int(random.integers(8))
+        path.write_bytes(raw)
+        code, text = tool("verify", described)
+        assert code == 1
+        assert "their checksum is" in text
 
 
 def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
