@@ -1,6 +1,7 @@
 """Scores: perplexities, LAMBADA, and the tasks of lm-evaluation-harness."""
 
 from neox.evaluation.harness import harness_model, harness_tasks
+from neox.evaluation.in_training import evaluate_in_training
 from neox.evaluation.job import evaluate_tasks, parse_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import Scoring, corpus_perplexity, wikitext
@@ -14,6 +15,7 @@ __all__ = [
     "SpanScore",
     "TaskResult",
     "corpus_perplexity",
+    "evaluate_in_training",
     "evaluate_tasks",
     "flat_metrics",
     "format_table",

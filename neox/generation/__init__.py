@@ -3,7 +3,7 @@
 from neox.generation.completion import Completion, generate
 from neox.generation.decoding import Continuation, LanguageModel, decode
 from neox.generation.job import generate_all, run_generation, sampling_params
-from neox.generation.load import choose_checkpoint, load_model, runner_of_layers
+from neox.generation.load import choose_checkpoint, load_model, runner_of_forward, runner_of_layers
 from neox.generation.params import SamplingParams
 from neox.generation.plan_arguments import add_plan_arguments, one_process, plan_from_arguments, tokenizer_of
 from neox.generation.replicas import over_replicas
@@ -26,6 +26,7 @@ __all__ = [
     "over_replicas",
     "plan_from_arguments",
     "run_generation",
+    "runner_of_forward",
     "runner_of_layers",
     "sampling_params",
     "tokenizer_of",

@@ -71,19 +71,13 @@ def load_model(
         _log.info("weights of %s in %s on %s", checkpoint, plan.precision, device)
     if can_pack(device, dtype):
         pack_layers(layers.values())
-    return runner_of_layers(plan, layers, grid, device, dtype, recompute=recompute)
+    return runner_of_layers(plan, layers, grid, device, recompute=recompute)
 
 
 def runner_of_layers(
-    plan: RunPlan,
-    layers: Mapping[int, nn.Module],
-    grid: ParallelGrid,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    recompute: bool = False,
+    plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, device: torch.device, *, recompute: bool = False
 ) -> ModelRunner:
-    """Return a runner of modules that exist already, such as those of a model in training (put them in eval mode).
+    """Return a runner of modules that exist already, such as a pipeline stage in training (put them in eval mode).
 
     layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
     """
@@ -93,14 +87,28 @@ def runner_of_layers(
     head: Callable[[Tensor], Tensor] | None = here.get("head")
     if plan.layers.tied and plan.layers[bounds.last - 1].kind == "head":
         head = partial(_tied_head, layers[0], grid)
+    stage = Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head)
+    return _runner(plan, stage, grid, device, recompute)
+
+
+def runner_of_forward(
+    plan: RunPlan, forward: Callable[[Tensor], Tensor], grid: ParallelGrid, device: torch.device
+) -> ModelRunner:
+    """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
+    are gathered when it is called (ZeRO-3). It has no cache."""
+    stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
+    return _runner(plan, stage, grid, device, recompute=True)
+
+
+def _runner(plan: RunPlan, stage: Stage, grid: ParallelGrid, device: torch.device, recompute: bool) -> ModelRunner:
     return ModelRunner(
-        Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head),
+        stage,
         grid,
         hidden_size=plan.layers.hidden_size,
         vocab_size=plan.padded_vocab_size,
         max_length=context_length(plan.config),
         device=device,
-        dtype=dtype,
+        dtype=_DTYPES[plan.precision],
         recompute=recompute,
     )
 

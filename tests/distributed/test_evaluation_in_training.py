@@ -1,0 +1,66 @@
+"""Tasks scored on a model in training give the same values under every body and layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from neox.config import NeoXConfig, resolve
+from neox.engine import initialize_distributed, initialize_engine
+from neox.evaluation import evaluate_in_training
+from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def scores(text: str, layouts: list[dict]) -> list[dict[str, float]]:
+    """Score `text` with initial weights, once for each layout; called by every rank."""
+    tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
+    results = []
+    for layout in layouts:
+        flat = {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "pos_emb": "rotary",
+            "no_weight_tying": False,
+            "hidden_dropout": 0.5,
+            "attention_dropout": 0.5,
+            "output_layer_parallelism": "column",
+            "make_vocab_size_divisible_by": 512,
+            "train_micro_batch_size_per_gpu": 1,
+            "distributed_backend": "gloo",
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "eval_tasks": [f"wikitext={text}"],
+            "init_method": "normal",
+            "init_method_std": 0.5,
+            **layout,
+        }
+        plan = resolve(NeoXConfig.from_flat(flat), 2, tokenizer.vocab_size)
+        grid, device = initialize_distributed(plan)
+        body = initialize_engine(plan, grid, device).body
+        body.train()
+        before = torch.get_rng_state()
+        module = body.module if layout.get("pipe_parallel_size", 1) > 1 else body
+        results.append(evaluate_in_training(plan, module, grid, device, tokenizer))
+        assert body.training
+        assert torch.equal(torch.get_rng_state(), before)
+    return results
+
+
+def test_every_body_scores_alike(tmp_path):
+    text = tmp_path / "wiki.raw"
+    text.write_text("One line , of words .\n Another @-@ one , it 's short .\n" * 8)
+    layouts = [
+        {"pipe_parallel_size": 2},
+        {"model_parallel_size": 2},
+        {"zero_optimization": {"stage": 3}},
+    ]
+    first, *others = run_ranks(2, scores, str(text), layouts)
+    for answers in (first, *others):
+        for answer in answers:
+            assert set(answer) == {f"eval/wikitext_{name}" for name in ("ppl", "word_ppl", "loss", "bits_per_byte")}
+            assert answer == pytest.approx(first[0], rel=1e-5)
+    assert first[0]["eval/wikitext_loss"] > 1
