@@ -35,16 +35,18 @@ def load_or_build(
     arrays = _load(entry, names)
     if arrays is not None:
         return arrays
+    built: Arrays | None = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.with_suffix(".lock")):
+        with _locked(entry.with_suffix(".lock")) as alone:
             arrays = _load(entry, names)  # another process may have built them while this one waited
             if arrays is not None:
                 return arrays
-            _save(entry, built := build())
+            built = build()
+            _save(entry, built, remove_leftovers=alone)
     except OSError as error:
-        _LOG.warning("cannot keep index maps in %s (%s); building them in memory", cache_dir, error.strerror or error)
-        return build()
+        _LOG.warning("cannot keep index maps in %s (%s); they stay in memory", cache_dir, error.strerror or error)
+        return built or build()
     return _load(entry, names) or built
 
 
@@ -60,8 +62,13 @@ def _load(entry: Path, names: tuple[str, ...]) -> Arrays | None:
         return None
 
 
-def _save(entry: Path, arrays: Arrays) -> None:
-    """Write an entry under another name, then rename it; a damaged one of the same name is removed first."""
+def _save(entry: Path, arrays: Arrays, *, remove_leftovers: bool) -> None:
+    """Write an entry under another name, then rename it; a damaged one of the same name is removed first.
+
+    remove_leftovers: what processes that died left half written, where it is certain that nobody writes now.
+    """
+    for leftover in entry.parent.glob(f"{entry.name}.*.partial") if remove_leftovers else ():
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".partial", dir=entry.parent))
     try:
         for name, array in arrays.items():
@@ -76,15 +83,17 @@ def _save(entry: Path, arrays: Arrays) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[bool]:
     """Hold a lock that the kernel releases when its owner dies, so that no stale lock can hang a later run.
 
-    On a file system without locks nobody waits: each process builds the same arrays, and the renames do not collide.
+    On a file system without locks (False) nobody waits: each builds the same arrays, and renames do not collide.
     """
     with open(path, "a") as file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-        yield
+            locked = False
+        yield locked

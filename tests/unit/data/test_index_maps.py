@@ -1,5 +1,6 @@
 """Index maps: the arrays of gpt-neox's loops, kept on disk by content."""
 
+import errno
 import logging
 import threading
 import time
@@ -109,11 +110,12 @@ def test_where_nothing_can_be_written_maps_are_built_in_memory(tmp_path, caplog)
     with caplog.at_level(logging.WARNING, logger="neox"):
         arrays = load_or_build(tmp_path / "file", "key", ("a",), lambda: {"a": np.arange(5)})
     assert len(arrays["a"]) == 5
-    assert "building them in memory" in caplog.text
+    assert "they stay in memory" in caplog.text
 
 
 def test_one_asker_builds_for_all_and_a_dead_one_blocks_nobody(tmp_path):
-    (tmp_path / "key.lock").touch()  # left by a process that died
+    (tmp_path / "key.lock").touch()  # left by a process that died, and what it had begun
+    (tmp_path / "key.abc.partial").mkdir()
     builders = []
 
     def build():
@@ -125,3 +127,23 @@ def test_one_asker_builds_for_all_and_a_dead_one_blocks_nobody(tmp_path):
         results = list(pool.map(lambda _: load_or_build(tmp_path, "key", ("a",), build), range(8)))
     assert len(builders) == 1
     assert all(result["a"][-1] == 999 for result in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_without_locks_and_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert len(load_or_build(tmp_path, "key", ("a",), lambda: {"a": np.arange(5)})["a"]) == 5
+    assert (tmp_path / "key").is_dir()
+    monkeypatch.setattr(np, "save", full)
+    calls = []
+    with caplog.at_level(logging.WARNING, logger="neox"):
+        load_or_build(tmp_path, "other", ("a",), lambda: calls.append(1) or {"a": np.arange(5)})
+    assert len(calls) == 1
+    assert "No space left" in caplog.text
+    assert not list(tmp_path.glob("other*.partial"))
