@@ -47,7 +47,7 @@ class Callback:
         """After a step."""
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        """After an evaluation; name: `validation` or `test`."""
+        """After an evaluation; name: `validation`, `test` or `tasks`."""
 
     def on_save(self, state: TrainState, path: Path) -> None:
         """After a committed checkpoint."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
 from neox.config import RunPlan
 from neox.data import build_data_iterators
-from neox.engine import initialize_distributed, open_engine
+from neox.engine import Engine, initialize_distributed, open_engine
+from neox.evaluation import evaluate_in_training, parse_tasks
+from neox.generation import tokenizer_of
 from neox.log import setup_logging
+from neox.parallel import ParallelGrid
 from neox.train.boards import TensorBoard, WandB
 from neox.train.callbacks import Callback
 from neox.train.metrics_file import LossPicture, MetricsFile
@@ -20,7 +28,23 @@ def pretrain(plan: RunPlan) -> int:
     callbacks = build_callbacks(plan) if grid.rank == 0 else []
     engine = open_engine(plan, grid, device)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
-    return Trainer(plan, engine, data, callbacks).fit()
+    return Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
+
+
+def build_tasks(
+    plan: RunPlan, engine: Engine, grid: ParallelGrid, device: torch.device
+) -> Callable[[], dict[str, float]] | None:
+    """Return what scores `eval_tasks` on the model in training, or None where there are none.
+
+    Raises EvaluationError for tasks that do not exist.
+    """
+    tasks = plan.config.generation.eval_tasks
+    if not tasks:
+        return None
+    parse_tasks(tasks)
+    # A stage is read layer by layer; the whole network is called as in training, where ZeRO-3 gathers its weights.
+    module = engine.body.module if grid.pp_size > 1 else engine.body
+    return partial(evaluate_in_training, plan, module, grid, device, tokenizer_of(plan.config))
 
 
 def build_callbacks(plan: RunPlan) -> list[Callback]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,11 +27,21 @@ _log = get_logger(__name__)
 class Trainer:
     """Trains an engine on data until `train_iters`, a signal, or `exit_interval`.
 
-    callbacks: of rank 0; other ranks give none.
+    callbacks: of rank 0; other ranks give none. tasks: scores `eval_tasks` wherever validation is due; called by all
+    ranks.
     """
 
-    def __init__(self, plan: RunPlan, engine: Engine, data: DataIterators, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine: Engine,
+        data: DataIterators,
+        callbacks: Sequence[Callback] = (),
+        tasks: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         self.plan, self.engine, self.data, self.callbacks = plan, engine, data, tuple(callbacks)
+        self.tasks = tasks
+        self._scored: int | None = None
         self.state = TrainState(iteration=engine.iteration)
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
@@ -51,10 +61,12 @@ class Trainer:
                 self.step()
                 if state.iteration % training.eval_interval == 0:
                     self.evaluate("validation", self.data.valid)
+                    self.score_tasks()
                 if state.iteration in self.plan.save_iterations:
                     self.save()
             if state.iteration == self.train_iters:
                 self.evaluate("validation", self.data.valid)
+                self.score_tasks()
                 self.evaluate("test", self.data.test)
             elif self.plan.config.checkpoint.save is not None:
                 self.save()
@@ -94,6 +106,14 @@ class Trainer:
             self._evaluated = self.state.iteration
         perplexity = math.exp(min(20.0, loss))
         self._notify("on_evaluation", self.state, name, {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity})
+        report_progress()
+
+    def score_tasks(self) -> None:
+        """Report the scores of the configuration's `eval_tasks`, once per iteration."""
+        if self.tasks is None or self._scored == self.state.iteration:
+            return
+        self._scored = self.state.iteration
+        self._notify("on_evaluation", self.state, "tasks", self.tasks())
         report_progress()
 
     def save(self) -> None:
