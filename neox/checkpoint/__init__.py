@@ -6,7 +6,8 @@ from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
-from neox.checkpoint.optimizer_state import ORDER, OptimizerReader
+from neox.checkpoint.optimizer_forms import ORDER
+from neox.checkpoint.optimizer_state import OptimizerReader
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
 from neox.checkpoint.resharding import reshard

@@ -1,56 +1,21 @@
-"""Reading Adam's state and the fp32 weights out of DeepSpeed's files, parameter by parameter, whatever the degrees.
-
-DeepSpeed writes them in four forms: whole parameters (no ZeRO), whole fp32 copies beside them (fp16 or bf16 without
-ZeRO), flat partitions cut over data ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each cut over data
-ranks (ZeRO 3). Here each form is a `StageState` of one model rank; `OptimizerReader` joins them over tensor ranks.
-"""
+"""Reading Adam's state and the fp32 weights out of a checkpoint, parameter by parameter, at any degrees."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from neox.checkpoint.joining import VOCABULARY, fit_vocabulary, join_range, joined_shape, shard, shard_range
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
+from neox.checkpoint.optimizer_forms import Key, Kind, StageState, open_stage, read_order
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
 from neox.config import LayerPlan, ParameterSpec
 from neox.errors import CheckpointError
-
-Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
-MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
-ORDER = "optimizer_order"
-
-_NAME = re.compile(r"^(?:module\.)?(?:sequential\.)?(\d+)\.(.+)$")
-_TIED = re.compile(r"^(?:module\.)?tied_modules\.[^.]+\.(.+)$")
-
-
-class Key(NamedTuple):
-    """A parameter: its layer's index and its name inside the layer."""
-
-    index: int
-    name: str
-
-
-class StageState(Protocol):
-    """The optimizer's state of one model rank (one pipeline stage, one tensor rank)."""
-
-    step: float
-
-    def keys(self) -> Sequence[Key]:
-        """Parameters of this rank."""
-        ...
-
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """A parameter's fp32 weights or a moment on this tensor rank, in its shape; None where the weights have no
-        fp32 copy because they are fp32 themselves."""
-        ...
 
 
 class OptimizerReader:
@@ -71,11 +36,8 @@ class OptimizerReader:
         if not isinstance(layout, Mapping):
             raise CheckpointError(f"{path}: its optimizer state was not written by this program")
         self.layout: Mapping[str, Any] = layout
-        self._stages = _open_stages(path, int(layout["pp"]), int(layout["mp"]), int(layout["dp"]))
-        # A tied embedding is on the first stage and, as a copy, on the last.
         self._place: dict[Key, int] = {}
-        for pp, ranks in reversed(list(enumerate(self._stages))):
-            self._place |= dict.fromkeys(ranks[0].keys(), pp)
+        self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)
         self.scaler = _scaler(path) if layout["precision"] == "fp16" else None
 
@@ -113,153 +75,46 @@ class OptimizerReader:
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)
 
+    def _open_stages(self) -> list[list[StageState]]:
+        """States by pipeline rank and tensor rank; notes which stage holds which parameter."""
+        pp, mp, dp = (int(self.layout[key]) for key in ("pp", "mp", "dp"))
+        clients, divided = _files(self.path, pp * mp, dp)
+        stages: list[list[StageState]] = []
+        for stage in range(pp):
+            ranks = []
+            for tp_rank in range(mp):
+                file = clients[stage * mp + tp_rank]
+                client = load_file(file)
+                shapes = {key: self._stored_shape(key, mp) for key in read_order(file, client)}
+                ranks.append(open_stage(file, client, divided.get(stage * mp + tp_rank, []), shapes))
+            stages.append(ranks)
+            for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
+                self._place.setdefault(key, stage)
+        return stages
 
-def _open_stages(path: Path, pp: int, mp: int, dp: int) -> list[list[StageState]]:
-    """States by pipeline rank and tensor rank."""
+    def _stored_shape(self, key: Key, tp_size: int) -> tuple[int, ...]:
+        if key.name in VOCABULARY:  # may be padded otherwise than the plan's
+            return tuple(self._weights.parts(*key)[0].shape)
+        return self._spec(*key).shard_shape(tp_size)
+
+
+def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:
+    """Client state files, and optimizer files by data rank, of every model rank. Raises CheckpointError for gaps."""
     clients: dict[int, Path] = {}
-    partitions: dict[int, dict[int, Path]] = {}
+    divided: dict[int, dict[int, Path]] = {}
     for file in path.iterdir():
         if (rank := parse_mp_rank_file(file.name)) is not None:
             clients[rank] = file
         elif (parsed := parse_optimizer_file(file.name)) is not None:
-            partitions.setdefault(parsed.mp_rank, {})[parsed.dp_rank] = file
-    missing = [f"client state of model rank {rank}" for rank in range(pp * mp) if rank not in clients]
-    missing += [
-        f"optimizer state of data rank {d}, model rank {rank}"
-        for rank in range(pp * mp)
-        for d in range(dp)
-        if partitions and d not in partitions.get(rank, {})
-    ]
+            divided.setdefault(parsed.mp_rank, {})[parsed.dp_rank] = file
+    missing = [f"client state of model rank {rank}" for rank in range(model_ranks) if rank not in clients]
+    if divided:
+        wanted = [(rank, data) for rank in range(model_ranks) for data in range(dp)]
+        gaps = [(rank, data) for rank, data in wanted if data not in divided.get(rank, {})]
+        missing += [f"optimizer state of model rank {rank}, data rank {data}" for rank, data in gaps]
     if missing:
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")
-    return [
-        [
-            _open_stage(clients[p * mp + t], [f for _, f in sorted(partitions.get(p * mp + t, {}).items())])
-            for t in range(mp)
-        ]
-        for p in range(pp)
-    ]
-
-
-def _open_stage(client_file: Path, files: list[Path]) -> StageState:
-    client = load_file(client_file)
-    if not files:
-        if client.get("optimizer") is None:
-            raise CheckpointError(
-                f"{client_file.parent} was saved without the optimizer's state (no_save_optim); set no_load_optim"
-            )
-        return WholeState(client_file, client["optimizer"], client.get(ORDER))
-    states = [load_file(file)["optimizer_state_dict"] for file in files]
-    shapes = [{parse_name(n): tuple(s) for n, s in group.items()} for group in client["param_shapes"]]
-    if "fp32_flat_groups" in states[0]:
-        return ParameterPartitions(states, shapes)
-    return FlatPartitions(states, shapes)
-
-
-class WholeState:
-    """Whole parameters in the `mp_rank` file: torch's own state dict, with or without fp32 copies of the weights."""
-
-    def __init__(self, path: Path, state: Mapping[str, Any], order: Any) -> None:
-        if order is None:
-            raise CheckpointError(f"{path}: does not say which parameters its optimizer state belongs to ({ORDER})")
-        inner = state.get("optimizer_state_dict", state)
-        numbers = [number for group in inner["param_groups"] for number in group["params"]]
-        names = [Key(int(index), str(name)) for group in order for index, name in group]
-        masters = [tensor for group in state["fp32_groups"] for tensor in group] if "fp32_groups" in state else None
-        self._state = {key: inner["state"][number] for key, number in zip(names, numbers, strict=True)}
-        self._masters = dict(zip(names, masters, strict=True)) if masters is not None else None
-        self.step = float(next(iter(self._state.values()))["step"])
-
-    def keys(self) -> Sequence[Key]:
-        return list(self._state)
-
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        if kind != "fp32":
-            moment: Tensor = self._state[key][kind]
-            return moment
-        return None if self._masters is None else self._masters[key]
-
-
-class FlatPartitions:
-    """ZeRO 1 and 2, and bf16 with pipeline stages: each group's parameters in one flat tensor, cut over data ranks.
-
-    A parameter lies in one piece per data rank that holds some of it; the files say where.
-    """
-
-    def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[Key, tuple[int, ...]]]) -> None:
-        self._states = states
-        self._shapes = {key: shape for group in shapes for key, shape in group.items()}
-        self._pieces: dict[Key, list[tuple[int, int, int, int]]] = {}  # data rank, group, start, length
-        for rank, state in enumerate(states):
-            for group, fragments in enumerate(state["param_slice_mappings"]):
-                for name, fragment in fragments.items():
-                    piece = (rank, group, fragment.start, fragment.numel)
-                    self._pieces.setdefault(parse_name(name), []).append(piece)
-        self.step = float(_moments(states[0])[0]["step"])
-
-    def keys(self) -> Sequence[Key]:
-        return list(self._pieces)
-
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        pieces = [
-            self._flat(rank, group, kind)[start : start + length] for rank, group, start, length in self._pieces[key]
-        ]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(self._shapes[key])
-
-    def _flat(self, rank: int, group: int, kind: Kind) -> Tensor:
-        state = self._states[rank]
-        flat: Tensor = (
-            state["single_partition_of_fp32_groups"][group] if kind == "fp32" else _moments(state)[group][kind]
-        )
-        return flat
-
-
-class ParameterPartitions:
-    """ZeRO 3: every parameter cut over data ranks (padded to equal parts), a rank's parts in flat tensors."""
-
-    def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[Key, tuple[int, ...]]]) -> None:
-        self._states = states
-        self._shapes = {key: shape for group in shapes for key, shape in group.items()}
-        self._where: dict[Key, tuple[int, int, int]] = {}  # flat tensor, start, length of a rank's part
-        flats = [flat.numel() for flat in states[0]["fp32_flat_groups"]]
-        ends = list(accumulate(flats))
-        position = 0
-        for key, shape in self._shapes.items():
-            part = -(-torch.Size(shape).numel() // len(states))
-            flat = next(i for i, end in enumerate(ends) if position < end)
-            self._where[key] = (flat, position - (ends[flat] - flats[flat]), part)
-            position += part
-        self.step = float(states[0]["optimizer_state_dict"]["state"][0]["step"])
-
-    def keys(self) -> Sequence[Key]:
-        return list(self._where)
-
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        flat, start, part = self._where[key]
-        parts = [self._flat(state, flat, kind)[start : start + part] for state in self._states]
-        shape = self._shapes[key]
-        return torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
-
-    def _flat(self, state: Mapping[str, Any], flat: int, kind: Kind) -> Tensor:
-        found: Tensor = (
-            state["fp32_flat_groups"][flat] if kind == "fp32" else state["optimizer_state_dict"]["state"][flat][kind]
-        )
-        return found
-
-
-def parse_name(name: str) -> Key:
-    """Layer and name of a parameter as DeepSpeed's modules name it (`sequential.3.x`, `3.x`, `tied_modules.T.x`)."""
-    if match := _TIED.match(name):
-        return Key(0, match[1])
-    match = _NAME.match(name)
-    if match is None:
-        raise CheckpointError(f"optimizer state names a parameter {name!r} that no layer has")
-    return Key(int(match[1]), match[2])
-
-
-def _moments(state: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
-    found: Mapping[int, Mapping[str, Any]] = state["base_optimizer_state"]["state"]
-    return found
+    return clients, {rank: [file for _, file in sorted(files.items())] for rank, files in divided.items()}
 
 
 def _scaler(path: Path) -> dict[str, Any]:
