@@ -92,6 +92,7 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
         "keys": list(settings.keys),
         "tokenizer": tokenizer_hash,
+        "special_in_text": settings.tokenizer.special_in_text,
         "append_eod": settings.append_eod,
         "ftfy": settings.ftfy,
         "impl": settings.impl,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+
+import orjson
 
 END_OF_DOCUMENT = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -50,10 +51,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _content(self) -> Any:
-        """Return what decides the ids, as JSON-able data: the same content gives the same ids."""
+        """Return what decides what ids mean, as JSON-able data."""
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 (hex) of the type and everything that decides the ids: white space in files plays no part."""
-        content = json.dumps([self.name, self._content()], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()
+        """sha256 (hex) of the type, the vocabulary and how text is split: what an id means.
+
+        White space in files plays no part, nor whether a literal end-of-document token in a text was read as one.
+        """
+        content = orjson.dumps([self.name, self._content()], option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(content).hexdigest()

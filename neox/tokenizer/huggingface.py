@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -61,10 +61,10 @@ class HFTokenizer(Tokenizer):
         return self.backend.to_str()
 
     def _content(self) -> Any:
-        state = json.loads(self.backend.to_str())
+        state = orjson.loads(self.backend.to_str())
         for key in ("version", "truncation", "padding"):
             state.pop(key, None)
-        return {"tokenizer": state, "special_in_text": self.special_in_text, "eod": self.eod}
+        return {"tokenizer": state, "eod": self.eod}
 
 
 class HFGPT2Tokenizer(HFTokenizer):
@@ -97,6 +97,11 @@ class GPT2BPETokenizer(HFTokenizer):
         if special_in_text:
             backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
         self._setup(backend, str(vocab_file), END_OF_DOCUMENT, special_in_text)
+
+    def _content(self) -> Any:
+        content = super()._content()
+        content["tokenizer"]["added_tokens"] = []  # what `special_in_text` adds
+        return content
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:

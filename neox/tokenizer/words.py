@@ -8,12 +8,12 @@ characters goes to `tokenizers` a whole piece at a time.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
@@ -33,7 +33,7 @@ def cut_reason(tokenizer: Tokenizer) -> str | None:
     """Say why a tokenizer's texts may not be cut, None if they may."""
     if not isinstance(tokenizer, HFTokenizer):
         return f"a {tokenizer.name} is not byte-level BPE of Hugging Face's kind"
-    state = json.loads(tokenizer.to_json())
+    state = orjson.loads(tokenizer.to_json())
     if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
         return "its model is not plain BPE"
     if _types(state["normalizer"], "normalizers") not in ([], ["NFC"]):
@@ -79,7 +79,7 @@ class WordEncoder:
         self._tokenizer = tokenizer
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self._ids: dict[str, bytes] = {}
-        added = [token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]]
+        added = [token["content"] for token in orjson.loads(tokenizer.to_json())["added_tokens"]]
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
