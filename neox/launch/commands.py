@@ -22,8 +22,8 @@ SSH_OPTIONS = (
 )
 
 
-def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool) -> list[str]:
-    """The command that runs the agent of one host, on that host."""
+def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool, plain: bool = False) -> list[str]:
+    """The command that runs the agent of one host, on that host; `plain` where no head process listens."""
     return [
         "env",
         f"PYTHONPATH={spec.code_root}",  # the caller's own PYTHONPATH travels in the specification
@@ -33,6 +33,7 @@ def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool) -> 
         spec.encode(),
         f"--node_rank={node_rank}",
         *(["--lifeline"] if lifeline else []),
+        *(["--plain"] if plain else []),
     ]
 
 

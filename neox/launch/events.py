@@ -33,7 +33,7 @@ def decode_event(line: str) -> Event | None:
 
 
 def text_events(event: Event, text: str) -> Iterator[Event]:
-    """Split a long text over several events; `more` says that the next one continues the line."""
+    """Split a long text over several events; `more` says that the line goes on."""
     pieces = [text[i : i + _LONGEST_TEXT] for i in range(0, len(text), _LONGEST_TEXT)] or [""]
     for number, piece in enumerate(pieces):
         yield {**event, "text": piece, "more": number + 1 < len(pieces)}
@@ -49,6 +49,15 @@ class LineBuffer:
         """Add bytes; return the lines that are complete now, without their ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.decode("utf-8", errors="replace").rstrip("\r") for line in lines]
+
+    def pending(self) -> str:
+        """The start of a line that has not ended yet (a prompt, for example); "" while it is not whole characters."""
+        for cut in range(min(4, len(self._rest))):
+            try:
+                return self._rest[: len(self._rest) - cut].decode()
+            except UnicodeDecodeError:
+                continue
+        return ""
 
     def flush(self) -> list[str]:
         """Return what is left as a last line."""

@@ -1,10 +1,10 @@
 """The agent of one host: starts DeepSpeed's launcher there, watches the ranks, and ends them together.
 
-`python -m neox.launch.node SPEC --node_rank N [--lifeline]`. Its standard output carries events (`neox.launch.events`)
-to the head process. Nothing of a run outlives it: it kills the ranks when the first of them fails, when the head
-process or the ssh connection ends (`--lifeline`: end of standard input, or output that cannot be written), or when
-nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks, which then have `stop_timeout` to save;
-SIGUSR1 shows every rank's stacks.
+`python -m neox.launch.node SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
+(`neox.launch.events`) to the head process. Nothing of a run outlives it: it kills the ranks when the first of them
+fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, or output that cannot be
+written), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks, which then have
+`stop_timeout` to save; SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, process_state, signal_group
+from neox.launch.plain import PlainOutput
 from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
@@ -53,8 +54,9 @@ class _Rank:
 class NodeAgent:
     """The state of one host's part in a run."""
 
-    def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool) -> None:
+    def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool = False) -> None:
         self.spec, self.node_rank, self.lifeline = spec, node_rank, lifeline
+        self.plain = PlainOutput() if plain else None
         self.host = spec.hosts[node_rank]
         first = spec.first_rank(node_rank)
         self.ranks = {rank: _Rank(rank) for rank in range(first, first + len(self.host.slots))}
@@ -71,6 +73,9 @@ class NodeAgent:
     def tell(self, event: Event) -> None:
         """Send an event to the head process; when nobody reads any more, the run is over."""
         try:
+            if self.plain is not None:
+                self.plain.take(event)
+                return
             sys.stdout.write(encode_event({**event, "node": self.node_rank}) + "\n")
             sys.stdout.flush()
         except (BrokenPipeError, OSError):
@@ -93,6 +98,7 @@ class NodeAgent:
             str(socket_path),
             first,
             str(self.log_dir),
+            self.spec.stdin or "",
             self.spec.script,
             *self.spec.arguments,
         ]
@@ -207,9 +213,10 @@ class NodeAgent:
 
     def _ended(self, rank: _Rank, code: int) -> None:
         rank.code = code
-        if code != 0 and self.kill_at is None:
-            self.code = exit_status(code)
-            self.kill_at = time.monotonic() + _AFTER_FAILURE_SECONDS
+        if code != 0:
+            self.code = self.code or exit_status(code)
+            if self.kill_at is None:
+                self.kill_at = time.monotonic() + _AFTER_FAILURE_SECONDS
 
     def _keeper_died(self, rank: _Rank) -> None:
         if rank.pid is not None:
@@ -268,9 +275,9 @@ class NodeAgent:
         self.launcher.wait()
 
     def _wait_for_keepers(self) -> None:
-        """They end with the launcher; when this agent says that it is done, they are gone too."""
-        deadline = time.monotonic() + 1.0
-        pids = [rank.keeper_pid for rank in self.ranks.values() if rank.keeper_pid is not None]
+        """They end with the launcher, and ranks with them; when this agent is done, all are gone."""
+        deadline = time.monotonic() + 2.0
+        pids = [pid for rank in self.ranks.values() for pid in (rank.keeper_pid, rank.pid) if pid is not None]
         while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -280,6 +287,7 @@ class NodeAgent:
             if rank.pid is not None and rank.code is None:
                 signal_group(rank.pid, signal.SIGKILL)
         self._end_launcher()
+        self._wait_for_keepers()
         shutil.rmtree(self.directory, ignore_errors=True)
         os._exit(1)
 
@@ -375,9 +383,10 @@ def main() -> int:
     parser.add_argument("spec", help="the run, as base64")
     parser.add_argument("--node_rank", required=True, help="number of this host, from 0; `auto` asks slurm or mpirun")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
+    parser.add_argument("--plain", action="store_true", help="write for people: no head process is listening")
     arguments = parser.parse_args()
     spec = LaunchSpec.decode(arguments.spec)
-    return NodeAgent(spec, _node_rank(arguments.node_rank), arguments.lifeline).run()
+    return NodeAgent(spec, _node_rank(arguments.node_rank), arguments.lifeline, arguments.plain).run()
 
 
 def _node_rank(text: str) -> int:

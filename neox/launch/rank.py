@@ -1,8 +1,8 @@
 """The keeper of one rank: starts the script, writes its log, and reports how it ended.
 
-`python -m neox.launch.rank SOCKET FIRST_RANK LOG_DIR SCRIPT ARGUMENTS...`, started by DeepSpeed's per-node launcher
-with RANK and its kin in the environment. That launcher hides a child's death by a signal (its exit status becomes 0
-further up) and permutes LOCAL_RANK where hosts differ in slots; this process knows both.
+`python -m neox.launch.rank SOCKET FIRST_RANK LOG_DIR STDIN SCRIPT ARGUMENTS...`, started by DeepSpeed's per-node
+launcher with RANK and its kin in the environment. That launcher hides a child's death by a signal (its exit status
+becomes 0 further up) and permutes LOCAL_RANK where hosts differ in slots; this process knows both.
 
 It lives as long as three others: the launcher (kernel tie), the agent (socket), the script (it reports and ends).
 """
@@ -36,17 +36,18 @@ class RankKeeper:
         self.log: BinaryIO = open(log_path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.buffers: dict[str, LineBuffer] = {"out": LineBuffer(), "err": LineBuffer()}
+        self.shown = {"out": 0, "err": 0}  # characters of an unfinished line that people have seen already
 
     def tell(self, event: Event) -> None:
         """Send an event to the agent; an agent that is gone is noticed by the read side."""
         with contextlib.suppress(OSError):
             self.agent.sendall(encode_event({**event, "rank": self.rank}).encode() + b"\n")
 
-    def run(self, command: list[str]) -> int:
+    def run(self, command: list[str], stdin: str | None) -> int:
         """Start the script, follow it to its end, report; return its `returncode`."""
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=_open_stdin(stdin if self.rank == 0 else None),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -61,11 +62,14 @@ class RankKeeper:
                 os.set_blocking(pipe.fileno(), False)
                 selector.register(pipe, selectors.EVENT_READ, name)
             while process.poll() is None:
-                for key, _ in selector.select(_POLL_SECONDS):
+                ready = selector.select(_POLL_SECONDS)
+                for key, _ in ready:
                     if key.data == "agent":
                         self._agent_is_gone(process.pid)
                     elif not self._read(key.data, key.fileobj):  # type: ignore[arg-type]
                         selector.unregister(key.fileobj)
+                if not ready and self.rank == 0:
+                    self._show_unfinished_lines()
         self._read("out", process.stdout)
         self._read("err", process.stderr)
         signal_group(process.pid, signal.SIGKILL)  # whatever the rank started ends with it
@@ -96,8 +100,18 @@ class RankKeeper:
             if name == "err":
                 self.last_lines.append(line)
             if self.rank == 0 or line.startswith("[rank "):
-                for event in text_events({"kind": "line", "stream": name}, line):
+                for event in text_events({"kind": "line", "stream": name}, line[self.shown[name] :]):
                     self.tell(event)
+            self.shown[name] = 0
+
+    def _show_unfinished_lines(self) -> None:
+        """Someone may be waiting for an answer to a prompt without a line end."""
+        for name, buffer in self.buffers.items():
+            pending = buffer.pending()
+            if len(pending) > self.shown[name]:
+                for event in text_events({"kind": "line", "stream": name}, pending[self.shown[name] :]):
+                    self.tell({**event, "more": True})
+                self.shown[name] = len(pending)
 
     def _report(self, returncode: int) -> None:
         tail = explain(list(self.last_lines)) if returncode else []
@@ -107,9 +121,17 @@ class RankKeeper:
         self.tell({"kind": "exit", "code": returncode})
 
 
+def _open_stdin(path: str | None) -> int:
+    """Rank 0 of a local run reads what the head process was given; everyone else reads nothing."""
+    if path is not None:
+        with contextlib.suppress(OSError):  # sockets cannot be opened again
+            return os.open(path, os.O_RDONLY)
+    return subprocess.DEVNULL
+
+
 def main(argv: list[str]) -> int:
     """Run the keeper; the agent, not this exit status, tells the result onwards."""
-    agent_path, first_rank, log_dir, *command = argv
+    agent_path, first_rank, log_dir, stdin, *command = argv
     # DeepSpeed's launcher signals its children when one fails; when to stop a rank is the agent's decision.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: None)
@@ -118,7 +140,8 @@ def main(argv: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as agent:
         agent.connect(agent_path)
         keeper = RankKeeper(agent, rank, Path(log_dir) / f"rank_{rank:04d}.log")
-        return 1 if keeper.run([sys.executable, "-u", "-m", "neox.launch.bootstrap", *command]) else 0
+        script = [sys.executable, "-u", "-m", "neox.launch.bootstrap", *command]
+        return 1 if keeper.run(script, stdin or None) else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ class LaunchSpec:
     directory: where ranks run; code_root: the checkout that holds `neox`, the same path on every host.
     environment: variables for the ranks; no secrets, because this object is seen in process lists.
     hang_timeout: seconds without progress after which a run is ended, None for never.
+    stdin: file that rank 0 reads as its standard input, on one machine.
     stop_timeout: seconds that ranks have to end by themselves after SIGTERM.
     """
 
@@ -45,6 +47,7 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     stop_timeout: float = 60.0
+    stdin: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -65,22 +68,22 @@ class LaunchSpec:
     @property
     def world_info(self) -> str:
         """The hosts in the form that DeepSpeed's launcher takes."""
-        return _encode({host.name: list(host.slots) for host in self.hosts})
+        return base64.urlsafe_b64encode(_json({host.name: list(host.slots) for host in self.hosts})).decode()
 
     def encode(self) -> str:
-        """Write as base64 of JSON: letters that no shell looks at."""
-        return _encode(asdict(self))
+        """Write as base64 of compressed JSON: letters that no shell looks at."""
+        return base64.urlsafe_b64encode(zlib.compress(_json(asdict(self)))).decode()
 
     @staticmethod
     def decode(text: str) -> LaunchSpec:
         """Read what `encode` wrote."""
         try:
-            data: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+            data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
             hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
             return LaunchSpec(hosts=hosts, **{**data, "arguments": tuple(data["arguments"])})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
 
 
-def _encode(value: object) -> str:
-    return base64.urlsafe_b64encode(json.dumps(value, separators=(",", ":")).encode()).decode()
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

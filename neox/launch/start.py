@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from shlex import join, quote
 
 from neox.config.sections.runner import RunnerConfig
@@ -56,6 +58,7 @@ def launch(
     if program and shutil.which(program, path=environment.get("PATH")) is None:
         raise LaunchError(f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one")
     if launcher == "local":
+        spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
         return Supervisor(spec, [agent_command(spec, 0, lifeline=True)]).run(environment)
     if launcher == "pdsh":
         deliver_secrets(spec, environment, forwarded, runner.ssh_port)
@@ -89,7 +92,7 @@ def node_commands(spec: LaunchSpec) -> list[str]:
     there = f"cd {quote(spec.directory)} && "
     lines = []
     for number, host in enumerate(spec.hosts):
-        lines += [f"# on {host.name}", there + join(agent_command(spec, number, lifeline=False))]
+        lines += [f"# on {host.name}", there + join(agent_command(spec, number, lifeline=False, plain=True))]
     if len({len(host.slots) for host in spec.hosts}) == 1:
         under_torchrun = ["env", f"PYTHONPATH={spec.code_root}", *torchrun_command(spec, 0)]
         lines += ["# or, under torchrun (no supervision of ours), with --node_rank counting up from 0"]

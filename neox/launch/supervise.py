@@ -52,7 +52,7 @@ class Supervisor:
         self.tell_agents = tell_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
         self.buffers: dict[int, LineBuffer] = {}
-        self.open_lines: dict[tuple[int, str], str] = {}
+        self.open_lines: dict[int, str] = {}
         self.tails: dict[int, list[str]] = {}
         self.failures: list[_Failure] = []
         self.nodes_done: dict[int, int] = {}
@@ -178,21 +178,16 @@ class Supervisor:
             self.end_at = time.monotonic() + seconds
 
     def _show(self, event: Event) -> None:
-        key = (event["rank"], event["stream"])
-        text = self.open_lines.pop(key, "") + event["text"]
-        if event.get("more"):
-            self.open_lines[key] = text
-            return
-        self._print(text, sys.stdout if event["stream"] == "out" else sys.stderr)
+        end = "" if event["more"] else "\n"
+        self._print(event["text"], sys.stdout if event["stream"] == "out" else sys.stderr, end)
 
     def _add_tail(self, event: Event) -> None:
-        tail = self.tails.setdefault(event["rank"], [])
-        key = (event["rank"], "tail")
-        text = self.open_lines.pop(key, "") + event["text"]
-        if event.get("more"):
-            self.open_lines[key] = text
+        rank = event["rank"]
+        text = self.open_lines.pop(rank, "") + event["text"]
+        if event["more"]:
+            self.open_lines[rank] = text
         else:
-            tail.append(text)
+            self.tails.setdefault(rank, []).append(text)
 
     # -- ending
 
@@ -275,10 +270,10 @@ class Supervisor:
     def _say(self, text: str) -> None:
         self._print(text, sys.stderr)
 
-    def _print(self, text: str, stream: TextIO) -> None:
+    def _print(self, text: str, stream: TextIO, end: str = "\n") -> None:
         """A reader that went away ends the run (BrokenPipeError); a terminal that was closed does not."""
         try:
-            print(text, file=stream, flush=True)
+            print(text, end=end, file=stream, flush=True)
         except BrokenPipeError:
             raise
         except OSError:

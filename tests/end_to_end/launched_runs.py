@@ -79,6 +79,7 @@ class LaunchedRun:
         self.process = subprocess.Popen(
             [*prefix, *deepy_command(self.directory, arguments)],
             env={**os.environ, "NEOX_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **variables},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

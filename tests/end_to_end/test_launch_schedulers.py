@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +53,28 @@ def test_one_agent_per_host(tmp_path: Path, path: str) -> None:
     assert "error: rank 3 on b ended with exit status 7" in output
     for run in runs.values():
         run.seconds_until_gone(5)
+
+
+def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    printing = LaunchedRun(tmp_path, ["-H", str(tmp_path / "hosts"), "--set", "launcher=none"], ranks=None)
+    lines = [line for line in printing.output(30).splitlines() if "neox.launch.node" in line]
+    assert printing.process.returncode == 0
+    environment = {**os.environ, "NEOX_DUMMY": "exit7"}
+    agents = [
+        subprocess.Popen(
+            ["sh", "-c", f"exec {line.partition('&& ')[2]}"], env=environment, stdout=-1, stderr=-1, text=True
+        )
+        for line in lines
+    ]
+    assert agents[1].communicate(timeout=60)[1].startswith("error: rank 1 ended with status 7")
+    assert agents[1].returncode == 7
+    assert agents[0].stdout is not None
+    assert agents[0].stdout.readline() == "rank 0 is up\n"
+    agents[0].terminate()  # what a scheduler does with the other hosts
+    agents[0].communicate(timeout=20)
+    assert agents[0].returncode == 143
+    assert printing.seconds_until_gone(5) < 5
 
 
 def test_a_launcher_that_is_not_installed(tmp_path: Path) -> None:

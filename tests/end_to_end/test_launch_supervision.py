@@ -85,3 +85,16 @@ def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: l
     assert "dummy.py" in output  # where the other rank waits
     assert "the process is stopped" in output
     assert not marked_pids(run.mark)
+
+
+def test_rank_0_can_ask_and_be_answered(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    script = "import os\nif os.environ['RANK'] == '0':\n    print('hello ' + input('who? '))\n"
+    run = LaunchedRun(tmp_path, script=script)
+    runs.append(run)
+    assert run.process.stdout is not None
+    assert run.process.stdin is not None
+    assert run.process.stdout.read(len("who? ")) == "who? "  # shown without a line end
+    run.process.stdin.write("world\n")
+    run.process.stdin.flush()
+    assert run.process.stdout.readline() == "hello world\n"
+    assert run.process.wait(20) == 0

@@ -25,9 +25,12 @@ def test_long_lines_travel_in_pieces() -> None:
 def test_lines_out_of_a_stream() -> None:
     buffer = LineBuffer()
     assert buffer.feed(b"one\r\ntw") == ["one"]
+    assert buffer.pending() == "tw"
     assert buffer.feed(b"o\n\xff\nrest") == ["two", "\ufffd"]
     assert buffer.flush() == ["rest"]
     assert buffer.flush() == []
+    buffer.feed("ask \u2603".encode()[:-1])
+    assert buffer.pending() == "ask "
 
 
 def test_the_last_traceback_with_its_chain() -> None:
