@@ -18,6 +18,9 @@ from torch import Tensor
 ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 """Whether this torch has oneDNN, on the CPU family it was measured on."""
 
+SMALLEST = 2**21
+"""Multiplications below which the default BLAS is as quick."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, as `F.linear` does: x [..., I], weight [O, I], bias [O] -> [..., O].
@@ -25,13 +28,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     The choice depends on device, dtype, shape and machine alone, so that a resumed run repeats its numbers bit for bit.
     (And on torch.compile, which plans products of its own and does not look into this one.)
     """
-    if ONEDNN and _served(x) and _served(weight) and not torch.compiler.is_compiling():
+    if ONEDNN and _served(x, weight) and not torch.compiler.is_compiling():
         return _OneDNNLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _served(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() >= 2 and x.numel() > 0
+def _served(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN takes the product, and the product is worth its 20 microseconds of preparation."""
+    fp32 = x.dtype == torch.float32 == weight.dtype and x.device.type == "cpu"
+    return fp32 and x.dim() >= 2 and x.numel() * weight.shape[0] >= SMALLEST
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
