@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class MetricsFile(Callback):
         self.path = Path(log_dir) / METRICS_FILE
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _end_last_line(self.path)
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         except OSError as error:
             raise TrainingError(f"log_dir: {self.path} cannot be written: {error.strerror}") from error
@@ -43,6 +45,14 @@ class MetricsFile(Callback):
         values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
         self._stream.write(json.dumps({"iteration": state.iteration, **values}) + "\n")
         self._stream.flush()
+
+
+def _end_last_line(path: Path) -> None:
+    """Cut off what a killed run left of an unfinished line."""
+    if path.exists():
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
 
 
 class LossPicture(Callback):

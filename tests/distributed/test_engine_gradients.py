@@ -111,18 +111,30 @@ def evaluations(plans):
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
         data = batches(plan, grid.dp_rank)
-        held_out = batches(plan, grid.dp_rank, start=1000 * plan.batch.gradient_accumulation_steps)
-        before = engine.eval_batch(held_out)
-        losses = [engine.train_batch(data).loss, engine.eval_batch(held_out), engine.train_batch(data).loss]
-        answers.append((before, losses))
+        first = 1000 * plan.batch.gradient_accumulation_steps
+
+        def evaluate(engine=engine, plan=plan, grid=grid, first=first):
+            return engine.eval_batch(batches(plan, grid.dp_rank, start=first))
+
+        before = evaluate()
+        trained = [engine.train_batch(data).loss]
+        after = evaluate()
+        trained.append(engine.train_batch(data).loss)
+        answers.append((before, after, trained))
     return answers
 
 
 def test_evaluation_is_equal_and_leaves_training_alone():
     layouts = [{"pp": 2}, {"mp": 2}, {"zero": 3}]
-    keys = {"train_micro_batch_size_per_gpu": 1, "hidden_dropout": 0.1}
-    plans = [tiny_plan(2, **layout, **keys) for layout in layouts]
-    (first, _), *others = run_ranks(2, evaluations, plans)[0]
-    for before, losses in others:
-        assert before == pytest.approx(first, rel=1e-5)
-        assert losses[1] < before
+    keys = {"train_micro_batch_size_per_gpu": 1}
+    plans = [
+        tiny_plan(2, **layout, **keys, **dropout) for dropout in ({}, {"hidden_dropout": 0.1}) for layout in layouts
+    ]
+    answers = run_ranks(2, evaluations, plans)[0]
+    for before, after, trained in answers:
+        assert before == pytest.approx(answers[0][0], rel=1e-5)  # no dropout in an evaluation
+        assert after < before
+        assert trained[0] != after
+    for _, after, trained in answers[: len(layouts)]:
+        assert after == pytest.approx(answers[0][1], rel=1e-5)
+        assert trained == pytest.approx(answers[0][2], rel=1e-5)

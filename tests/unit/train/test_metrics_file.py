@@ -1,0 +1,72 @@
+"""metrics.jsonl and the picture made from it."""
+
+import json
+import math
+
+import pytest
+
+from neox.engine import StepResult
+from neox.errors import TrainingError
+from neox.train.callbacks import StepReport
+from neox.train.metrics_file import LossPicture, MetricsFile, curves, read_metrics
+from neox.train.state import TrainState
+
+
+def report(loss=2.5, norm=1.25):
+    result = StepResult(loss=loss, grad_norm=norm, loss_scale=1.0, lr=1e-3, skipped=False)
+    return StepReport(result, 0.5, 16.0, 4096.0, 1e12, 2**30)
+
+
+def test_a_line_a_step_with_known_names_unrounded(tmp_path):
+    metrics = MetricsFile(tmp_path / "logs")
+    loss = 2.123456789012345
+    metrics.on_step(TrainState(iteration=1), report(loss))
+    metrics.on_evaluation(TrainState(iteration=1), "validation", {"validation/lm_loss": 3.0})
+    first, second = read_metrics(metrics.path)
+    assert first["iteration"] == 1
+    assert first["train/lm_loss"] == loss
+    assert {"train/learning_rate", "train/loss_scale", "runtime/samples_per_sec", "runtime/iteration_time"} <= set(
+        first
+    )
+    assert second == {"iteration": 1, "validation/lm_loss": 3.0}
+
+
+def test_resume_appends_and_the_later_line_wins(tmp_path):
+    for losses in ({1: 4.0, 2: 3.0, 3: 2.0}, {3: 2.5, 4: 1.5}):
+        metrics = MetricsFile(tmp_path)
+        for iteration, loss in losses.items():
+            metrics.on_step(TrainState(iteration=iteration), report(loss))
+        metrics.on_end(TrainState())
+    assert curves(tmp_path / "metrics.jsonl") == {"train/lm_loss": {1: 4.0, 2: 3.0, 3: 2.5, 4: 1.5}}
+
+
+def test_values_that_are_not_finite_stay_json(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    metrics.on_step(TrainState(iteration=1), report(math.nan, math.inf))
+    line = json.loads(metrics.path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (line["train/lm_loss"], line["train/grad_norm"]) == ("nan", "inf")
+    assert curves(metrics.path) == {}
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_written_anew(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    metrics.on_step(TrainState(iteration=1), report())
+    with open(metrics.path, "a") as stream:
+        stream.write('{"iteration": 2, "train/lm')
+    again = MetricsFile(tmp_path)
+    again.on_step(TrainState(iteration=2), report())
+    assert [line["iteration"] for line in read_metrics(metrics.path)] == [1, 2]
+
+
+def test_picture(tmp_path):
+    metrics, picture = MetricsFile(tmp_path), LossPicture(tmp_path)
+    for iteration in range(1, 4):
+        metrics.on_step(TrainState(iteration=iteration), report(4.0 / iteration))
+    picture.on_end(TrainState(iteration=3))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="log_dir"):
+        MetricsFile(tmp_path / "file" / "logs")

@@ -1,0 +1,90 @@
+"""The non-finite rule, stopping by signals, and the formula for floating-point operations."""
+
+import math
+import os
+import signal
+
+import pytest
+
+from neox.config import NeoXConfig, resolve
+from neox.engine import StepResult
+from neox.errors import ConfigError, TrainingError
+from neox.train.boards import TensorBoard, WandB
+from neox.train.flops import flops_per_iteration
+from neox.train.nonfinite import NonFiniteRule
+from neox.train.stopping import StopSignals
+
+GOOD = StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
+
+
+def bad(loss=math.nan, norm=math.inf, scale=1.0, skipped=True):
+    return StepResult(loss=loss, grad_norm=norm, loss_scale=scale, lr=1e-3, skipped=skipped)
+
+
+def test_the_first_bad_step_ends_the_run_by_default():
+    with pytest.raises(TrainingError, match="iteration 7: loss nan"):
+        NonFiniteRule(0, dynamic_loss_scale=False).check(bad(), 7)
+
+
+def test_bad_steps_are_counted_in_a_row():
+    rule = NonFiniteRule(2, dynamic_loss_scale=False)
+    assert [rule.check(step, 1) for step in (bad(), bad(), GOOD, bad(), bad())] == [True, True, False, True, True]
+    with pytest.raises(TrainingError, match="3 such steps in a row"):
+        rule.check(bad(), 6)
+
+
+def test_a_bad_step_that_was_applied_ends_the_run_at_once():
+    with pytest.raises(TrainingError, match="was applied"):
+        NonFiniteRule(5, dynamic_loss_scale=False).check(bad(skipped=False), 1)
+
+
+def test_a_shrinking_loss_scale_does_not_count_but_a_bad_loss_does():
+    rule = NonFiniteRule(0, dynamic_loss_scale=True)
+    assert not rule.check(bad(loss=2.0, scale=65536.0), 1)
+    with pytest.raises(TrainingError):
+        rule.check(bad(loss=math.nan, scale=65536.0), 2)
+    with pytest.raises(TrainingError):
+        rule.check(bad(loss=2.0, scale=1.0), 3)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_first_signal_is_remembered_and_handlers_come_back(signum, code):
+    former = signal.getsignal(signum)
+    with StopSignals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), signum)
+        assert signals.received == signum
+        assert signals.exit_code == code
+    assert signal.getsignal(signum) is former
+
+
+def plan(**keys):
+    flat = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "pos_emb": "rotary",
+        "train_micro_batch_size_per_gpu": 3,
+        **keys,
+    }
+    return resolve(NeoXConfig.from_flat(flat), 1, 100)
+
+
+def test_flops_are_six_per_parameter_and_token_plus_attention():
+    p = plan()
+    tokens, hidden, layers, vocab = 3 * 32, 64, 2, p.padded_vocab_size
+    matrices = layers * 12 * hidden**2 + vocab * hidden
+    attention = layers * 12 * 32 * hidden  # scores and their use, forward and backward, per token
+    assert flops_per_iteration(p, recompute=False) == pytest.approx(tokens * (6 * matrices + attention))
+    recomputed = tokens * (8 * layers * 12 * hidden**2 + attention * 4 / 3 + 6 * vocab * hidden)
+    assert flops_per_iteration(plan(checkpoint_activations=True), recompute=True) == pytest.approx(recomputed)
+
+
+def test_boards_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="requirements-wandb"):
+        WandB(plan(use_wandb=True))
+    with pytest.raises(ConfigError, match="requirements-tensorboard"):
+        TensorBoard(str(tmp_path))
