@@ -45,11 +45,20 @@ class GPT(nn.Module):
             build_layer(plan, entry.index, grid, device=device, dtype=dtype) for entry in plan.layers
         )
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, positions: Tensor | None = None) -> Tensor:
-        """Return logits: tokens [B, S] -> [B, S, V/tp].
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        targets: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return logits: tokens [B, S] -> [B, S, V/tp]; or, given targets, their `loss`, a scalar.
 
         cache: tokens seen before; these are appended. positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
+        targets: (labels, loss_mask), [B, S] each.
         """
+        if targets is not None:
+            return self.loss(tokens, targets)
         return self.logits(self.hidden(tokens, cache, positions))
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, positions: Tensor | None = None) -> Tensor:

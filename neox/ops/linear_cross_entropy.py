@@ -44,23 +44,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # fp32: a sum of many chunks' contributions would lose bits in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
+        # Weights of a mean are tiny, and a loss scale comes only in the backward pass: in fp16 the gradients of single
+        # logits would vanish. So the largest weight is 1 in here, and what it was is multiplied in later.
+        largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        token_weights = token_weights.float() / largest
         for first in range(0, x.shape[0], rows):
             part = slice(first, first + rows)
-            loss, grad = _chunk(linear(x[part], weight), labels[part], token_weights[part].float())
+            loss, grad = _chunk(linear(x[part], weight), labels[part], token_weights[part])
             total += loss
             if grad_x is not None:
                 grad_x[part] = linear(grad, weight.t())
             if grad_weight is not None:
                 grad_weight += linear(grad.t(), x[part].t())
-        kept = None if grad_weight is None else grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_x, kept)
-        return total
+        ctx.save_for_backward(grad_x, grad_weight, largest)
+        ctx.weight_dtype = weight.dtype
+        return total * largest
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_x, grad_weight = ctx.saved_tensors
-        scaled = (None if g is None else g * grad.to(g.dtype) for g in (grad_x, grad_weight))
-        return *scaled, None, None
+        grad_x, grad_weight, largest = ctx.saved_tensors
+        scale = grad * largest
+        grad_x = None if grad_x is None else grad_x * scale
+        grad_weight = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_x, grad_weight, None, None
 
 
 def _chunk(logits: Tensor, labels: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:

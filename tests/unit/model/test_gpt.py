@@ -84,7 +84,7 @@ def test_loss_without_whole_logits_is_lm_loss(untied: bool):
     results = []
     for whole in (True, False):
         model = GPT(small_plan(no_weight_tying=untied), grid)
-        loss = lm_loss(model(TOKENS), targets, grid) if whole else model.loss(TOKENS, targets)
+        loss = lm_loss(model(TOKENS), targets, grid) if whole else model(TOKENS, targets=targets)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for expected, ours in zip(*results, strict=True):

@@ -42,6 +42,27 @@ def test_bf16_keeps_sums_in_fp32():
         assert (ours.float() - leaf.grad).norm() < 0.01 * leaf.grad.norm()
 
 
+def test_fp16_gradients_do_not_vanish_under_the_weights_of_a_mean():
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(600, 16, generator=generator) * 0.1).half().requires_grad_()
+    weight = (torch.randn(3000, 16, generator=generator) * 0.1).half().requires_grad_()
+    labels = torch.randint(0, 3000, (600,), generator=generator)
+    tiny, scale = torch.full((600,), 2.0**-24), 2.0**20
+    (linear_cross_entropy(x, weight, labels, tiny) * scale).backward()
+    exact = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()]
+    (linear_cross_entropy_reference(*exact, labels, tiny) * scale).backward()
+    for ours, leaf in zip((x.grad, weight.grad), exact, strict=True):
+        assert (ours.float() - leaf.grad).norm() < 0.01 * leaf.grad.norm()
+
+
+def test_all_weights_zero_give_zero():
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
+    loss = linear_cross_entropy(x, weight, torch.arange(5), torch.zeros(5))
+    loss.backward()
+    assert loss == 0.0
+    assert not x.grad.any()
+
+
 def test_without_gradients_only_the_loss_is_computed():
     x, weight, labels = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
     with torch.no_grad():
