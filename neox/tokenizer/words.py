@@ -1,9 +1,9 @@
 """Encode by remembering words: exact for byte-level BPE with GPT-2's pre-tokenizer, without any further package.
 
 GPT-2's pattern never looks back, and NFC never joins a white-space character to what stands before it. So a text may
-be cut before white space that follows a visible ASCII character, and the ids of the pieces are the ids of the text.
-Between such cuts ASCII splits into GPT-2's words by a pattern that needs no Unicode tables; what touches other
-characters goes to `tokenizers` a whole piece at a time.
+be cut before white space that follows anything else (or, for scripts that write none, between a letter and a full
+stop), and the ids of the pieces are the ids of the text. ASCII pieces split into GPT-2's words by a pattern that needs
+no Unicode tables; pieces with other characters go to `tokenizers` whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from neox.tokenizer.base import Tokenizer
 from neox.tokenizer.huggingface import HFTokenizer
 
 _SPACE = r"\t-\r "  # what GPT-2's \s means within ASCII
-_CUT = re.compile(r"(?<=[!-~])(?=[ \t\n\r])")
+_CUT = re.compile(
+    r"(?<=\S)(?=[ \t\n\r])"
+    r"|(?<=[\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3])(?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
 _ASCII_WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
 )
