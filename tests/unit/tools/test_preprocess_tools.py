@@ -82,3 +82,22 @@ def test_a_sample_of_documents_is_seeded(tmp_path: Path) -> None:
     assert chosen[0] == chosen[1] != chosen[2]
     assert 10 < len(chosen[0]) < 60
     assert len(list(choose([str(path)], "text", 0, 1.0, 0.0001, 1))) < 12
+
+
+OLD_NAMES = {
+    "prepare_data.py": "tools/prepare_data.py",
+    "tools/corpora.py": "tools/prepare_data.py",
+    "tools/merge_datasets.py": "tools/dataset.py",
+    "tools/datasets/corpora.py": "tools/prepare_data.py",
+    "tools/datasets/dataset_token_count.py": "tools/dataset.py",
+    "tools/datasets/merge_datasets.py": "tools/dataset.py",
+    "tools/datasets/preprocess_data.py": "tools/preprocess_data.py",
+}
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_old_names_answer_with_the_new_ones(old: str) -> None:
+    done = subprocess.run([sys.executable, old, "--input", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert OLD_NAMES[old] in done.stderr
+    assert (ROOT / OLD_NAMES[old]).is_file()
