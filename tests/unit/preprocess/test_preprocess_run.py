@@ -255,3 +255,36 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
             preprocess(replace(asked, **changes))
     assert not list(tmp_path.glob("*.bin"))
     assert not list(tmp_path.glob("*.lock"))
+
+
+SIGNALLED = """
+import os, runpy, sys
+from neox.data import IndexedDatasetBuilder
+if __name__ == "__main__":
+    number, add, blocks = int(sys.argv[1]), IndexedDatasetBuilder.add_documents, []
+    def counted(self, ids, lengths):
+        add(self, ids, lengths)
+        blocks.append(1)
+        if len(blocks) == 2:
+            os.kill(os.getpid(), number)
+    IndexedDatasetBuilder.add_documents = counted
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(documents(6000)))
+    tool = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path), "--output-prefix", str(tmp_path / "out")]
+    tool += ["--tokenizer-type", "HFTokenizer", "--vocab", VOCAB, "--append-eod", "--workers", "1"]
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), *tool]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "the same command goes on there" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "out.progress.json" in left_over(tmp_path)
+    preprocess(settings(tmp_path, path))
+    preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
+    assert result(tmp_path / "out") == result(tmp_path / "other")
