@@ -7,6 +7,7 @@ says, or directly, `python tools/generate.py -d configs MODEL.yml`, in one proce
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from neox.engine.distributed import initialize_distributed
 from neox.errors import run_script
 from neox.generation import (
     add_plan_arguments,
+    check_generation,
     choose_checkpoint,
     load_model,
     plan_from_arguments,
@@ -30,16 +32,20 @@ def main() -> None:
     add_plan_arguments(parser)
     parser.add_argument("-i", "--sample_input_file", help="prompts, one a line, or a .jsonl")
     parser.add_argument("-o", "--sample_output_file", help="where completions go, a JSON object a line")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     for key in ("sample_input_file", "sample_output_file"):
         if (value := getattr(args, key)) is not None:
             args.overrides.append(f"{key}={value}")
     setup_logging()
     plan = plan_from_arguments(args)
+    check_generation(plan.config)  # before minutes of loading
     tokenizer = tokenizer_of(plan.config)
     checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
+    if os.isatty(0) and not os.isatty(1):
+        # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
+        os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)
     model = load_model(plan, checkpoint, grid, device, recompute=plan.config.generation.recompute)
     run_generation(plan, model, tokenizer, grid)
 

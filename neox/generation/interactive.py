@@ -39,6 +39,7 @@ def interact(
     sink = sink or sys.stdout
     reader = _prompts(prompt_end, source, sink) if grid.rank == 0 else iter(())
     number = 0
+    _write(sink, grid, f"{settings_line(params)}\n")
     while (prompt := _agreed(lambda: next(reader, None), grid)) is not None:
         say = _speaker(sink) if grid.rank == 0 else None
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from neox.config import NeoXConfig, RunPlan
 from neox.errors import GenerationError
 from neox.generation.completion import Completion, encode_prompts, generate
 from neox.generation.decoding import LanguageModel
-from neox.generation.interactive import interact, settings_line
+from neox.generation.interactive import interact
 from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import read_prompts, write_completions
 from neox.generation.replicas import over_replicas
@@ -65,6 +66,15 @@ def prompts_of(config: NeoXConfig) -> list[str]:
     return [prompt for prompt in read_prompts(keys.sample_input_file) for _ in range(keys.num_return_sequences)]
 
 
+def check_generation(config: NeoXConfig) -> None:
+    """Raise GenerationError for settings and prompts that a run would refuse, without a model."""
+    sampling_params(config)
+    if mode(config) != "interactive":
+        prompts_of(config)
+        if Path(config.generation.sample_output_file).is_dir():
+            raise GenerationError(f"sample_output_file: {config.generation.sample_output_file} is a directory")
+
+
 def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid) -> list[Completion]:
     """Do what the configuration asks for; all ranks together. Completions are written by rank 0 when all are done.
 
@@ -73,8 +83,6 @@ def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: 
     config, keys = plan.config, plan.config.generation
     params = sampling_params(config)
     if mode(config) == "interactive":
-        if grid.rank == 0:
-            _log.info("%s", settings_line(params))
         interact(model, params, codec, grid, prompt_end=keys.prompt_end)
         return []
     done = generate_all(

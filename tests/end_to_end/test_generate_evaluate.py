@@ -1,0 +1,63 @@
+"""deepy.py generate.py and evaluate.py on several ranks, beside the same in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+NAME = "v2_pp2_mp1_dp1_fp32"
+
+
+def run(tmp_path, *command):
+    """Run a command of the project on the golden checkpoint; return the finished process."""
+    settings = ("--set", f"load={NAME}", "--set", "save=null", "--set", f"log_dir={tmp_path / 'log'}")
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    return subprocess.run(
+        [sys.executable, str(ROOT / command[0]), *command[1:], f"{NAME}/{NAME}.yml", *settings],
+        cwd=GOLDEN,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_two_stages_write_what_one_process_writes(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"context": "def main("}\n{"context": "The quick\\nbrown"}\n')
+    written = []
+    for number, script in enumerate((("deepy.py", "generate.py"), ("tools/generate.py",))):
+        out = tmp_path / f"out{number}.jsonl"
+        flags = ("-i", str(prompts), "-o", str(out), "--set", "maximum_tokens=12", "--set", "top_p=0.9")
+        done = run(tmp_path, *script, *flags)
+        assert done.returncode == 0, done.stderr
+        written.append([json.loads(line) for line in out.read_text().splitlines()])
+    for several, one in zip(*written, strict=True):
+        assert set(one) == {"context", "text", "length", "finished", "duration"}
+        assert [several[key] for key in ("context", "text", "length", "finished")] == [
+            one[key] for key in ("context", "text", "length", "finished")
+        ]
+    assert [record["context"] for record in written[0]] == ["def main(", "The quick\nbrown"]
+
+
+def test_scores_of_two_stages(tmp_path):
+    (tmp_path / "wiki.raw").write_text("The old man , it 's well @-@ known , walked home .\n" * 20)
+    tables = []
+    for script in (("deepy.py", "evaluate.py"), ("tools/evaluate.py",)):
+        prefix = str(tmp_path / script[0].replace("/", "_"))
+        done = run(
+            tmp_path, *script, "--eval_results_prefix", prefix, "--set", f'eval_tasks=["wikitext={tmp_path}/wiki.raw"]'
+        )
+        assert done.returncode == 0, done.stderr
+        assert "word_ppl" in done.stdout
+        (path,) = tmp_path.glob(f"{Path(prefix).name}_eval_results_*.json")
+        tables.append(json.loads(path.read_text()))
+    several, one = tables
+    assert several["counts"] == one["counts"]
+    assert several["iteration"] == 30
+    for metric, value in one["results"]["wikitext"].items():
+        assert abs(several["results"]["wikitext"][metric] - value) <= 1e-4 * abs(value)

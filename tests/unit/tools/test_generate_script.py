@@ -1,0 +1,48 @@
+"""tools/generate.py: what it refuses before it loads a model, and how it says so."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden"
+NAME = "v2_pp2_mp1_dp1_fp32"
+
+
+def generate(monkeypatch, capsys, *arguments):
+    """Run the script in this process; return (exit code, stderr)."""
+    monkeypatch.chdir(GOLDEN)
+    script = ROOT / "tools" / "generate.py"
+    monkeypatch.setattr(sys, "argv", [str(script), f"{NAME}/{NAME}.yml", "--set", f"load={NAME}", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ("", (), "holds no prompts"),
+        ("a\n\nb\n", (), "prompts.txt:2: empty prompt"),
+        ("a\n", ("--set", "minimum_tokens=9", "--set", "maximum_tokens=3"), "minimum_tokens is 9"),
+        ("a\n", ("--set", "num_beams=2", "--set", "temperature=1.0"), "draw nothing"),
+        ("a\n", ("--set", "iteration=7"), "global_step7"),
+        ("a\n", ("--set", "load=null", "--set", "save=null"), "--set load=DIRECTORY"),
+    ],
+)
+def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, prompts, arguments, message):
+    (tmp_path / "prompts.txt").write_text(prompts)
+    out = tmp_path / "out.jsonl"
+    code, said = generate(monkeypatch, capsys, "-i", tmp_path / "prompts.txt", "-o", out, *arguments)
+    assert code == 1
+    assert "error: " in said
+    assert message in said
+    assert not out.exists()
+
+
+def test_unknown_settings_are_the_configurations_to_refuse(monkeypatch, capsys):
+    code, said = generate(monkeypatch, capsys, "--set", "temprature=1")
+    assert code == 2
+    assert "temperature" in said
