@@ -5,7 +5,7 @@ from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
 from neox.ops.linear import linear
 from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from neox.ops.rotary import apply_rotary, rotary_inv_freq, rotary_tables, rotate
-from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax, softmax_impl
+from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 
 __all__ = [
     "MASKED_SCORE",
@@ -23,5 +23,4 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "scale_mask_softmax",
-    "softmax_impl",
 ]

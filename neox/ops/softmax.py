@@ -32,14 +32,6 @@ def scale_mask_softmax(scores: Tensor, scale: float = 1.0, impl: SoftmaxImpl = "
     return x.masked_fill(later, MASKED_SCORE).softmax(-1).to(scores.dtype)
 
 
-def softmax_impl(device: torch.device | str) -> SoftmaxImpl:
-    """Return the implementation to ask for on a device: the kernel on CUDA, the reference elsewhere.
-
-    For callers that may choose; where the kernel was asked for by name, "triton" is passed and fails off a GPU.
-    """
-    return "triton" if torch.device(device).type == "cuda" else "torch"
-
-
 def _triton_softmax(scores: Tensor, scale: float) -> Tensor:
     try:
         from neox.ops.triton_softmax import causal_softmax

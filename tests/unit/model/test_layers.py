@@ -100,6 +100,16 @@ def test_block_by_hand(parallel: bool, tanh: bool, attention: str):
         torch.testing.assert_close(block(x), block_by_hand(block, x, parallel=parallel, tanh=tanh), atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize("attention", ["global", "flash"])
+def test_query_key_layer_scaling_changes_the_order_of_factors_and_not_the_function(attention: str):
+    keys = {"attention_config": [[[attention], "all"]]}
+    plain = GPT(small_plan(**keys), ParallelGrid.single())
+    scaled = GPT(small_plan(apply_query_key_layer_scaling=True, **keys), ParallelGrid.single())
+    assert [block.attention.softmax_scale for block in scaled.blocks] == [1.0, 2.0]
+    tokens = torch.arange(16).view(2, 8)
+    torch.testing.assert_close(scaled(tokens), plain(tokens))
+
+
 def test_layer_norm_epsilon_is_the_configured_one():
     model = GPT(small_plan(layernorm_epsilon=0.5), ParallelGrid.single())
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neox.errors import NeoXError
-from neox.ops import scale_mask_softmax, softmax_impl
+from neox.ops import scale_mask_softmax
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -30,8 +30,6 @@ def test_reference_sums_in_fp32_under_bf16():
 
 
 def test_kernel_on_a_cpu_is_an_error_and_not_a_fallback():
-    assert softmax_impl("cpu") == "torch"
-    assert softmax_impl("cuda:3") == "triton"
     if os.environ.get("TRITON_INTERPRET"):
         pytest.skip("under TRITON_INTERPRET the kernel does run on a CPU")
     with pytest.raises(NeoXError, match="needs a GPU"):
