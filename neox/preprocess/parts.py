@@ -71,8 +71,8 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
     if done is not None:
         return done if rank == 0 else None
     started = time.monotonic()
-    if parts[rank] is not None:
-        preprocess(parts[rank], may_be_empty=True)
+    if (own := parts[rank]) is not None:
+        preprocess(own, may_be_empty=True)
     if rank:
         return None
     present = [part for part in parts if part is not None]

@@ -109,7 +109,8 @@ class BlockPool:
         number = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda n=number: n in self._results or n == self._end)
+                while number not in self._results and number != self._end:
+                    self._changed.wait()
                 if number == self._end:
                     return
                 result = self._results.pop(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
@@ -31,7 +32,7 @@ def build_tokenizer(
         yes for HFTokenizer and HFGPT2Tokenizer, no for the others.
     Raises TokenizerError for an unknown type, a missing or unreadable file, or a package that is not installed.
     """
-    choice = {} if special_in_text is None else {"special_in_text": special_in_text}
+    choice: dict[str, Any] = {} if special_in_text is None else {"special_in_text": special_in_text}
     if tokenizer_type in ("HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"):
         from neox.tokenizer import huggingface
 

@@ -125,7 +125,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> 
         return Choice(PlainEncoder(tokenizer))
     if wanted not in ACCELERATORS:
         raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
-    passed_over = []
+    passed_over: list[str] = []
     for name in ("fastokens", "words") if wanted == "auto" else (wanted,):
         try:
             encoder = make_encoder(tokenizer, name)
