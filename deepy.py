@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import neox
@@ -44,6 +45,13 @@ _ASSUMED_OTHERWISE = 50257
 
 _FLAGS_OF_KEYS = (
     "hostfile",
+    "include",
+    "exclude",
+    "num_nodes",
+    "num_gpus",
+    "master_addr",
+    "master_port",
+    "launcher",
     "sample_input_file",
     "sample_output_file",
     "iteration",
@@ -71,6 +79,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for so many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
     parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
+    parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
+    parser.add_argument("--exclude", help="hosts and slots not to use")
+    parser.add_argument("--num_nodes", type=_positive, help="use the first so many hosts")
+    parser.add_argument("--num_gpus", type=_positive, help="ranks on each host")
+    parser.add_argument("--master_addr", help="address of the first host")
+    parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one where left out")
+    parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
     parser.add_argument("-i", "--sample_input_file", help="prompts for generation, one a line")
     parser.add_argument("-o", "--sample_output_file", help="where completions are written")
     parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="evaluation tasks")
@@ -263,7 +278,7 @@ def prepare(
         plan=summary,
         deepspeed=summary["deepspeed"],
         config=plan.config.to_flat(),
-        commands=[[sys.executable, *sys.argv]],
+        commands=[join([sys.executable, *sys.argv]), *(line["command"] for line in shown_commands(spec))],
     )
     return spec, plan
 

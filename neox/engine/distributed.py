@@ -40,7 +40,8 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     if device.type == "cpu":
         _prepare_cpu()
     if not dist.is_initialized():
-        timeout = timedelta(seconds=plan.config.training.hang_timeout)
+        # The launcher notices a hang first and shows every rank's stack; this timeout is for other launchers.
+        timeout = timedelta(seconds=plan.config.training.hang_timeout + 60)
         backend = choose_backend(plan.config.runner.distributed_backend, device)
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
     else:

@@ -22,6 +22,21 @@ SSH_OPTIONS = (
 )
 
 
+def deepspeed_launch(spec: LaunchSpec, node_rank: int) -> list[str]:
+    """The start of DeepSpeed's per-host launcher for one host."""
+    return [
+        spec.python,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={spec.world_info}",
+        f"--node_rank={node_rank}",
+        f"--master_addr={spec.master_addr}",
+        f"--master_port={spec.master_port}",
+        "--log_level=warning",
+        "--no_local_rank",
+    ]
+
+
 def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool, plain: bool = False) -> list[str]:
     """The command that runs the agent of one host, on that host; `plain` where no head process listens."""
     return [

@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError, run_script
+from neox.launch.commands import deepspeed_launch
 from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
 from neox.launch.extensions import break_stale_locks
-from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, process_state, signal_group
+from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signal_group
 from neox.launch.plain import PlainOutput
 from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
+from neox.launch.stacks import answer
 
 EXIT_HANG = 124
 _POLL_SECONDS = 0.1
@@ -38,7 +40,6 @@ _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # the other ranks' own errors reach their logs meanwhile
 _STACK_SECONDS = 1.5
 _START_SECONDS = 300.0
-_OUR_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
 
 
 class _Rank:
@@ -333,21 +334,10 @@ class NodeAgent:
         self.showing_stacks = False
         for rank in self.ranks.values():
             self.say(f"--- stacks of rank {rank.rank} on {self.host.name} ---")
-            for line in self._stacks(rank, sizes.get(rank.rank)):
+            running = rank.pid if rank.code is None else None
+            for line in answer(running, self._log(rank), sizes.get(rank.rank, 0)):
                 self.say(line)
         self.tell({"kind": "stacks"})
-
-    def _stacks(self, rank: _Rank, size: int | None) -> list[str]:
-        if rank.pid is None or rank.code is not None:
-            return ["not running"]
-        with open(self._log(rank), "rb") as file:
-            file.seek(size or 0)
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-        state = process_state(rank.pid)
-        if state == "T":
-            return ["the process is stopped (SIGSTOP, a debugger, or job control): it cannot answer"]
-        lines = [line for line in lines if not any(frame in line for frame in _OUR_FRAMES)]
-        return lines or [f"no answer (process state {state}: not started yet, or waiting in the kernel)"]
 
     def _log(self, rank: _Rank) -> Path:
         return self.log_dir / f"rank_{rank.rank:04d}.log"
@@ -360,21 +350,6 @@ class _Keeper:
         self.connection = connection
         self.buffer = LineBuffer()
         self.rank: int | None = None
-
-
-def deepspeed_launch(spec: LaunchSpec, node_rank: int) -> list[str]:
-    """The start of DeepSpeed's per-host launcher for one host."""
-    return [
-        spec.python,
-        "-m",
-        "deepspeed.launcher.launch",
-        f"--world_info={spec.world_info}",
-        f"--node_rank={node_rank}",
-        f"--master_addr={spec.master_addr}",
-        f"--master_port={spec.master_port}",
-        "--log_level=warning",
-        "--no_local_rank",
-    ]
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ class Request:
     global_num_gpus: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    launcher: str = "pdsh"
 
     @staticmethod
     def of(runner: RunnerConfig) -> Request:
@@ -69,7 +71,8 @@ def find_hostfile(request: Request, environment: Mapping[str, str] | None = None
 
 
 def place(request: Request) -> Placement:
-    """Choose hosts: the hostfile's slots; else `global_num_gpus`; else `num_gpus`; else this machine's GPUs; else 1.
+    """Choose hosts: the hostfile's slots; else slurm's allocation under `launcher: slurm`; else `global_num_gpus`;
+    else `num_gpus`; else this machine's GPUs; else one CPU rank.
 
     Raises LaunchError where more is asked for than there is, or the hostfile cannot be read.
     """
@@ -90,6 +93,9 @@ def place(request: Request) -> Placement:
                 f"{placement.world_size} slots: take global_num_gpus out, or change the hostfile"
             )
         return placement
+    if request.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
+        hosts = select_hosts(slurm_hosts(request.num_gpus), num_nodes=request.num_nodes)
+        return Placement(hosts, "the slurm allocation", len(visible))
     if request.num_nodes > 1:
         raise LaunchError(f"num_nodes is {request.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
     if request.exclude or (request.include and "@" in request.include):
@@ -100,6 +106,19 @@ def place(request: Request) -> Placement:
         return Placement(_with_local_devices(hosts, visible), "include", len(visible))
     ranks, why = _count(request, len(visible))
     return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
+
+
+def slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
+    """The hosts of the slurm allocation that this process runs in, with `num_gpus` or the allocated GPUs each."""
+    slots = num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0)
+    if not slots:
+        raise LaunchError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"`{' '.join(command)}` failed ({error}): name the hosts in a hostfile") from None
+    return tuple(Host(check_host_name(name, "SLURM_JOB_NODELIST"), tuple(range(slots))) for name in listed)
 
 
 def _count(request: Request, accelerators: int) -> tuple[int, str]:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import yaml
@@ -26,9 +25,9 @@ def write_run_directory(
     plan: Mapping[str, Any],
     deepspeed: Mapping[str, Any],
     config: Mapping[str, Any],
-    commands: Sequence[Sequence[str]],
+    commands: Sequence[str],
 ) -> None:
-    """Write plan.json, deepspeed.json, config.yml and command.txt, each beside and then renamed.
+    """Write plan.json, deepspeed.json, config.yml and command.txt (deepy's, then each host's), beside and renamed.
 
     Files of the last run in the same directory are replaced; logs are appended to.
     """
@@ -37,7 +36,7 @@ def write_run_directory(
         _write(directory / "plan.json", json.dumps(plan, indent=2) + "\n")
         _write(directory / "deepspeed.json", json.dumps(deepspeed, indent=2) + "\n")
         _write(directory / "config.yml", yaml.safe_dump(dict(config), sort_keys=False))
-        _write(directory / "command.txt", "".join(join(command) + "\n" for command in commands))
+        _write(directory / "command.txt", "".join(f"{command}\n" for command in commands))
     except OSError as error:
         raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
 

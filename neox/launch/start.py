@@ -13,6 +13,7 @@ from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
     agent_command,
+    deepspeed_launch,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
@@ -21,7 +22,6 @@ from neox.launch.commands import (
     torchrun_command,
 )
 from neox.launch.environment import FORWARDED, withheld_secrets
-from neox.launch.node import deepspeed_launch
 from neox.launch.placement import is_this_machine
 from neox.launch.secrets import deliver_secrets
 from neox.launch.spec import LaunchSpec

@@ -91,6 +91,14 @@ def test_launcher_none_prints_commands(tiny: Path) -> None:
     assert "torch.distributed.run" in done.stdout
 
 
+def test_doctor(tiny: Path) -> None:
+    table = deepy("doctor", "tiny.yml", cwd=tiny).stdout
+    assert table.splitlines()[1].startswith("localhost  2 ")
+    assert "ok" in table
+    table = deepy("doctor", "tiny.yml", "--set", "data_path=none", cwd=tiny, code=1).stdout
+    assert "first thing to fix, on localhost" in table
+
+
 def test_scripts_help_version_and_usage(tiny: Path) -> None:
     assert "--dry-run" in deepy("--help").stdout
     assert deepy("--version").stdout.startswith("neox ")

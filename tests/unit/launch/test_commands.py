@@ -17,6 +17,7 @@ from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
     agent_command,
+    deepspeed_launch,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
@@ -24,7 +25,6 @@ from neox.launch.commands import (
     ssh_command,
     torchrun_command,
 )
-from neox.launch.node import deepspeed_launch
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, node_commands, shown_commands
 

@@ -95,3 +95,21 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(LaunchError, match=f"master_port {port} is taken"):
             master_port(here, Request(master_port=port))
     assert master_port(here, Request(master_port=port)) == port
+
+
+def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames node[1-2]' ] && printf 'node1\\nnode2\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    assert place(Request(num_gpus=2)).is_local  # only where slurm is asked for
+    found = place(Request(launcher="slurm", num_gpus=2))
+    assert found.hosts == (Host("node1", (0, 1)), Host("node2", (0, 1)))
+    with pytest.raises(LaunchError, match="SLURM_GPUS_ON_NODE"):
+        place(Request(launcher="slurm"))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert place(Request(launcher="slurm", num_nodes=1)).world_size == 8
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
+    with pytest.raises(LaunchError, match="name the hosts in a hostfile"):
+        place(Request(launcher="slurm"))

@@ -27,7 +27,7 @@ def test_what_is_written(tmp_path: Path) -> None:
             plan={"grid": {"pp": steps}},
             deepspeed={"steps": steps},
             config={"train_iters": steps},
-            commands=[["python", "deepy.py", "a b"]],
+            commands=["python deepy.py 'a b'"],
         )
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"plan.json", "deepspeed.json", "config.yml", "command.txt", "ranks"}
