@@ -10,17 +10,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.checkpoint import CheckpointReader
+from neox.config import RunPlan
 from neox.engine.distributed import initialize_distributed
 from neox.errors import run_script
-from neox.evaluation import evaluate_tasks, format_table, parse_tasks, write_results
+from neox.evaluation import TaskResult, evaluate_tasks, flat_metrics, format_table, parse_tasks, write_results
 from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
 from neox.log import setup_logging
+from neox.train.boards import TensorBoard, WandB
+from neox.train.callbacks import Callback
+from neox.train.state import TrainState
+
+
+def show_on_boards(plan: RunPlan, results: Sequence[TaskResult], iteration: int) -> None:
+    """Add the scores to TensorBoard and wandb at the checkpoint's iteration, where the configuration has them on."""
+    keys, state = plan.config.logging, TrainState(iteration=iteration)
+    boards: list[Callback] = []
+    if keys.tensorboard_dir:
+        boards.append(TensorBoard(keys.tensorboard_dir))
+    if keys.use_wandb:
+        boards.append(WandB(plan))
+    for board in boards:
+        board.on_evaluation(state, "tasks", flat_metrics(results))
+        board.on_end(state)
 
 
 def main() -> None:
@@ -44,13 +62,15 @@ def main() -> None:
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:
+        iteration = CheckpointReader(checkpoint).iteration
         about = {
             "checkpoint": str(checkpoint),
-            "iteration": CheckpointReader(checkpoint).iteration,
+            "iteration": iteration,
             "precision": plan.precision,
             "config": plan.config.to_flat(),
         }
         path = write_results(keys.eval_results_prefix, results, about, datetime.now())
+        show_on_boards(plan, results, iteration)
         print(f"{format_table(results)}\n\nresults in {path}")
 
 

@@ -49,11 +49,12 @@ def test_scores_of_two_stages(tmp_path):
     tables = []
     for script in (("deepy.py", "evaluate.py"), ("tools/evaluate.py",)):
         prefix = str(tmp_path / script[0].replace("/", "_"))
-        done = run(
-            tmp_path, *script, "--eval_results_prefix", prefix, "--set", f'eval_tasks=["wikitext={tmp_path}/wiki.raw"]'
-        )
+        board = tmp_path / "board" / Path(prefix).name
+        tasks = ("--set", f'eval_tasks=["wikitext={tmp_path}/wiki.raw"]', "--set", f"tensorboard_dir={board}")
+        done = run(tmp_path, *script, "--eval_results_prefix", prefix, *tasks)
         assert done.returncode == 0, done.stderr
         assert "word_ppl" in done.stdout
+        assert any(board.iterdir())
         (path,) = tmp_path.glob(f"{Path(prefix).name}_eval_results_*.json")
         tables.append(json.loads(path.read_text()))
     several, one = tables
