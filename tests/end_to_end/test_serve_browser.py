@@ -1,0 +1,130 @@
+"""The page of tools/serve.py in a real browser: Debian's chromium, driven over WebDriver."""
+
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
+
+pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn (requirements/requirements-serve.txt) is not installed")
+if shutil.which("chromedriver") is None:
+    pytest.skip("chromedriver (Debian: chromium-driver) is not installed", allow_module_level=True)
+
+from neox.generation.server import make_app  # noqa: E402 (after the skips)
+
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names elements
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def call(method, url, body=None):
+    """Send a WebDriver command and return its value."""
+    data = None if method != "POST" else json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["value"]
+
+
+def wait(condition, seconds=60):
+    """Return the first true value of `condition()`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if value := condition():
+                return value
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("nothing happened in time")
+
+
+@contextmanager
+def served(app):
+    """Serve in a thread; yield the address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait(lambda: server.started)
+        yield f"http://127.0.0.1:{server.config.port}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def browser(tmp_path):
+    """Start chromium; yield the address of its session."""
+    port = free_port()
+    driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait(lambda: call("GET", f"http://127.0.0.1:{port}/status")["ready"])
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        options = {"goog:chromeOptions": {"args": [*arguments, f"--user-data-dir={tmp_path / 'profile'}"]}}
+        session = call("POST", f"http://127.0.0.1:{port}/session", {"capabilities": {"alwaysMatch": options}})
+        address = f"http://127.0.0.1:{port}/session/{session['sessionId']}"
+        try:
+            yield address
+        finally:
+            call("DELETE", address)
+    finally:
+        driver.terminate()
+        driver.wait()
+
+
+def test_text_comes_into_the_page_and_stops_when_told(tmp_path):
+    slow = threading.Event()
+
+    def rule(ids):
+        if slow.is_set():
+            time.sleep(0.02)
+            return next_letter([1])
+        return next_letter(ids)
+
+    app = make_app(ToyModel(rule, max_length=2000), ToyCodec(), name="toy")
+    with served(app) as address, browser(tmp_path) as session:
+
+        def find(selector):
+            found = call("POST", f"{session}/element", {"using": "css selector", "value": selector})
+            return f"{session}/element/{found[ELEMENT]}"
+
+        def text(selector):
+            return call("GET", find(selector) + "/text")
+
+        def fill(selector, value):
+            call("POST", find(selector) + "/clear")
+            call("POST", find(selector) + "/value", {"text": value})
+
+        call("POST", f"{session}/url", {"url": address})
+        fill("#prompt", "abc")
+        fill("#max_tokens", "4")
+        fill("#temperature", "0")
+        call("POST", find("#go") + "/click")
+        wait(lambda: text("#status") == "ended: length")
+        assert text("#out") == "abcdefg"
+
+        fill("#max_tokens", "9999")
+        call("POST", find("#go") + "/click")
+        wait(lambda: "`max_tokens` must be an integer from 1 to 1024" in text("#status"))
+
+        slow.set()
+        fill("#max_tokens", "1000")
+        call("POST", find("#go") + "/click")
+        wait(lambda: len(text("#out")) > 8)
+        call("POST", find("#stop") + "/click")
+        wait(lambda: text("#status") == "stopped")
+        assert text("#out").startswith("abcbbbb")
+        health = f"{address}health"
+        wait(lambda: json.load(urllib.request.urlopen(health, timeout=9)) == {"status": "ok", "waiting": 0})
