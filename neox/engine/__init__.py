@@ -1,7 +1,7 @@
 """The one room that talks to DeepSpeed."""
 
 from neox.engine import deepspeed_log  # isort: skip  (before DeepSpeed speaks)
-from neox.engine.distributed import initialize_distributed
+from neox.engine.distributed import initialize_distributed, leave
 from neox.engine.engine import Engine, StepResult, initialize_engine
 from neox.engine.loading import open_engine
 from neox.engine.saving import save_checkpoint
@@ -12,6 +12,7 @@ __all__ = [
     "deepspeed_log",
     "initialize_distributed",
     "initialize_engine",
+    "leave",
     "open_engine",
     "save_checkpoint",
 ]

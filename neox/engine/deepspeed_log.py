@@ -21,6 +21,14 @@ _DEEPSPEED.addFilter(_worth_saying)
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
+def let_deepspeed_speak(aloud: bool) -> None:
+    """Show DeepSpeed's lines about itself (timers, profiles) if they were asked for; they drown the run's otherwise."""
+    level = logging.INFO if aloud else logging.WARNING
+    _DEEPSPEED.setLevel(level)
+    for handler in _DEEPSPEED.handlers:
+        handler.setLevel(level)
+
+
 @contextmanager
 def unprinted() -> Iterator[None]:
     """Keep what DeepSpeed prints past its logger (topologies, memory) off standard output."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from datetime import timedelta
@@ -12,9 +11,9 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger as deepspeed_logger
 
 from neox.config import RunPlan
+from neox.engine.deepspeed_log import let_deepspeed_speak
 from neox.errors import LaunchError
 from neox.log import get_logger
 from neox.parallel import ParallelGrid, Topology
@@ -28,7 +27,8 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them; without them, a run of one
     rank. Raises LaunchError when the world is not the plan's.
     """
-    deepspeed_logger.setLevel(logging.WARNING)  # its lines about itself drown the run's
+    keys = plan.config.deepspeed
+    let_deepspeed_speak(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
     world = _complete_environment()
     if world != plan.grid.world:
         raise LaunchError(
@@ -48,6 +48,12 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
     return grid, device
+
+
+def leave() -> None:
+    """Part from the other ranks at the end of a run that went well; all ranks call it together."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _prepare_cpu() -> None:

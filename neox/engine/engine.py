@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from neox.config import RunPlan
 from neox.engine.bodies import Body, PipelineBody, build_body, build_model
+from neox.errors import TrainingError
 from neox.model import lm_loss
 from neox.optim import ClippingAdamW, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
@@ -60,10 +62,11 @@ class Engine:
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
         skipped, lr = self.body.skipped_steps, self.schedule.get_lr()[0]
         loss_scale = self.loss_scale
-        if isinstance(self.body, PipelineBody):
-            loss = float(self.body.train_batch(_stage_pairs(batches)))
-        else:
-            loss = self._train_plain(batches)
+        with _readable_scaler_failure(self.iteration + 1):
+            if isinstance(self.body, PipelineBody):
+                loss = float(self.body.train_batch(_stage_pairs(batches)))
+            else:
+                loss = self._train_plain(batches)
         self.iteration += 1
         was_skipped = self.body.skipped_steps > skipped
         return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped)
@@ -130,6 +133,20 @@ def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -
     """Build the network with its initial weights and hand it to DeepSpeed; all ranks call it together."""
     body, adamw = build_body(plan, grid, build_model(plan, grid, device))
     return Engine(plan, grid, device, body, adamw)
+
+
+@contextmanager
+def _readable_scaler_failure(iteration: int) -> Iterator[None]:
+    """Turn DeepSpeed's bare exception about the loss scale into an error that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise TrainingError(
+            f"iteration {iteration}: gradients overflow fp16 even at the smallest loss scale (fp16.min_loss_scale); "
+            "train in bf16, lower the learning rate, or look at the data of this step"
+        ) from error
 
 
 def _stage_pairs(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:

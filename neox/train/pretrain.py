@@ -9,7 +9,7 @@ import torch
 
 from neox.config import RunPlan
 from neox.data import build_data_iterators
-from neox.engine import Engine, initialize_distributed, open_engine
+from neox.engine import Engine, initialize_distributed, leave, open_engine
 from neox.evaluation import evaluate_in_training, parse_tasks
 from neox.generation import tokenizer_of
 from neox.log import setup_logging
@@ -28,7 +28,9 @@ def pretrain(plan: RunPlan) -> int:
     callbacks = build_callbacks(plan) if grid.rank == 0 else []
     engine = open_engine(plan, grid, device)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
-    return Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
+    code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
+    leave()
+    return code
 
 
 def build_tasks(

@@ -70,6 +70,8 @@ class Trainer:
                 self.evaluate("test", self.data.test)
             elif self.plan.config.checkpoint.save is not None:
                 self.save()
+            else:
+                _log.warning("no `save` directory is set: iteration %d is not saved", state.iteration)
             self._notify("on_end", state)
             return signals.exit_code
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import legal_layouts, tiny_plan, train_curves
+from tests.distributed.training_runs import FULL_MATRIX, legal_layouts, tiny_plan, train_curves
 
 STEPS = 20
 TOLERANCE = 1e-5
@@ -26,7 +26,8 @@ def reference(**keys) -> list[tuple[float, float]]:
 def assert_equal_curves(world, layouts, **keys):
     """Train each layout and compare losses and gradient norms with one rank's."""
     expected = reference(**keys)
-    per_rank = run_ranks(world, train_curves, [tiny_plan(world, **layout, **keys) for layout in layouts], STEPS)
+    plans = [tiny_plan(world, **layout, **keys) for layout in layouts]
+    per_rank = run_ranks(world, train_curves, plans, STEPS, timeout=500)
     assert all(curves == per_rank[0] for curves in per_rank), "ranks report different numbers"
     for layout, curve in zip(layouts, per_rank[0], strict=True):
         for step, ((loss, norm), (loss_1, norm_1)) in enumerate(zip(curve, expected, strict=True)):
@@ -55,6 +56,4 @@ def test_curves_are_equal_with_an_untied_row_parallel_head_and_recomputation():
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_all_layouts_are_equal(world, tied):
-    keys = {"no_weight_tying": not tied, "train_batch_size": 12, "hidden_size": 48, "num_attention_heads": 12}
-    for layout in legal_layouts(world):
-        assert_equal_curves(world, [layout], **keys)
+    assert_equal_curves(world, legal_layouts(world), **FULL_MATRIX, no_weight_tying=not tied)

@@ -35,6 +35,14 @@ TINY: dict[str, Any] = {
     "zero_optimization": {"stage": 0},
 }
 
+# Sizes that 1, 2, 3 and 4 ranks divide along every axis, and one vocabulary for all of them.
+FULL_MATRIX: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 12,
+    "train_batch_size": 12,
+    "padded_vocab_size": 96,
+}
+
 
 def tiny_plan(world: int, *, pp: int = 0, mp: int = 1, zero: int = 0, **keys: Any) -> RunPlan:
     """Resolve TINY with these degrees and further keys; the data-parallel degree is what remains of `world`."""
