@@ -4,13 +4,14 @@
     python benchmarks/launch.py --kills 20 --random 100 --out benchmarks/results/launch.json
 
 The ranks are dummies without torch. A run counts as cleanly ended when its last process is gone, grandchildren
-included; an orphan is any process of a run that lives ten seconds after one of its processes was killed at random
-(head, agent, DeepSpeed's launcher, keepers, ranks), at a random moment of its start or its life.
+included; an orphan is any process of a run that lives ten seconds after one of its processes (head, agent, DeepSpeed's
+launcher, a keeper, a rank: equally often) was killed at a random moment of its start or its life.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -67,14 +68,16 @@ def kill_a_rank(directory: Path) -> tuple[float, int]:
 
 
 def kill_at_random(directory: Path) -> tuple[str, int]:
-    """Kill -9 one random process at a random moment; its role, and how many processes live ten seconds later."""
+    """Kill -9 a process of a random role at a random moment of its life; the role, and who lives ten seconds later."""
     run = LaunchedRun(directory, NEOX_DUMMY_CHILD="1")
     try:
-        time.sleep(random.uniform(0.1, 7.0))
-        alive = run.pids() or [run.process.pid]
-        victim = random.choice(alive)
-        role = next((name for name, words in ROLES.items() if words in command_line(victim)), "other")
-        os.kill(victim, signal.SIGKILL)
+        role = random.choice(list(ROLES))
+        while not (alive := run.pids(role)):
+            time.sleep(0.02)
+        time.sleep(random.choice([0.0, random.uniform(0, 1), random.uniform(0, 8)]))
+        victim = random.choice(run.pids(role) or alive)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
         deadline = time.monotonic() + 10
         while run.pids() and time.monotonic() < deadline:
             time.sleep(0.05)
