@@ -19,11 +19,10 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """What a batch is read from: `GPTDataset` or `BlendedDataset`."""
+    """What a batch is read from: `GPTDataset` or `BlendedDataset`. num_samples: how many can be read."""
 
     seq_length: int
-
-    def __len__(self) -> int: ...
+    num_samples: int
 
     def read(self, indices: np.ndarray) -> np.ndarray: ...
 
@@ -62,10 +61,11 @@ class BatchIterator:
         self.vocab_size = vocab_size
         self.position = start
         self._global_size = micro_batch_size * dp_size
-        self._batches = len(dataset) // self._global_size
+        self._batches = dataset.num_samples // self._global_size
         if self._batches == 0:
             raise DataError(
-                f"the data gives {len(dataset)} samples, fewer than one micro batch of all ranks ({self._global_size})"
+                f"the data gives {dataset.num_samples} samples, fewer than one micro batch of all ranks "
+                f"({self._global_size})"
             )
         self._workers = num_workers
         self._pool: ThreadPoolExecutor | None = None

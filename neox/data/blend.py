@@ -44,6 +44,7 @@ class BlendedDataset:
             cache_dir, key, names, lambda: dict(zip(names, blend_indices(shares, size), strict=True))
         )
         self.dataset_index, self.dataset_sample_index = (arrays[name] for name in names)
+        self.num_samples = size
 
     def __len__(self) -> int:
         return len(self.dataset_index)

@@ -14,10 +14,7 @@ class Counting:
     """Sample i is i, i + 1, ..., i + seq_length."""
 
     def __init__(self, samples: int, seq_length: int = 4) -> None:
-        self.samples, self.seq_length = samples, seq_length
-
-    def __len__(self) -> int:
-        return self.samples
+        self.num_samples, self.seq_length = samples, seq_length
 
     def read(self, indices):
         return (np.asarray(indices)[:, None] + np.arange(self.seq_length + 1)).astype(np.uint16)

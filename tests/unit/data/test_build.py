@@ -10,6 +10,7 @@ import pytest
 from neox.config import load_config, resolve
 from neox.config.sections import DataConfig
 from neox.data import (
+    BatchIterator,
     BlendedDataset,
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -57,6 +58,16 @@ def test_iterators_resume_where_they_were(tmp_path):
     assert (next(resumed.train)["tokens"] == train[14]["tokens"]).all()
     assert (next(resumed.valid)["tokens"] == valid[8]["tokens"]).all()
     assert (next(resumed.test)["tokens"] == next(undisturbed.test)["tokens"]).all()
+
+
+def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
+    """299 tokens and one more are 37 samples of 8: the last of them exists too, where gpt-neox stops short of it."""
+    sets = build_datasets(DataConfig(data_path=prefix, split="1"), SampleCounts(37, 0, 0), **RUN_SIZES)
+    iterator = BatchIterator(sets.train, 1, num_workers=0)
+    for _ in range(37):
+        next(iterator)
+    assert "beginning again" not in caplog.text
+    assert iterator.position == len(sets.train) + 1 == 37
 
 
 def test_no_evaluation_reads_no_data(tmp_path):
