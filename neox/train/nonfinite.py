@@ -20,12 +20,17 @@ class NonFiniteRule:
         self.dynamic_loss_scale = dynamic_loss_scale
         self.in_a_row = 0
 
-    def check(self, result: StepResult, iteration: int) -> bool:
-        """Whether the step counts as not finite. Raises TrainingError after too many, or when it was applied."""
-        if math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or self._scale_is_shrinking(result)):
-            self.in_a_row = 0
-            return False
-        self.in_a_row += 1
+    def counts(self, result: StepResult) -> bool:
+        """Whether the step counts as not finite; call once a step."""
+        finite_norm = math.isfinite(result.grad_norm) or self._scale_is_shrinking(result)
+        bad = not (math.isfinite(result.loss) and finite_norm)
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        return bad
+
+    def enforce(self, result: StepResult, iteration: int) -> None:
+        """After `counts`: raise TrainingError when there were too many in a row, or when the step was applied."""
+        if self.in_a_row == 0:
+            return
         found = f"iteration {iteration}: loss {result.loss}, gradient norm {result.grad_norm}"
         if not result.skipped:
             raise TrainingError(f"{found}: not finite, and the step was applied; go back to the last checkpoint")
@@ -35,7 +40,6 @@ class NonFiniteRule:
                 "weights are as before these steps. Look at the data of this step, lower the learning rate, clip "
                 "gradients, or allow more such steps"
             )
-        return True
 
     def _scale_is_shrinking(self, result: StepResult) -> bool:
         return self.dynamic_loss_scale and result.skipped and result.loss_scale > 1.0

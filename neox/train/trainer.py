@@ -83,6 +83,7 @@ class Trainer:
         state = self.state
         state.iteration = self.engine.iteration
         state.skipped += result.skipped
+        state.nonfinite += self.rule.counts(result)
         state.losses["train"] = result.loss
         samples = self.plan.batch.train_batch_size / seconds
         report = StepReport(
@@ -95,7 +96,7 @@ class Trainer:
         )
         self._notify("on_step", state, report)
         report_progress()
-        state.nonfinite += self.rule.check(result, state.iteration)
+        self.rule.enforce(result, state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
         """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration."""

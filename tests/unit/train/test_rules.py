@@ -21,30 +21,37 @@ def bad(loss=math.nan, norm=math.inf, scale=1.0, skipped=True):
     return StepResult(loss=loss, grad_norm=norm, loss_scale=scale, lr=1e-3, skipped=skipped)
 
 
+def check(rule, result, iteration):
+    """What the loop does after each step."""
+    counted = rule.counts(result)
+    rule.enforce(result, iteration)
+    return counted
+
+
 def test_the_first_bad_step_ends_the_run_by_default():
     with pytest.raises(TrainingError, match="iteration 7: loss nan"):
-        NonFiniteRule(0, dynamic_loss_scale=False).check(bad(), 7)
+        check(NonFiniteRule(0, dynamic_loss_scale=False), bad(), 7)
 
 
 def test_bad_steps_are_counted_in_a_row():
     rule = NonFiniteRule(2, dynamic_loss_scale=False)
-    assert [rule.check(step, 1) for step in (bad(), bad(), GOOD, bad(), bad())] == [True, True, False, True, True]
+    assert [check(rule, step, 1) for step in (bad(), bad(), GOOD, bad(), bad())] == [True, True, False, True, True]
     with pytest.raises(TrainingError, match="3 such steps in a row"):
-        rule.check(bad(), 6)
+        check(rule, bad(), 6)
 
 
 def test_a_bad_step_that_was_applied_ends_the_run_at_once():
     with pytest.raises(TrainingError, match="was applied"):
-        NonFiniteRule(5, dynamic_loss_scale=False).check(bad(skipped=False), 1)
+        check(NonFiniteRule(5, dynamic_loss_scale=False), bad(skipped=False), 1)
 
 
 def test_a_shrinking_loss_scale_does_not_count_but_a_bad_loss_does():
     rule = NonFiniteRule(0, dynamic_loss_scale=True)
-    assert not rule.check(bad(loss=2.0, scale=65536.0), 1)
+    assert not check(rule, bad(loss=2.0, scale=65536.0), 1)
     with pytest.raises(TrainingError):
-        rule.check(bad(loss=math.nan, scale=65536.0), 2)
+        check(rule, bad(loss=math.nan, scale=65536.0), 2)
     with pytest.raises(TrainingError):
-        rule.check(bad(loss=2.0, scale=1.0), 3)
+        check(rule, bad(loss=2.0, scale=1.0), 3)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
