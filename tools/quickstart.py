@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -31,9 +32,18 @@ PROMPT = "def main("
 def run(*command: str) -> None:
     """Echo and run one command with this interpreter; its failure ends the quickstart with its exit code."""
     print(f"\n$ python {shlex.join(command)}", flush=True)
-    code = subprocess.run([sys.executable, *command], check=False).returncode
+    child = subprocess.Popen([sys.executable, *command])
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    while True:  # Ctrl-C reaches the command as well: it saves and ends, and is waited for
+        try:
+            code = child.wait()
+            break
+        except KeyboardInterrupt:
+            continue
     if code != 0:
-        error = LaunchError(f"`python {shlex.join(command)}` ended with exit code {code}; run `make quickstart` again to go on")
+        error = LaunchError(
+            f"`python {shlex.join(command)}` ended with exit code {code}; run `make quickstart` again to go on"
+        )
         error.exit_code = code if code > 0 else 128 - code
         raise error
 
@@ -136,7 +146,15 @@ def main() -> None:
     if newer(tokenizer, *shards):
         reuse(tokenizer)
     else:
-        run("tools/train_tokenizer.py", "--input", ",".join(map(str, shards)), "--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer))
+        run(
+            "tools/train_tokenizer.py",
+            "--input",
+            ",".join(map(str, shards)),
+            "--vocab-size",
+            str(VOCAB_SIZE),
+            "--output",
+            str(tokenizer),
+        )
     if newer(prefix.with_name(prefix.name + ".idx"), tokenizer, *shards):
         reuse(prefix.with_name(prefix.name + ".idx"))
     else:
@@ -157,11 +175,29 @@ def main() -> None:
     if newer(hf / "config.json", checkpoint):
         reuse(hf)
     else:
-        run(*("tools/convert_to_hf.py", "--input_dir", str(checkpoint)), "--config_file", f"configs/{CONFIG}", "--output_dir", str(hf))
+        run(
+            *("tools/convert_to_hf.py", "--input_dir", str(checkpoint)),
+            "--config_file",
+            f"configs/{CONFIG}",
+            "--output_dir",
+            str(hf),
+        )
 
     prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
     prompts.write_text(PROMPT + "\n")
-    run("deepy.py", "generate.py", "-d", "configs", CONFIG, TEXT_CONFIG, "-i", str(prompts), "-o", str(samples), *settings)
+    run(
+        "deepy.py",
+        "generate.py",
+        "-d",
+        "configs",
+        CONFIG,
+        TEXT_CONFIG,
+        "-i",
+        str(prompts),
+        "-o",
+        str(samples),
+        *settings,
+    )
     for line in samples.read_text().splitlines():
         print(f"\n{PROMPT}{json.loads(line)['text']}")
 

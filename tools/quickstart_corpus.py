@@ -32,7 +32,9 @@ def standard_library(limit: int | None = None) -> Iterator[Document]:
     done = 0
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idle_test"} & set(relative.parts):
+        if {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idle_test"} & set(
+            relative.parts
+        ):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -83,9 +85,13 @@ def write_shards(documents: Iterable[Document], out: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("data/quickstart"), help="directory to write (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("data/quickstart"), help="directory to write (default: %(default)s)"
+    )
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
-    parser.add_argument("--limit", type=int, metavar="CHARS", help="stop the standard library after this many characters")
+    parser.add_argument(
+        "--limit", type=int, metavar="CHARS", help="stop the standard library after this many characters"
+    )
     args = parser.parse_args()
     documents = own_text(args.text) if args.text else standard_library(args.limit)
     paths = write_shards(documents, args.out)
