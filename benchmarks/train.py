@@ -20,6 +20,7 @@ The loss is computed in chunks without whole logits (`GPT.loss`); transformers' 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -276,6 +277,7 @@ def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> 
                 raise
         # Outside the handler: the exception keeps the frames, and so the memory, of what failed.
         side = None
+        gc.collect()
         torch.cuda.empty_cache()
         shape = replace(shape, micro_batch=shape.micro_batch // 2, accumulation=shape.accumulation * 2)
 

@@ -64,6 +64,8 @@ def initialize_layer(
     parameters = dict(layer.named_parameters())
     for spec in entry.parameters:
         target = parameters[spec.name]
+        # Again here: `to_empty` makes new parameters, without the mark of the constructor.
+        target.model_parallel = spec.partition_dim is not None and grid.tp_size > 1
         if len(spec.shape) == 1:
             target.fill_(1.0 if spec.name.endswith(".weight") else 0.0)
             continue

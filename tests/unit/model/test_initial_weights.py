@@ -98,6 +98,15 @@ def test_meta_layers_can_be_filled_later():
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+def test_marks_of_split_parameters_survive_the_meta_device():
+    plan = small_plan(2, model_parallel_size=2)
+    grid = replace(ParallelGrid.single(), topology=Topology(1, 1, 2))
+    layer = build_layer(plan, 2, grid, device="meta").to_empty(device="cpu")
+    initialize(layer, plan, 2, grid)
+    for spec in plan.layers[2].parameters:
+        assert layer.get_parameter(spec.name).model_parallel == (spec.partition_dim is not None)
+
+
 def test_bf16_parameters_are_the_rounded_fp32_ones_and_the_rotary_buffer_stays_fp32():
     plan, grid = small_plan(), ParallelGrid.single()
     exact = GPT(plan, grid).state_dict()
