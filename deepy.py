@@ -19,7 +19,16 @@ from shlex import join
 from typing import Any
 
 import neox
-from neox.config import NeoXConfig, RunPlan, encode_payload, format_plan, load_config, plan_as_dict, resolve
+from neox.config import (
+    NeoXConfig,
+    RunPlan,
+    encode_payload,
+    format_plan,
+    load_config,
+    memory_problem,
+    plan_as_dict,
+    resolve,
+)
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, environment_file, forwarded_environment
@@ -299,6 +308,8 @@ def main() -> int:
         plan, assumed = build_plan(config, placement, arguments)
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
         warnings += assumed + (missing_data(config) if script.stem == "train" else [])
+        if (problem := memory_problem(plan, config.runner.gpu_memory_gib * 2**30)) is not None:
+            warnings.append(problem)
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
     spec, plan = prepare(arguments, config, placement, script, environment)
