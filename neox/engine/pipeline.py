@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import unprinted
-from neox.model import build_layer, lm_loss, tied_logits
+from neox.model import TransformerLayer, build_layer, lm_loss, tied_logits
 from neox.parallel import ParallelGrid
 
 TIE = "embedding"
@@ -52,7 +53,6 @@ class PipelineGPT(PipelineModule):
     def __init__(self, plan: RunPlan, grid: ParallelGrid, *, device: torch.device, dtype: torch.dtype) -> None:
         self._stages = plan.stages
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
-        training = plan.config.training
         # DeepSpeed prints its topology from here, and broadcasts tied weights as if that should be differentiated.
         with unprinted(), torch.no_grad():
             super().__init__(
@@ -61,10 +61,26 @@ class PipelineGPT(PipelineModule):
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 loss_fn=partial(lm_loss, grid=grid),
                 partition_method="uniform",  # unused: see _partition_layers
-                activation_checkpoint_interval=training.checkpoint_num_layers if training.checkpoint_activations else 0,
-                activation_checkpoint_func=grid.rng.checkpoint,
-                checkpointable_layers=["TransformerLayer"],
             )
+        training = plan.config.training
+        self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
+        self._recompute = grid.rng.checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run this stage: tokens [B, S] or hidden states in, hidden states or logits [B, S, V/tp] out.
+
+        Recomputation takes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage;
+        DeepSpeed's own counts every layer and leaves out a chunk that holds an embedding or a norm.
+        """
+        if not (self._recompute_chunk and self.training and torch.is_grad_enabled()):
+            return _run(self.forward_funcs, x)
+        for is_blocks, neighbours in groupby(self.forward_funcs, lambda layer: isinstance(layer, TransformerLayer)):
+            layers = list(neighbours)
+            size = self._recompute_chunk if is_blocks else len(layers)
+            for first in range(0, len(layers), size):
+                run = partial(_run, layers[first : first + size])
+                x = self._recompute(run, x) if is_blocks else run(x)
+        return x
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Cut where the plan says, rather than let DeepSpeed derive it again from class names."""
@@ -103,6 +119,12 @@ def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
         return _TiedLayer(build, 0, head if entry.kind == "head" else None)
 
     return [spec(entry.index) for entry in plan.layers]
+
+
+def _run(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def _identity(x: Tensor) -> Tensor:

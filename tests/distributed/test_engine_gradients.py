@@ -138,3 +138,31 @@ def test_evaluation_is_equal_and_leaves_training_alone():
     for _, after, trained in answers[: len(layouts)]:
         assert after == pytest.approx(answers[0][1], rel=1e-5)
         assert trained == pytest.approx(answers[0][2], rel=1e-5)
+
+
+def block_calls(plans):
+    """How often this rank's blocks run in one training step and one evaluation of each plan."""
+    from neox.engine import initialize_distributed, initialize_engine
+    from neox.model import TransformerLayer
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        calls = []
+        for module in engine.body.module.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        data = batches(plan, grid.dp_rank)
+        engine.train_batch(data)
+        trained = len(calls)
+        engine.eval_batch(data)
+        answers.append((trained, len(calls) - trained))
+    return answers
+
+
+def test_recomputation_runs_every_block_twice_in_training_and_once_in_evaluation():
+    keys = [{}, {"checkpoint_activations": True}, {"checkpoint_activations": True, "checkpoint_num_layers": 3}]
+    plans = [tiny_plan(2, pp=2, **key) for key in keys]  # 2 blocks a stage, 4 micro batches
+    for answers in run_ranks(2, block_calls, plans):
+        assert answers == [(8, 8), (16, 8), (16, 8)]

@@ -47,6 +47,7 @@ def test_curves_are_equal_with_an_untied_row_parallel_head_and_recomputation():
         "no_weight_tying": True,
         "gpt_j_residual": True,
         "checkpoint_activations": True,
+        "checkpoint_num_layers": 2,
         "train_micro_batch_size_per_gpu": 2,
     }
     assert_equal_curves(2, [{"pp": 2}, {"mp": 2, "zero": 1}], **keys)

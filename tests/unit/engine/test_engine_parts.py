@@ -1,0 +1,104 @@
+"""What the engine decides without DeepSpeed running: its JSON, device and backend, the environment of a rank."""
+
+import logging
+
+import pytest
+import torch
+
+from neox.config import NeoXConfig, resolve
+from neox.engine import distributed
+from neox.engine.bodies import _counts, clips_itself, runtime_json
+from neox.engine.deepspeed_log import let_deepspeed_speak
+from neox.engine.saving import layout_of, neox_client_state
+from neox.errors import LaunchError
+from neox.parallel import ParallelGrid, Topology
+
+
+def plan(world=1, **keys):
+    flat = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "pos_emb": "rotary",
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        **keys,
+    }
+    return resolve(NeoXConfig.from_flat(flat), world, 60)
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "ours"),
+    [
+        ({}, 1, True),
+        ({"pipe_parallel_size": 2}, 2, True),
+        ({"fp16": {"enabled": True}}, 1, True),
+        ({"bf16": {"enabled": True}}, 1, True),
+        ({"bf16": {"enabled": True}, "pipe_parallel_size": 2}, 2, False),
+        ({"zero_optimization": {"stage": 1}}, 1, False),
+        ({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, 1, False),
+    ],
+)
+def test_exactly_one_clips(keys, world, ours):
+    p = plan(world, **keys)
+    assert clips_itself(p) is ours
+    assert runtime_json(p)["gradient_clipping"] == (0.0 if ours else 1.0)
+    assert p.deepspeed["gradient_clipping"] == 1.0  # the plan is not changed
+
+
+def test_the_optimizer_is_ours_and_bf16_gradients_are_checked():
+    json = runtime_json(plan(optimizer={"type": "Adam", "params": {"lr": 0.1}}, bf16={"enabled": True}))
+    assert "optimizer" not in json
+    assert json["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
+def test_deepspeeds_lines_appear_when_asked_for():
+    assert runtime_json(plan())["steps_per_print"] > 10**6
+    assert runtime_json(plan(steps_per_print=7))["steps_per_print"] == 7
+    logger = logging.getLogger("DeepSpeed")
+    let_deepspeed_speak(True)
+    assert logger.isEnabledFor(logging.INFO)
+    let_deepspeed_speak(False)
+    assert not logger.isEnabledFor(logging.INFO)
+
+
+def test_each_parameter_is_counted_once():
+    first, second = (ParallelGrid(Topology(tp_size=2), rank) for rank in range(2))
+    split, replicated, tied = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    split.model_parallel = True
+    tied.model_parallel = True
+    tied.ds_pipe_replicated = True
+    assert [_counts(p, first) for p in (split, replicated, tied)] == [True, True, False]
+    assert [_counts(p, second) for p in (split, replicated, tied)] == [True, False, False]
+
+
+def test_nccl_on_a_cpu_becomes_gloo():
+    assert distributed.choose_backend("nccl", torch.device("cpu")) == "gloo"
+    assert distributed.choose_backend("nccl", torch.device("cuda", 0)) == "nccl"
+    assert distributed.choose_backend("gloo", torch.device("cuda", 0)) == "gloo"
+
+
+def test_a_world_that_is_not_the_plans_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match="RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"):
+        distributed.initialize_distributed(plan())
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"2 ranks were started, the plan was made for 1 \(pp 1 x dp 1 x mp 1\)"):
+        distributed.initialize_distributed(plan())
+
+
+def test_client_state_is_neoxs_and_says_the_layout():
+    p = plan(2, pipe_parallel_size=2, zero_optimization={"stage": 1})
+    state = neox_client_state(p, ParallelGrid.single(), 12)
+    assert state["iteration"] == 12
+    assert state["args"]["num_layers"] == 4
+    assert state["args"]["padded_vocab_size"] == p.padded_vocab_size
+    assert {"random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states"} <= set(state)
+    assert layout_of(p)["pp"] == 2
+    assert layout_of(p)["zero_stage"] == 1
+    bare = neox_client_state(plan(no_save_rng=True), ParallelGrid.single(), 0)
+    assert "torch_rng_state" not in bare
