@@ -74,8 +74,12 @@ class Journal:
 def only_run(output_prefix: str) -> Iterator[None]:
     """Hold the output for this process; DataError if another run is writing it. The lock dies with its process."""
     path = Path(f"{output_prefix}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115 (closed below; an error here is not one of the run)
+    except OSError as error:
+        raise DataError(f"nothing can be written at {output_prefix}: {error.strerror}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -9,7 +9,8 @@ no Unicode tables; pieces with other characters go to `tokenizers` whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ _CUT = re.compile(
 _ASCII_WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
 )
+# How byte-level BPE writes the ASCII characters that cannot be seen: 0 to 32 and 127.
+_SPELLING = {code: chr(256 + i) for i, code in enumerate((*range(33), 127))}
 _SLICE_CHARS = 1 << 19
 _MAX_WORDS = 300_000
 _LONGEST_WORD = 48
@@ -82,8 +85,9 @@ class WordEncoder:
         self._tokenizer = tokenizer
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self._ids: dict[str, bytes] = {}
-        added = [token["content"] for token in orjson.loads(tokenizer.to_json())["added_tokens"]]
-        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+        self._bpe = tokenizer.backend.model.tokenize
+        added = [re.escape(token["content"]) for token in orjson.loads(tokenizer.to_json())["added_tokens"]]
+        self._whole = re.compile("|".join([r"[^\x00-\x7f]+", *added]))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids uint32 [all tokens], lengths int64 [texts])."""
@@ -99,30 +103,40 @@ class WordEncoder:
             return self._learn(words)
 
     def _words(self, text: str) -> list[str]:
-        if self._added is not None and self._added.search(text):
-            return _CUT.split(text)
-        return _ASCII_WORD.findall(text) if text.isascii() else _mixed_words(text)
+        """Split a text: ASCII into words; a piece with other characters or an added token stays whole."""
+        words: list[str] = []
+        done = 0
+        for found in self._whole.finditer(text):
+            if found.start() < done:
+                continue
+            start, end = _cut_before(text, found.start(), done), _CUT.search(text, found.end())
+            words += _ASCII_WORD.findall(text, done, start)
+            done = len(text) if end is None else end.start()
+            words.append(text[start:done])
+        words += _ASCII_WORD.findall(text, done)
+        return words
 
     def _learn(self, words: list[str]) -> bytes:
         """Encode the unknown words of a text and remember the short ones."""
         if len(self._ids) > _MAX_WORDS:
             self._ids.clear()
-        new = list(set(words).difference(self._ids))
-        ids = {
-            word: np.array(found, self._dtype).tobytes()
-            for word, found in zip(new, self._tokenizer.encode_batch(new), strict=True)
-        }
+        ids, others = {}, []
+        for word in set(words).difference(self._ids):
+            if self._whole.search(word) is None:
+                ids[word] = self._pack(token.id for token in self._bpe(word.translate(_SPELLING)))
+            else:
+                others.append(word)
+        ids.update(zip(others, map(self._pack, self._tokenizer.encode_batch(others)), strict=True))
         self._ids.update((word, found) for word, found in ids.items() if len(word) <= _LONGEST_WORD)
         ids.update((word, self._ids[word]) for word in set(words).difference(ids))
         return b"".join(map(ids.__getitem__, words))
 
+    def _pack(self, ids: Iterable[int]) -> bytes:
+        return array(self._dtype.char, ids).tobytes()
 
-def _mixed_words(text: str) -> list[str]:
-    """Split a text with characters beyond ASCII: pure ASCII pieces into words, the others left whole."""
-    words: list[str] = []
-    for piece in _CUT.split(text):
-        if piece.isascii():
-            words += _ASCII_WORD.findall(piece)
-        else:
-            words.append(piece)
-    return words
+
+def _cut_before(text: str, position: int, first: int) -> int:
+    """Return the last place to cut at or before `position`, at least `first`."""
+    while position > first and (text[position] not in " \t\n\r" or text[position - 1].isspace()):
+        position -= 1
+    return position

@@ -244,6 +244,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         ({"inputs": ()}, DataError, "no inputs"),
         ({"inputs": (str(tmp_path / "blank.jsonl"),)}, DataError, "hold no text"),
         ({"keys": ("text", "text")}, DataError, "each key once"),
+        ({"output_prefix": str(tmp_path / "a.jsonl" / "x")}, DataError, "nothing can be written at"),
         ({"keys": ("body",)}, DataError, "no key 'body'"),
         ({"memory_mb": 100}, DataError, "too little for 1 workers: give --memory-mb"),
         ({"workers": -1}, DataError, "cannot be negative"),
@@ -288,3 +289,29 @@ def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> N
     preprocess(settings(tmp_path, path))
     preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
     assert result(tmp_path / "out") == result(tmp_path / "other")
+
+
+MEASURED = """
+import resource, sys
+from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+if __name__ == "__main__":
+    spec = TokenizerSpec("HFTokenizer", sys.argv[3])
+    accelerator, memory = sys.argv[4], int(sys.argv[5])
+    wanted = PreprocessSettings((sys.argv[1],), sys.argv[2], spec, workers=1, memory_mb=memory, accelerator=accelerator)
+    preprocess(wanted)
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss counts the parent's
+    print((int(peak.split()[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["off", "words", "auto"])
+def test_memory_stays_within_the_flag_for_long_documents(tmp_path: Path, accelerator: str) -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "neox").rglob("*.py")))
+    text = (sources * (9_000_000 // len(sources) + 1))[:9_000_000] + "é"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments = [str(tmp_path / "a.jsonl"), str(tmp_path / "out"), VOCAB, accelerator, "520"]
+    command = [sys.executable, "-c", MEASURED, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 520
