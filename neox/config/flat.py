@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,25 @@ from pydantic import BaseModel, ValidationError
 
 from neox.config.aliases import ALIASES
 from neox.config.unsupported import UNSUPPORTED
+
+# What a type error means, in the words of someone who writes YAML.
+_RULES = {
+    "bool_parsing": "should be true or false",
+    "bool_type": "should be true or false",
+    "float_parsing": "should be a number",
+    "float_type": "should be a number",
+    "int_from_float": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_type": "should be a whole number",
+    "model_type": "should be a block of `key: value` pairs",
+    "model_attributes_type": "should be a block of `key: value` pairs",
+    "string_type": "should be text",
+    "tuple_type": "should be a list",
+    "too_long": "has too many values",
+}
+
+# Keys of other programs' blocks whose meaning lives elsewhere.
+_ELSEWHERE = {"optimizer.params.max_grad_norm": "; gradient_clipping is the key for that"}
 
 
 @dataclass(frozen=True)
@@ -158,10 +178,22 @@ def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapp
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(path[-1], _fields_beside(cls, path), n=1, cutoff=0.6)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
+        hint = f"; did you mean `{near[0]}`?" if near else _ELSEWHERE.get(key, "")
         return f"{at(key, sources)}`{'.'.join(path[:-1])}` has no key `{path[-1]}`{hint}"
-    rule = str(detail["msg"]).removeprefix("Input ").removeprefix("Value error, ")
-    return f"{at(key, sources)}`{key}: {detail['input']!r}` {rule}"
+    if detail["type"] == "missing":  # a list that is too short names its first missing place
+        key, rule = ".".join(path[:-1]), "has too few values"
+    else:
+        rule = _RULES.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
+    return f"{at(key, sources)}`{key}: {detail['input']!r}` {rule}{_nearest_choice(detail)}"
+
+
+def _nearest_choice(detail: Mapping[str, Any]) -> str:
+    """Return a suggestion for a misspelled choice."""
+    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
+        return ""
+    choices = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
+    near = difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def _fields_beside(cls: type[BaseModel], path: list[str]) -> list[str]:

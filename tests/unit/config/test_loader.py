@@ -127,6 +127,27 @@ def test_wrong_types_are_listed_together(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("num_layers: four", "`num_layers: 'four'` should be a whole number"),
+        ("seq_length: 1.5", "should be a whole number"),
+        ("min_lr: 1e-5x", "should be a number"),
+        ("gpt_j_residual: maybe", "should be true or false"),
+        ("data_path: 5", "should be text"),
+        ("train_data_paths: a", "should be a list"),
+        ("fp16: true", "should be a block"),
+        ("norm: layernrm", "did you mean `layernorm`?"),
+        ("optimizer: {params: {betas: [0.9]}}", "`optimizer.params.betas: [0.9]` has too few values"),
+        ("optimizer: {params: {max_grad_norm: 1}}", "gradient_clipping is the key for that"),
+        ("zero_optimization: {stage: 5}", "should be 0, 1, 2 or 3"),
+        ("eval_interval: 0", "greater than or equal to 1"),
+    ],
+)
+def test_type_errors_in_plain_words(tmp_path, text, expected):
+    assert expected in problems([write(tmp_path / "a.yml", text)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
         ("", "empty"),
         ("# only a comment\n", "empty"),
         ("- a\n- b\n", "key: value"),
