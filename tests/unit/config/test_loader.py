@@ -132,6 +132,8 @@ def test_wrong_types_are_listed_together(tmp_path):
         ("min_lr: 1e-5x", "should be a number"),
         ("gpt_j_residual: maybe", "should be true or false"),
         ("data_path: 5", "should be text"),
+        ("num_layers: true", "should be a number"),
+        ("zero_optimization: {reduce_bucket_size: true}", "should be a number"),
         ("train_data_paths: a", "should be a list"),
         ("fp16: true", "should be a block"),
         ("norm: layernrm", "did you mean `layernorm`?"),
