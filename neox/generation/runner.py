@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from neox.generation.lean_step import LeanStep
 from neox.model import KVCache, TransformerLayer
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
@@ -55,6 +56,8 @@ class ModelRunner:
         self.hidden_size, self.vocab_size, self.max_length = hidden_size, vocab_size, max_length
         self.device, self.dtype = device, dtype
         self.recompute = recompute
+        lean = grid.tp_size == 1 and not recompute
+        self.step = LeanStep(stage.blocks, max_length, device, dtype) if lean else None
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
         """Start a batch of prompts of `lengths` tokens that will be at most `capacity` tokens wide."""
@@ -97,7 +100,9 @@ class ModelRunner:
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
         else:
             x = stage.embedding(tokens)
-        if cache is None:
+        if self.step is not None and cache is not None and length == 1:
+            x = self.step(x, cache)
+        elif cache is None:
             positions = torch.arange(length, device=self.device)
             for block in stage.blocks:
                 x = block(x, positions)
