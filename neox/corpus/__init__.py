@@ -1,6 +1,6 @@
 """Documents: read from every format the Pile and lm-dataformat use, written as `.jsonl.zst`."""
 
-from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, Position, read_blocks
+from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, Position, first_lines, read_blocks
 from neox.corpus.document import BadInput, Document, SkipBudget
 from neox.corpus.parse import parse_texts
 from neox.corpus.reader import read_documents
@@ -15,6 +15,7 @@ __all__ = [
     "Position",
     "SkipBudget",
     "expand_inputs",
+    "first_lines",
     "parse_texts",
     "read_blocks",
     "read_documents",

@@ -63,6 +63,16 @@ def read_blocks(
         yield BadInput(file, None, None, "the file is empty")
 
 
+def first_lines(file: str, size: int) -> LineBlock | None:
+    """Return the whole lines among the first `size` bytes, for a look at them; None if there are none, or damage."""
+    try:
+        head = next(read_bytes(file), b"")[:size]
+    except CorruptInput:
+        return None
+    data = head[: head.rfind(b"\n") + 1]
+    return LineBlock(file, data, Position(), Position(1 + data.count(b"\n"), len(data))) if data else None
+
+
 class _Cutter:
     """Collect chunks, and cut them after the last newline."""
 

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, parse_texts, read_blocks
+from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, first_lines, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
@@ -139,13 +140,10 @@ class _Run:
 
     def _sample(self) -> list[str]:
         """The first texts of the first input, to check an accelerator with; errors are met again later, in order."""
-        texts: list[str] = []
-        for block in read_blocks(self.files[0], block_bytes=1, max_line_bytes=_SAMPLE_BYTES):
-            if isinstance(block, LineBlock):
-                head = replace(block, data=block.data[:_SAMPLE_BYTES].rpartition(b"\n")[0])
-                texts = [text for column in parse_texts(head, self.settings.keys)[0] for text in column]
-                break
-        return [text for i, text in enumerate(texts) if sum(map(len, texts[: i + 1])) <= _SAMPLE_CHARS]
+        block = first_lines(self.files[0], _SAMPLE_BYTES)
+        texts = [text for column in parse_texts(block, self.settings.keys)[0] for text in column] if block else []
+        lengths = accumulate(len(text) for text in texts)
+        return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
 
     def _open(self) -> tuple[Progress, dict[str, IndexedDatasetBuilder]]:
         """Open the datasets where an interrupted run left them, or anew."""
