@@ -20,12 +20,18 @@ from neox.tokenizer import TOKENIZER_KINDS, train_tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The flags; the second name of some is gpt-neox's."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--input", required=True, help="files or directories, commas between them")
+    p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, commas between them")
     p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
-    p.add_argument("--vocab-size", type=int, required=True)
-    p.add_argument("--output", required=True, help="tokenizer.json; kind gpt2: a directory; sentencepiece: a .model")
+    p.add_argument("--vocab-size", "--vocab_size", "-v", type=int, required=True)
+    p.add_argument(
+        "--output",
+        "--tokenizer_output_path",
+        required=True,
+        help="tokenizer.json; kind gpt2: a directory; sentencepiece: a .model",
+    )
+    p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
     p.add_argument("--sample", type=float, default=1.0, help="share of the documents to train on (default: all)")
@@ -40,6 +46,8 @@ def main() -> int:
     setup_logging()
     if not 0 < args.sample <= 1:
         parser().error(f"--sample {args.sample} must be above 0 and at most 1")
+    if args.tokenizer_type and args.kind == "sentencepiece":
+        parser().error("--tokenizer_type BPE and --kind sentencepiece contradict each other: leave one out")
     texts = chosen_texts(args.input.split(","), args.jsonl_key, args.skip_bad, args.sample, args.max_mb, args.seed)
     for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):
         print(path)

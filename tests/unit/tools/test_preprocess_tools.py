@@ -38,6 +38,12 @@ def test_the_command_line_of_gpt_neox_is_understood() -> None:
     assert (args.special_in_text, args.accelerator, args.skip_bad) == (None, "auto", 0)
 
 
+def test_the_tokenizer_flags_of_gpt_neox_are_understood() -> None:
+    parse = runpy.run_path(str(ROOT / "tools" / "train_tokenizer.py"))["parser"]().parse_args
+    args = parse("--json_input_dir data --tokenizer_output_path t.json --tokenizer_type BPE -v 5000".split())
+    assert (args.input, args.output, args.vocab_size, args.kind) == ("data", "t.json", 5000, "byte-level-bpe")
+
+
 def test_errors_are_one_line_with_an_exit_code(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "good"}\n{"text": 1}\n')
