@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from neox.checkpoint import OptimizerReader
 from neox.config import LayerPlan
 from neox.engine.engine import Engine
-from neox.engine.weights import weight_layers
+from neox.engine.weights import fill_layer, weight_layers
 from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.optim import parameter_groups
@@ -57,13 +57,12 @@ def optimizer_order(model: nn.Module) -> list[list[tuple[int, str]]]:
     return [[names[id(p)] for p in group["params"]] for group in parameter_groups(model.named_parameters(), 0.0)]
 
 
-@torch.no_grad()
 def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
     """Fill this rank's layers from the optimizer's fp32 weights: for a run in another precision than the saved one."""
     reader = OptimizerReader(path, layers)
     for index, layer in weight_layers(model):
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(reader.shard(index, name, "fp32", grid.tp_rank, grid.tp_size))
+        names = [name for name, _ in layer.named_parameters()]
+        fill_layer(layer, {name: reader.shard(index, name, "fp32", grid.tp_rank, grid.tp_size) for name in names})
 
 
 @torch.no_grad()

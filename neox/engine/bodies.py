@@ -12,13 +12,14 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import unprinted
 from neox.engine.grid_mpu import GridMPU
 from neox.engine.pipeline import PipelineGPT
-from neox.model import GPT
+from neox.model import GPT, build_layer
 from neox.optim import NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
@@ -55,8 +56,24 @@ Body = PlainBody
 
 def build_model(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> nn.Module:
     """Return this rank's part of the network with its initial weights, in the precision of training."""
+    dtype = DTYPES[plan.precision]
+    if plan.config.deepspeed.zero_optimization.stage == 3:
+        return _divided_model(plan, grid, device, dtype)
     body = PipelineGPT if grid.pp_size > 1 else GPT
-    return body(plan, grid, device=device, dtype=DTYPES[plan.precision])
+    return body(plan, grid, device=device, dtype=dtype)
+
+
+def _divided_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Build for ZeRO 3: each layer is divided over data ranks before the next is built, so that a model larger than a
+    device can be made."""
+    model = GPT(plan, grid, device="meta", dtype=dtype)
+    config, mpu = runtime_json(plan), GridMPU(grid)
+    for entry in plan.layers:
+        layer = build_layer(plan, entry.index, grid, device=device, dtype=dtype)
+        if entry.parameters:
+            Init(module=layer, data_parallel_group=grid.dp_group, config_dict_or_path=config, dtype=dtype, mpu=mpu)
+        model.sequential[entry.index] = layer
+    return model
 
 
 def build_body(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[Body, torch.optim.AdamW]:

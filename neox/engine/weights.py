@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from torch import nn
+from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader, neox_state, write_layer
 from neox.config import LayerPlan
@@ -50,20 +50,30 @@ def write_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, direc
         raise failure
 
 
-@torch.no_grad()
 def read_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
     """Fill this rank's layers from a checkpoint written at any degrees. Raises CheckpointError if it does not fit."""
     reader = CheckpointReader(path, layers)
     for index, layer in weight_layers(model):
-        shards = reader.layer_shard(index, grid.tp_rank, grid.tp_size)
+        fill_layer(layer, reader.layer_shard(index, grid.tp_rank, grid.tp_size))
+
+
+@torch.no_grad()
+def fill_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors of this tensor rank into a layer's parameters, by name; under ZeRO 3 all data ranks take part."""
+    with gathered(layer, changed=True):
         for name, parameter in layer.named_parameters():
-            parameter.copy_(shards[name])
+            parameter.copy_(tensors[name])
 
 
-def gathered(layer: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which all parameters of a layer are whole on this rank (under ZeRO-3; else nothing to do)."""
+def gathered(layer: nn.Module, *, changed: bool = False) -> AbstractContextManager[object]:
+    """Return a context in which all parameters of a layer are whole on this rank (under ZeRO-3; else nothing to do).
+
+    changed: the first data rank's values are kept afterwards.
+    """
     parameters = list(layer.parameters())
-    return GatheredParameters(parameters) if any(hasattr(p, "ds_id") for p in parameters) else nullcontext()
+    if not any(hasattr(p, "ds_id") for p in parameters):
+        return nullcontext()
+    return GatheredParameters(parameters, modifier_rank=0 if changed else None)
 
 
 def _is_tied_copy(index: int, layer: nn.Module) -> bool:
