@@ -11,9 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from neox.checkpoint import CONFIG
 from neox.config import load_config
 from neox.convert import read_flat, refuse_inexpressible, to_hf, upload
-from neox.errors import run_script
+from neox.errors import ConversionError, run_script
 from neox.log import setup_logging
 
 
@@ -21,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input_dir", "--input-dir", required=True, help="a global_stepN directory")
-    add("--config_file", "--config-file", required=True, nargs="+", help="the YAML file or files of the run")
+    add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
     add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")
@@ -41,13 +42,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def saved_config(checkpoint: str) -> Path:
+    """The config that a checkpoint of ours carries."""
+    path = Path(checkpoint) / CONFIG
+    if not path.is_file():
+        raise ConversionError(f"{path} does not exist (gpt-neox's checkpoints carry none): give --config_file")
+    return path
+
+
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    refuse_inexpressible(read_flat(args.config_file))  # all reasons together, before anything else is looked for
+    files = args.config_file or [saved_config(args.input_dir)]
+    refuse_inexpressible(read_flat(files))  # all reasons together, before anything else is looked for
     result = to_hf(
         args.input_dir,
-        load_config(args.config_file, overrides=args.set),
+        load_config(files, overrides=args.set),
         args.output_dir,
         precision=None if args.precision == "auto" else args.precision,
         trim_vocab=args.trim_vocab,

@@ -5,7 +5,15 @@ from neox.checkpoint.identity import check_same_model, identity_state, model_dif
 from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
-from neox.checkpoint.names import LATEST, MANIFEST, layer_file, mp_rank_file, parse_step_directory, step_directory
+from neox.checkpoint.names import (
+    CONFIG,
+    LATEST,
+    MANIFEST,
+    layer_file,
+    mp_rank_file,
+    parse_step_directory,
+    step_directory,
+)
 from neox.checkpoint.optimizer_forms import ORDER
 from neox.checkpoint.optimizer_state import OptimizerReader
 from neox.checkpoint.reader import CheckpointReader
@@ -20,9 +28,17 @@ from neox.checkpoint.staging import (
     stage_directory,
     staging_path,
 )
-from neox.checkpoint.writing import neox_state, save_file, write_client_state, write_full_layer, write_layer
+from neox.checkpoint.writing import (
+    neox_state,
+    save_file,
+    write_client_state,
+    write_config,
+    write_full_layer,
+    write_layer,
+)
 
 __all__ = [
+    "CONFIG",
     "LATEST",
     "MANIFEST",
     "ORDER",
@@ -57,6 +73,7 @@ __all__ = [
     "tensor_facts",
     "why_not_whole",
     "write_client_state",
+    "write_config",
     "write_full_layer",
     "write_layer",
 ]

@@ -76,8 +76,8 @@ def list_files(directory: Path) -> list[str]:
 def write_manifest(directory: Path, iteration: int, sequence: int) -> Manifest:
     """Fsync and hash every file of a directory, then write its manifest durably. Raises OSError."""
     names = list_files(directory)
-    for name in names:
-        fsync_path(directory / name)
+    for path in [*(directory / name for name in names), *(p for p in directory.rglob("*") if p.is_dir())]:
+        fsync_path(path)
     manifest = Manifest(iteration, sequence, hash_files(directory, names))
     write_durably(directory / MANIFEST, manifest.to_json())
     return manifest

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+CONFIG = "configs/config.yml"
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")

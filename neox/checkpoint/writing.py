@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from neox.checkpoint.joining import neox_shard
-from neox.checkpoint.names import layer_file, mp_rank_file
+from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
 from neox.config.layer_plan import LayerEntry
 from neox.errors import CheckpointError
 
@@ -39,6 +41,20 @@ def neox_state(layer: LayerEntry, state: Mapping[str, Tensor], tp_rank: int) -> 
 def write_client_state(directory: Path, mp_rank: int, state: Mapping[str, Any]) -> Path:
     """Write an `mp_rank` file that holds no weights, for checkpoints made by tools. Raises CheckpointError."""
     return save_file(directory / mp_rank_file(mp_rank), {"module": None, **state})
+
+
+def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
+    """Write the run's keys as YAML into `configs/` of a checkpoint, where gpt-neox keeps its files too.
+
+    Raises CheckpointError when the disk refuses.
+    """
+    path = directory / CONFIG
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(json.loads(json.dumps(flat)), sort_keys=True), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+    return path
 
 
 def save_file(path: Path, value: Any) -> Path:

@@ -39,6 +39,7 @@ LATER = frozenset(
 )
 OWN = frozenset(
     {
+        "checkpoint_verify",
         "eval_limit",
         "eval_num_fewshot",
         "eval_stride",

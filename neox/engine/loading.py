@@ -79,7 +79,7 @@ def choose_start(plan: RunPlan) -> Start:
     if keys.save is not None and load.absolute() == Path(keys.save).absolute() and _holds_nothing(load):
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()
-    path = find_checkpoint(load, keys.iteration)
+    path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
     reader = CheckpointReader(path, plan.layers)
     check_same_model(path, reader.args, plan)
     if keys.finetune:

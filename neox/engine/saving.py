@@ -22,6 +22,7 @@ from neox.checkpoint import (
     save_file,
     stage_directory,
     staging_path,
+    write_config,
 )
 from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
@@ -83,6 +84,8 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
         problem: CheckpointError | None = None
         try:
             write_weights(engine.body.module, plan.layers, grid, staged)
+            if grid.rank == 0:
+                write_config(staged, plan.config.to_flat())
         except CheckpointError as error:
             problem = error
         engine.body.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)

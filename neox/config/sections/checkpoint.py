@@ -24,6 +24,9 @@ class CheckpointConfig(Section):
     finetune: bool = False
     """Load weights only and start at iteration 0."""
 
+    checkpoint_verify: bool = True
+    """Compare the sha256 of every file when loading; without it, sizes alone."""
+
     checkpoint_scale: Literal["linear", "log"] = "linear"
     """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. And at the end."""
 
