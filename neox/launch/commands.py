@@ -17,7 +17,7 @@ _LONGEST_ARGUMENT = 120_000  # Linux refuses single arguments over 128 KiB; a re
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",
-    "-oServerAliveInterval=3",
+    "-oServerAliveInterval=10",
     "-oServerAliveCountMax=3",
 )
 

@@ -63,6 +63,7 @@ class NodeAgent:
         self.ranks = {rank: _Rank(rank) for rank in range(first, first + len(self.host.slots))}
         self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
         self.selector = selectors.DefaultSelector()
+        self.launcher: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
         self.stop_requested: int | None = None
         self.stacks_requested = self.stopping = self.showing_stacks = False
@@ -165,7 +166,7 @@ class NodeAgent:
                 self._stop_gently(self.stop_requested, now)
             if self.kill_at is not None and now >= self.kill_at:
                 self._kill_ranks()
-            if self.launcher.poll() is not None:
+            if self.launcher is not None and self.launcher.poll() is not None:
                 launcher_gone = launcher_gone or now
                 if now - launcher_gone > 1.0:
                     self._launcher_failed()
@@ -207,6 +208,8 @@ class NodeAgent:
         if event["kind"] == "start":
             keeper.rank, rank.pid, rank.keeper_pid = event["rank"], event["pid"], event["keeper"]
             self.started = time.time()
+            if self.stopping:  # the signal came before this rank did
+                signal_group(event["pid"], signal.SIGKILL)
         if not (self.showing_stacks and event["kind"] == "line"):  # rank 0's would be shown twice
             self.tell(event)
         if event["kind"] == "exit":
@@ -231,6 +234,7 @@ class NodeAgent:
         """DeepSpeed's launcher ended before its ranks told of their end."""
         missing = [rank for rank in self.ranks.values() if rank.code is None]
         if self.kill_at is None:
+            assert self.launcher is not None
             self.code = exit_status(self.launcher.returncode) or 1
             tail = (self.log_dir / "launcher.log").read_text(errors="replace").splitlines()[-20:]
             self.say(f"DeepSpeed's launcher on {self.host.name} ended with status {self.code}; its last lines:")
@@ -271,9 +275,10 @@ class NodeAgent:
 
     def _end_launcher(self) -> None:
         """The ranks have ended, or must never start: nothing is left for the launcher to do."""
-        with contextlib.suppress(ProcessLookupError):
-            self.launcher.kill()
-        self.launcher.wait()
+        if self.launcher is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.launcher.kill()
+            self.launcher.wait()
 
     def _wait_for_keepers(self) -> None:
         """They end with the launcher, and ranks with them; when this agent is done, all are gone."""
@@ -360,8 +365,11 @@ def main() -> int:
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     parser.add_argument("--plain", action="store_true", help="write for people: no head process is listening")
     arguments = parser.parse_args()
-    spec = LaunchSpec.decode(arguments.spec)
-    return NodeAgent(spec, _node_rank(arguments.node_rank), arguments.lifeline, arguments.plain).run()
+    spec, node_rank = LaunchSpec.decode(arguments.spec), _node_rank(arguments.node_rank)
+    try:
+        return NodeAgent(spec, node_rank, arguments.lifeline, arguments.plain).run()
+    except OSError as error:  # the directories of the run, as a rule
+        raise LaunchError(f"ranks cannot be started on {spec.hosts[node_rank].name}: {error}") from None
 
 
 def _node_rank(text: str) -> int:

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -34,6 +35,8 @@ class RankKeeper:
     def __init__(self, agent: socket.socket, rank: int, log_path: Path) -> None:
         self.agent, self.rank = agent, rank
         self.log: BinaryIO = open(log_path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
+        if log_path.stat().st_size:
+            self.log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.buffers: dict[str, LineBuffer] = {"out": LineBuffer(), "err": LineBuffer()}
         self.shown = {"out": 0, "err": 0}  # characters of an unfinished line that people have seen already

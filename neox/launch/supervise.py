@@ -28,7 +28,7 @@ _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell 
 _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
-_SILENCE_SECONDS = 20.0  # agents say every second that they are there
+_SILENCE_SECONDS = 60.0  # agents say every second that they are there
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
@@ -105,7 +105,8 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             if self.stop_signal is not None and not stopped:
                 stopped = True
-                self._say(f"{signal.Signals(self.stop_signal).name}: asking the ranks to save and end")
+                name, limit = signal.Signals(self.stop_signal).name, self.spec.stop_timeout
+                self._say(f"{name}: the ranks have {limit:.0f} s to save and end (a second signal ends them now)")
                 self.tell_agents(self.stop_signal)
                 self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
             now = time.monotonic()
