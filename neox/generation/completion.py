@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,16 +73,18 @@ def generate(
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
     keep_logits: bool = False,
+    done: Callable[[int], object] | None = None,
 ) -> list[Completion]:
     """Continue each prompt, in batches of similar lengths; results come in the order of the prompts.
 
     An empty prompt generates without a context. numbers: each prompt's place in the whole run, which decides what is
     drawn for it (default: its place here). on_text: told (prompt number, new text) on the way; not with beams.
+    done: told how many prompts are through, batch by batch.
     Raises GenerationError before anything is generated for prompts that do not fit, and on logits that are not numbers.
     """
     ids = encode_prompts(prompts, codec, model, params)
     places = list(numbers) if numbers is not None else list(range(len(ids)))
-    done: dict[int, Completion] = {}
+    completed: dict[int, Completion] = {}
     order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
     width = 1 if params.num_beams > 1 else batch_size
     for start in range(0, len(order), width):
@@ -102,10 +104,12 @@ def generate(
                 keep_logits=keep_logits,
             )
         seconds = time.perf_counter() - started
-        done.update(
+        completed.update(
             (n, _completion(prompts[n], result, seconds, keep_logits)) for n, result in zip(batch, results, strict=True)
         )
-    return [done[n] for n in range(len(ids))]
+        if done:
+            done(len(batch))
+    return [completed[n] for n in range(len(ids))]
 
 
 def _completion(context: str, result: Continuation, seconds: float, keep_logits: bool) -> Completion:

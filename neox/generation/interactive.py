@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TextIO
 
 import torch.distributed as dist
@@ -15,9 +18,11 @@ from neox.generation.completion import generate
 from neox.generation.decoding import LanguageModel
 from neox.generation.params import SamplingParams
 from neox.generation.text_stream import TextCodec
+from neox.launch import report_progress
 from neox.parallel import ParallelGrid
 
 STOP = "stop"
+_REASSURE_SECONDS = 60.0
 _ASK = "Context prompt >>> "
 
 
@@ -40,7 +45,8 @@ def interact(
     reader = _prompts(prompt_end, source, sink) if grid.rank == 0 else iter(())
     number = 0
     _write(sink, grid, f"{settings_line(params)}\n")
-    while (prompt := _agreed(lambda: next(reader, None), grid)) is not None:
+    group = _prompt_group(grid)
+    while (prompt := _agreed(reader, grid, group)) is not None:
         say = _speaker(sink) if grid.rank == 0 else None
         try:
             (done,) = generate(model, [prompt], params, codec, numbers=[number], on_text=say)
@@ -117,13 +123,38 @@ def _plain_asker(source: TextIO, sink: TextIO) -> Callable[[str], str | None]:
     return ask
 
 
-def _agreed(read: Callable[[], str | None], grid: ParallelGrid) -> str | None:
-    """Return what rank 0 read, on every rank."""
+def _prompt_group(grid: ParallelGrid) -> dist.ProcessGroup | None:
+    """A group of all ranks in which one may wait for a person for days; the others' time limits are for computers."""
     if grid.world_size == 1:
-        return read()
-    box = [read() if grid.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
+def _agreed(reader: Iterator[str], grid: ParallelGrid, group: dist.ProcessGroup | None) -> str | None:
+    """Return the next prompt that rank 0 reads, on every rank; None at the end."""
+    with _patience():
+        box = [next(reader, None)]
+        if group is not None:
+            dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Tell the launcher now and then that this rank is not stuck: a person is thinking."""
+    over = threading.Event()
+
+    def reassure() -> None:
+        while not over.wait(_REASSURE_SECONDS):
+            report_progress()
+
+    thread = threading.Thread(target=reassure, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _speaker(sink: TextIO) -> Callable[[int, str], None]:

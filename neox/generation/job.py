@@ -14,7 +14,7 @@ from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import read_prompts, write_completions
 from neox.generation.replicas import over_replicas
 from neox.generation.text_stream import TextCodec
-from neox.log import get_logger
+from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
@@ -26,6 +26,10 @@ def sampling_params(config: NeoXConfig) -> SamplingParams:
     As in gpt-neox, `top_k` or `top_p` with temperature 0 (its default) draws at temperature 1; all three 0 is greedy.
     """
     keys = config.generation
+    if keys.return_logits and keys.num_beams > 1:
+        raise GenerationError(
+            "return_logits and num_beams > 1 do not go together: a beam's tokens come from several rows"
+        )
     temperature = keys.temperature
     if temperature == 0 and (keys.top_k or keys.top_p) and keys.num_beams == 1:
         _log.info("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
@@ -122,6 +126,10 @@ def generate_all(
 
     def share(numbers: Sequence[int]) -> list[Completion]:
         mine = [prompts[n] for n in numbers]
-        return generate(model, mine, params, codec, batch_size=batch_size, numbers=numbers, keep_logits=keep_logits)
+        settings = {"batch_size": batch_size, "numbers": numbers, "keep_logits": keep_logits}
+        if grid.rank != 0:
+            return generate(model, mine, params, codec, **settings)
+        with progress("generate", len(mine), "prompts") as bar:
+            return generate(model, mine, params, codec, **settings, done=bar.update)
 
     return over_replicas(range(len(prompts)), share, grid)
