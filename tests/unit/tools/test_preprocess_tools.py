@@ -40,7 +40,9 @@ def test_the_command_line_of_gpt_neox_is_understood() -> None:
 
 def test_the_tokenizer_flags_of_gpt_neox_are_understood() -> None:
     parse = runpy.run_path(str(ROOT / "tools" / "train_tokenizer.py"))["parser"]().parse_args
-    args = parse("--json_input_dir data --tokenizer_output_path t.json --tokenizer_type BPE -v 5000".split())
+    args = parse(
+        ["--json_input_dir", "data", "--tokenizer_output_path", "t.json", "--tokenizer_type", "BPE", "-v", "5000"]
+    )
     assert (args.input, args.output, args.vocab_size, args.kind) == ("data", "t.json", 5000, "byte-level-bpe")
 
 
