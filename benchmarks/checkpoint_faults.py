@@ -1,6 +1,6 @@
 """What checkpoints survive: processes killed at random, bits flipped, disks filled up.
 
-    benchmarks/checkpoint_faults.py [--kills 100] [--bits 300] [--full 20] [--seed 0] [--out FILE.json]
+    benchmarks/checkpoint_faults.py [--kills 100] [--minutes M] [--bits 300] [--full 20] [--seed 0] [--out FILE.json]
 
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -207,12 +208,13 @@ def _rank(rank: int, port: int, log: Path, results: Any, function: Callable[...,
         results.put(answer)
 
 
-def kill_often(work: Path, kills: int, generator: random.Random) -> Kills:
-    """Train with that many kills, then to the end, and compare with an undisturbed run."""
+def kill_often(work: Path, kills: int, generator: random.Random, minutes: float = math.inf) -> Kills:
+    """Train with that many kills (fewer when the minutes are over), then to the end; compare with an undisturbed run."""
+    deadline = time.monotonic() + 60 * minutes
     save, curve, found = work / "killed", work / "killed.jsonl", Kills()
     newest, iterations = 0, 10**6
     save.mkdir()
-    while found.kills < kills:
+    while found.kills < kills and time.monotonic() < deadline:
         ranks = Ranks(work / "log", train, save, curve, iterations)
         inside = _wait_for_a_moment(ranks, save, newest, found.kills % 2 == 0, generator)
         if not ranks.alive():
@@ -328,6 +330,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop killing after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
@@ -335,7 +338,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         started = time.monotonic()
-        killed = kill_often(work, args.kills, generator)
+        killed = kill_often(work, args.kills, generator, args.minutes)
         curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"
         counts = f"{killed.lost} lost, {killed.corrupt} corrupt, {curve}"
         print(f"{killed.kills} kills, {killed.inside_a_save} inside a save: {counts}", flush=True)
