@@ -105,12 +105,13 @@ def summarize(config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, se
     losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
     validation = [row["validation/lm_loss"] for row in rows if "validation/lm_loss" in row]
     tokens = [row["runtime/tokens_per_sec"] for row in rows if "runtime/tokens_per_sec" in row]
+    held_out = f"{validation[-1]:.3f}" if validation else "none: the text has too few documents to hold one out"
     extra = "".join(f" {word}" for word in settings)
     print(
         f"""
 quickstart finished in {seconds:,.0f} s
   training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {rows[-1]["iteration"]:.0f} steps
-  validation loss  {validation[-1]:.3f}
+  validation loss  {held_out}
   speed            {sorted(tokens)[len(tokens) // 2]:,.0f} tokens/s (median)
   data             {Path(config.data.data_path or "").parent}/
   logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
