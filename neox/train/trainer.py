@@ -103,13 +103,16 @@ class Trainer:
         iterations = self.plan.config.training.eval_iters
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
-        loss = sum(self.engine.eval_batch(batches) for _ in range(iterations)) / iterations
+        total = 0.0
+        for _ in range(iterations):
+            total += self.engine.eval_batch(batches)
+            report_progress()
+        loss = total / iterations
         self.state.losses[name] = loss
         if name == "validation":
             self._evaluated = self.state.iteration
         perplexity = math.exp(min(20.0, loss))
         self._notify("on_evaluation", self.state, name, {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity})
-        report_progress()
 
     def score_tasks(self) -> None:
         """Report the scores of the configuration's `eval_tasks`, once per iteration."""
@@ -137,7 +140,7 @@ class Trainer:
             _log.info("exit_interval: ending after iteration %d", iteration)
             return True
         if self.engine.any_rank(signals.received is not None):
-            _log.warning("a signal asked to end: saving iteration %d", iteration)
+            _log.info("a signal asked to end after iteration %d", iteration)
             return True
         return False
 
