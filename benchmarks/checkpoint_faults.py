@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,6 +201,7 @@ class Ranks:
 def _rank(rank: int, port: int, log: Path, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(log, "a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -208,8 +210,16 @@ def _rank(rank: int, port: int, log: Path, results: Any, function: Callable[...,
         results.put(answer)
 
 
+def _end_with_parent() -> None:
+    """Leave no rank behind when the benchmark itself is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def kill_often(work: Path, kills: int, generator: random.Random, minutes: float = math.inf) -> Kills:
-    """Train with that many kills (fewer when the minutes are over), then to the end; compare with an undisturbed run."""
+    """Train with that many kills (fewer when the minutes are over), then to the end; compare with a run without."""
     deadline = time.monotonic() + 60 * minutes
     save, curve, found = work / "killed", work / "killed.jsonl", Kills()
     newest, iterations = 0, 10**6
