@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError, run_script
+from neox.launch.accelerators import count_accelerators
 from neox.launch.commands import deepspeed_launch
 from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signal_group
 from neox.launch.plain import PlainOutput
-from neox.launch.rendezvous import PROGRESS_VARIABLE, create_agent_directory
+from neox.launch.rendezvous import CPU_RANKS_VARIABLE, PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
 from neox.launch.stacks import answer
@@ -114,6 +115,8 @@ class NodeAgent:
         base["PYTHONUNBUFFERED"] = "1"
         base["NEOX_RUN_DIRECTORY"] = self.spec.run_directory
         base[PROGRESS_VARIABLE] = str(directory / "progress")
+        if count_accelerators() == 0:
+            base[CPU_RANKS_VARIABLE] = "1"
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.ranks))))
         return base
 

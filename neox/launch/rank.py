@@ -23,6 +23,7 @@ from typing import IO, BinaryIO
 
 from neox.launch.events import Event, LineBuffer, encode_event, text_events
 from neox.launch.lifeline import parent_death_hook, signal_group
+from neox.launch.rendezvous import CPU_RANKS_VARIABLE
 from neox.launch.tracebacks import explain
 
 _KEPT_LINES = 400
@@ -140,6 +141,8 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, lambda *_: None)
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = str(rank - int(first_rank))
+    if os.environ.pop(CPU_RANKS_VARIABLE, None):  # the launcher has just made GPUs visible that were hidden
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with socket.socket(socket.AF_UNIX) as agent:
         agent.connect(agent_path)
         keeper = RankKeeper(agent, rank, Path(log_dir) / f"rank_{rank:04d}.log")

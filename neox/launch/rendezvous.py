@@ -13,6 +13,7 @@ from neox.errors import LaunchError
 from neox.launch.lifeline import is_alive
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+CPU_RANKS_VARIABLE = "NEOX_CPU_RANKS"
 _LEFTOVER_SECONDS = 3600
 
 

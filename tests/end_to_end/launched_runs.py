@@ -19,6 +19,7 @@ ROLES = {
     "keeper": "neox.launch.rank",
     "rank": "neox.launch.bootstrap",
 }
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # CPU ranks, on a machine with GPUs too
 
 DUMMY_RANK = """
 import os, signal, subprocess, sys, time
@@ -78,7 +79,7 @@ class LaunchedRun:
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [*prefix, *deepy_command(self.directory, arguments)],
-            env={**os.environ, "NEOX_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **variables},
+            env={**os.environ, **CPU_ONLY, "NEOX_TEST_MARK": self.mark, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -103,6 +103,7 @@ class TwoMachines:
             f"HostKey {self.directory}/host_key\nAuthorizedKeysFile {self.directory}/authorized_keys\n"
             "PermitRootLogin yes\nPasswordAuthentication no\nStrictModes no\nUsePAM no\nPidFile none\n"
             "MaxStartups 100\nMaxSessions 100\n"
+            "SetEnv CUDA_VISIBLE_DEVICES=\n"  # CPU ranks, on a machine with GPUs too
         )
         (self.directory / "ssh_config").write_text(
             f"Host *\n  IdentityFile {self.directory}/user_key\n  IdentitiesOnly yes\n  User root\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.launched_runs import write_config
+from tests.end_to_end.launched_runs import CPU_ONLY, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def deepy(*arguments: str, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run deepy.py and check its exit status."""
     command = [sys.executable, str(ROOT / "deepy.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+    environment = {**os.environ, **CPU_ONLY}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=environment)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launched_runs import LaunchedRun
+from tests.end_to_end.launched_runs import CPU_ONLY, LaunchedRun
 
 # Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status.
 STAND_IN = f"""#!{sys.executable}
@@ -60,7 +60,7 @@ def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
     printing = LaunchedRun(tmp_path, ["-H", str(tmp_path / "hosts"), "--set", "launcher=none"], ranks=None)
     lines = [line for line in printing.output(30).splitlines() if "neox.launch.node" in line]
     assert printing.process.returncode == 0
-    environment = {**os.environ, "NEOX_DUMMY": "exit7"}
+    environment = {**os.environ, **CPU_ONLY, "NEOX_DUMMY": "exit7"}
     agents = [
         subprocess.Popen(
             ["sh", "-c", f"exec {line.partition('&& ')[2]}"], env=environment, stdout=-1, stderr=-1, text=True

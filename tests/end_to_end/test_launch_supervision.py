@@ -88,7 +88,12 @@ def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: l
 
 
 def test_rank_0_can_ask_and_be_answered(tmp_path: Path, runs: list[LaunchedRun]) -> None:
-    script = "import os\nif os.environ['RANK'] == '0':\n    print('hello ' + input('who? '))\n"
+    script = (
+        "import os\n"
+        "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''  # hidden GPUs stay hidden\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('hello ' + input('who? '))\n"
+    )
     run = LaunchedRun(tmp_path, script=script)
     runs.append(run)
     assert run.process.stdout is not None
