@@ -91,7 +91,8 @@ def main() -> int:
         return 0
     rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
     skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""
-    print(f"{report.seconds:.1f} s, {rate:.1f} MB/s, accelerator {report.accelerator}{skipped}")
+    accelerator = "" if report.accelerator == "off" else f", accelerator {report.accelerator}"
+    print(f"{report.seconds:.1f} s, {rate:.1f} MB/s{accelerator}{skipped}")
     return 0
 
 

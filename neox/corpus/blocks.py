@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from neox.corpus.document import BadInput
-from neox.corpus.streams import CHUNK_BYTES, CorruptInput, read_bytes
+from neox.corpus.streams import CorruptInput, read_bytes
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
+_FIRST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ def read_blocks(
     Memory: at most `block_bytes`, or one line, and a chunk.
     """
     cutter = _Cutter(file, start or Position(), max_line_bytes)
-    enough = min(block_bytes, CHUNK_BYTES)
+    enough = min(block_bytes, _FIRST_BYTES)
     try:
-        for chunk in read_bytes(file, skip=cutter.start.offset, consumed=consumed):
+        for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
             yield from cutter.add(chunk)
             if cutter.held_to_newline >= enough:
                 yield from cutter.cut()
@@ -61,6 +62,13 @@ def read_blocks(
     yield from cutter.rest()
     if cutter.start == Position():
         yield BadInput(file, None, None, "the file is empty")
+
+
+def _small_first(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    first = next(chunks, b"")
+    yield first[:_FIRST_BYTES]
+    yield first[_FIRST_BYTES:]
+    yield from chunks
 
 
 def first_lines(file: str, size: int) -> LineBlock | None:

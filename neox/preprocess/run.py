@@ -208,7 +208,7 @@ class _Run:
         """Say once what tokenizes, where that is not what a user expects."""
         if self.accelerator is None and result.note:
             _log.warning(result.note)
-        self.accelerator = result.accelerator
+        self.accelerator = self.accelerator or result.accelerator
 
     def _note(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():

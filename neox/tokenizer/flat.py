@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +46,10 @@ class PlainEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._may_cut = cut_reason(tokenizer) is None
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        return cut_reason(self._tokenizer) is None
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         parts, lengths = [np.empty(0, np.uint32)], np.zeros(len(texts), dtype=np.int64)
@@ -59,7 +63,7 @@ class PlainEncoder:
         """Yield batches of (number of the text, piece of it)."""
         batch, size = [], 0
         for i, text in enumerate(texts):
-            for piece in cut(text, _BATCH_CHARS) if self._may_cut else (text,):
+            for piece in cut(text, _BATCH_CHARS) if len(text) > _BATCH_CHARS and self._may_cut else (text,):
                 batch.append((i, piece))
                 size += len(piece)
                 if size >= _BATCH_CHARS:
