@@ -66,7 +66,7 @@ def main() -> None:
         about = {
             "checkpoint": str(checkpoint),
             "iteration": iteration,
-            "precision": plan.precision,
+            "precision": keys.inference_precision or plan.precision,
             "config": plan.config.to_flat(),
         }
         path = write_results(keys.eval_results_prefix, results, about, datetime.now())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
-from neox.generation.packed import can_pack, pack_layers
+from neox.generation.packed import PackedWeight, can_pack, pack_layers
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import build_layer, tied_logits
@@ -51,44 +52,54 @@ def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
 def load_model(
     plan: RunPlan, checkpoint: Path, grid: ParallelGrid, device: torch.device, *, recompute: bool = False
 ) -> ModelRunner:
-    """Load this rank's part of a checkpoint, whatever degrees it was written with, in the plan's precision.
+    """Load this rank's part of a checkpoint, whatever degrees it was written with.
+
+    Its precision is `inference_precision`, else that of training.
 
     Raises CheckpointError for a checkpoint that is broken or of another model.
     """
     plan = plan_for_checkpoint(plan, checkpoint)
-    dtype = _DTYPES[plan.precision]
+    precision = plan.config.generation.inference_precision or plan.precision
+    dtype = _DTYPES[precision]
     reader = CheckpointReader(checkpoint, plan.layers)
     bounds = plan.stages[grid.pp_rank]
     wanted = set(range(bounds.first, bounds.last))
-    if plan.layers.tied and plan.layers[bounds.last - 1].kind == "head":
-        wanted.add(0)  # a tied head on another stage than the embedding needs its own copy of the weight
+    if _has_tied_head(plan, grid):
+        wanted.add(0)  # on another stage than the embedding it needs its own copy of the weight
     layers = {
         index: load_layer(plan, reader, index, grid, device, dtype)
         for index in sorted(wanted)
         if plan.layers[index].kind != "identity"
     }
     if grid.rank == 0:
-        _log.info("weights of %s in %s on %s", checkpoint, plan.precision, device)
+        _log.info("weights of %s in %s on %s", checkpoint, precision, device)
+    stage = stage_of_layers(plan, layers, grid)
     if can_pack(device, dtype):
         pack_layers(layers.values())
-    return runner_of_layers(plan, layers, grid, device, recompute=recompute)
+        if _has_tied_head(plan, grid):
+            stage = replace(stage, head=partial(PackedWeight(layers[0].word_embeddings.weight), weight=None, bias=None))
+    return _runner(plan, stage, grid, device, dtype, recompute)
 
 
 def runner_of_layers(
-    plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, device: torch.device, *, recompute: bool = False
+    plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, device: torch.device
 ) -> ModelRunner:
     """Return a runner of modules that exist already, such as a pipeline stage in training (put them in eval mode).
 
     layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
     """
+    return _runner(plan, stage_of_layers(plan, layers, grid), grid, device, _DTYPES[plan.precision])
+
+
+def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
+    """Sort this rank's layers by what they do."""
     bounds = plan.stages[grid.pp_rank]
     here = {plan.layers[index].kind: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
     blocks = [layers[index] for index in sorted(layers) if plan.layers[index].kind == "block"]
     head: Callable[[Tensor], Tensor] | None = here.get("head")
-    if plan.layers.tied and plan.layers[bounds.last - 1].kind == "head":
+    if _has_tied_head(plan, grid):
         head = partial(_tied_head, layers[0], grid)
-    stage = Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head)
-    return _runner(plan, stage, grid, device, recompute)
+    return Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head)
 
 
 def runner_of_forward(
@@ -97,10 +108,22 @@ def runner_of_forward(
     """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
     are gathered when it is called (ZeRO-3). It has no cache."""
     stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
-    return _runner(plan, stage, grid, device, recompute=True)
+    return _runner(plan, stage, grid, device, _DTYPES[plan.precision], recompute=True)
 
 
-def _runner(plan: RunPlan, stage: Stage, grid: ParallelGrid, device: torch.device, recompute: bool) -> ModelRunner:
+def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:
+    """Whether this rank's stage ends with a head that multiplies by the embedding's weight."""
+    return plan.layers.tied and plan.layers[plan.stages[grid.pp_rank].last - 1].kind == "head"
+
+
+def _runner(
+    plan: RunPlan,
+    stage: Stage,
+    grid: ParallelGrid,
+    device: torch.device,
+    dtype: torch.dtype,
+    recompute: bool = False,
+) -> ModelRunner:
     return ModelRunner(
         stage,
         grid,
@@ -108,7 +131,7 @@ def _runner(plan: RunPlan, stage: Stage, grid: ParallelGrid, device: torch.devic
         vocab_size=plan.padded_vocab_size,
         max_length=context_length(plan.config),
         device=device,
-        dtype=_DTYPES[plan.precision],
+        dtype=dtype,
         recompute=recompute,
     )
 

@@ -63,6 +63,10 @@ class GenerationConfig(Section):
     num_return_sequences: int = Field(1, ge=1)
     """Continuations of each prompt of an input file."""
 
+    inference_precision: Literal["fp32", "fp16", "bf16"] | None = None
+    """Number format of the weights in generation and evaluation; unset: the one of training. fp32 gives the same tokens
+    and scores under every layout of ranks and batches, where half precision rounds sums in their order."""
+
     recompute: bool = False
     """Generate without a cache of keys and values."""
 

@@ -61,7 +61,9 @@ def test_generation_up_to_the_end_of_the_context():
 
 
 def test_half_precision_on_request():
-    scores = golden_model("v2_pp2_mp1_dp1_fp32", precision="bf16").score(torch.tensor([[5, 6]]), torch.tensor([[6, 7]]))
+    scores = golden_model("v2_pp2_mp1_dp1_fp32", inference_precision="bf16").score(
+        torch.tensor([[5, 6]]), torch.tensor([[6, 7]])
+    )
     exact = golden_model("v2_pp2_mp1_dp1_fp32").score(torch.tensor([[5, 6]]), torch.tensor([[6, 7]]))
     assert torch.allclose(scores[0], exact[0], atol=0.1)
     assert not torch.equal(scores[0], exact[0])
