@@ -51,6 +51,7 @@ OWN = frozenset(
         "length_penalty",
         "lr_schedule_version",
         "max_nonfinite_steps",
+        "inference_precision",
         "minimum_tokens",
         "num_beams",
         "num_return_sequences",
