@@ -106,6 +106,8 @@ def _candidates(load: Path) -> tuple[list[Path], list[str]]:
         if cut_off in order and cut_off != named:
             notes.append(f"the save of {cut_off.name} was cut off before `latest` was written; trying it first")
             first.insert(0, cut_off)
+    elif named is not None and order and _sequence(order[0]) > _sequence(named):
+        notes.append(f"`latest` names {named.name}, not the newer {order[0].name}; `iteration` chooses another")
     return [*first, *(path for path in order if path not in first)], notes
 
 
