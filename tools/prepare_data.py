@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sha256", action="append", default=[], metavar="FILE=DIGEST", help="of a download (repeatable)")
     p.add_argument("--download-only", action="store_true", help="fetch, and stop there")
     p.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    p.add_argument("--memory-mb", type=int, default=0, help="as in preprocess_data.py")
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
     return p
 
@@ -71,6 +72,7 @@ def main() -> int:
                 tokenizer=spec,
                 append_eod=True,
                 workers=args.workers,
+                memory_mb=args.memory_mb,
                 skip_bad=args.skip_bad,
             )
         )

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
     run.add_argument(
-        "--memory-mb", type=int, default=0, help="for all processes together (default: 1024 and 256 for each worker)"
+        "--memory-mb", type=int, default=0, help="for all processes together (default: 3072 and 256 for each worker)"
     )
     run.add_argument("--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest that is right")
     run.add_argument("--log-interval", type=int, metavar="N", help="a line of log every N documents")

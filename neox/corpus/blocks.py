@@ -101,7 +101,7 @@ class _Cutter:
             if first < 0:
                 self._passing_over, self._begun, self._begun_bytes = length, [], 0
                 return
-            yield self.bad(f"the line has {length:,} bytes, more than the {self.max_line_bytes:,} that memory allows")
+            yield self._too_long(length)
             self._passing_over, self._begun, self._begun_bytes = 0, [], 0
             self._advance(1, length + 1)
             chunk = chunk[first + 1 :]
@@ -127,7 +127,7 @@ class _Cutter:
         """Yield the last line, if no newline ends it."""
         if self._passing_over:
             length = self._passing_over
-            yield self.bad(f"the line has {length:,} bytes, more than the {self.max_line_bytes:,} that memory allows")
+            yield self._too_long(length)
             self._advance(1, length)
         elif self._begun:
             data = b"".join(self._begun)
@@ -138,6 +138,10 @@ class _Cutter:
 
     def bad(self, reason: str) -> BadInput:
         return BadInput(self.file, self.start.line, self.start.offset, reason)
+
+    def _too_long(self, length: int) -> BadInput:
+        allowed = f"more than the {self.max_line_bytes:,} that memory allows (--memory-mb)"
+        return self.bad(f"the line has {length:,} bytes, {allowed}")
 
     def _advance(self, lines: int, size: int) -> None:
         self.start = Position(self.start.line + lines, self.start.offset + size)

@@ -96,6 +96,8 @@ def _chunks(path: Path, file: _Counting) -> Iterator[bytes]:
         yield from _tar_of_zstd(file)
     elif name.endswith(".jsonl.gz"):
         yield from _gzip(file)
+    elif name.endswith(".txt"):
+        yield from _text_file(path, file)
     elif name.endswith(".tar.gz"):
         yield from _tar_of_texts(file)
     else:
@@ -189,6 +191,21 @@ def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
                     yield _NEWLINE
     except tarfile.TarError as error:
         raise CorruptInput(f"tar archive is damaged or truncated ({error})") from error
+
+
+def _text_file(path: Path, file: _Counting) -> Iterator[bytes]:
+    """Yield a text file as one line, a piece at a time (lm-dataformat holds all of it); line ends become newlines."""
+    try:
+        with open(path, encoding="utf-8") as text:
+            begun = False
+            while piece := text.read(CHUNK_BYTES):
+                file.read(len(piece))  # for the progress display
+                yield orjson.dumps(piece)[1 if begun else 0 : -1]
+                begun = True
+            if begun:
+                yield b'"\n'
+    except UnicodeDecodeError as error:
+        raise CorruptInput(f"the text is not UTF-8 ({error.reason})") from error
 
 
 def _tar_of_texts(file: _Counting) -> Iterator[bytes]:

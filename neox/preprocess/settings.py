@@ -34,7 +34,7 @@ class PreprocessSettings:
     """One run from inputs to `OUTPUT_PREFIX_KEY_document.{bin,idx,json}`.
 
     inputs: files or directories, in order. keys: JSON keys, each a dataset of its own.
-    workers: processes; 0 means all cores. memory_mb: for all of them together; 0 means 1 GiB and 256 MiB a worker.
+    workers: processes; 0 means all cores. memory_mb: for all of them together; 0 means 3 GiB and 256 MiB a worker.
     skip_bad: bad inputs that may be passed over. accelerator: `auto`, `off` or its name.
     restart: forget an interrupted run, and make finished data again.
     num_documents: how many there are, where known, for the progress display.
@@ -75,7 +75,7 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
     workers = workers or len(os.sched_getaffinity(0))
     if workers < 0 or memory_mb < 0:
         raise DataError(f"workers ({workers}) and memory ({memory_mb} MiB) cannot be negative")
-    total = memory_mb or 1024 + 256 * workers
+    total = memory_mb or 3072 + 256 * workers
     in_flight = (total - _PROCESS_MIB * (workers + 1)) * _MIB // _COPIES
     if in_flight < _SMALLEST_BLOCK * (workers + 1):
         need = _PROCESS_MIB * (workers + 1) + _SMALLEST_BLOCK * (workers + 1) * _COPIES // _MIB + 1

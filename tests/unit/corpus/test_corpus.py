@@ -73,7 +73,7 @@ def test_line_formats(tmp_path: Path, name: str) -> None:
 
 
 def test_formats_of_lm_dataformat(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo é\n", encoding="utf-8")
+    (tmp_path / "a.txt").write_bytes('one\r\ntwo é "quoted"\n'.encode() * 40_000)
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr("x", "in zip 1")
         archive.writestr("y", "in zip 2\n")
@@ -150,7 +150,7 @@ def test_damage_to_whole_files(tmp_path: Path) -> None:
         "bad.zip": (b"PK\x03\x04 nothing", "damaged"),
         "cut.tar.gz": (b"\x1f\x8b\x08\x00", "tar archive"),
         "cut.jsonl.zst.tar": (b"x" * 700, "tar archive"),
-        "bytes.txt": (b"\xff\xfe\x00", "cannot read"),
+        "bytes.txt": (b"\xff\xfe\x00", "not UTF-8"),
     }
     for name, (data, reason) in cases.items():
         path = tmp_path / name
