@@ -95,3 +95,34 @@ def test_an_export_of_two_ranks_with_trained_row_biases_is_verified(tmp_path):
     assert check.difference < 1e-5
     reader = CheckpointReader(from_hf(tmp_path / "hf", tmp_path / "back").checkpoint, layers)
     assert torch.equal(reader.full(2, "attention.dense.bias"), torch.full((32,), 1.5))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_transformers_saves_itself_comes_in(tmp_path, tied):
+    """A model saved by `save_pretrained`, in shards: its logits are our network's."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(5)
+    theirs = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=100,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=32,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+            use_parallel_residual=not tied,
+            hidden_act="gelu_fast" if tied else "gelu",
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    result = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
+    config = load_config([result.config_file])
+    reader = CheckpointReader(result.checkpoint, plain_plan(config, 100).layers)
+    tokens = torch.randint(0, 100, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        difference = (load_plain_model(reader, config)(tokens) - theirs(tokens).logits).abs().max()
+    assert difference < 2e-5

@@ -1,0 +1,59 @@
+"""Tokenizer files of an export, and uploading it."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub
+import pytest
+
+from neox.config import NeoXConfig
+from neox.convert import upload
+from neox.convert.tokenizer_files import find_tokenizer, write_tokenizer
+from neox.errors import ConversionError
+
+
+def test_gpt2_files(tmp_path):
+    characters = [*"abcdefgh", "Ġ", "<|endoftext|>", "ab"]
+    (tmp_path / "v.json").write_text(json.dumps({c: i for i, c in enumerate(characters)}))
+    (tmp_path / "m.txt").write_text("#version: 0.2\na b\n")
+    config = NeoXConfig.from_flat(
+        {
+            "tokenizer_type": "GPT2BPETokenizer",
+            "vocab_file": str(tmp_path / "v.json"),
+            "merge_file": str(tmp_path / "m.txt"),
+        }
+    )
+    source = find_tokenizer(config)
+    assert source is not None
+    (tmp_path / "hf").mkdir()
+    write_tokenizer(source, tmp_path / "hf", max_length=32)
+    from transformers import AutoTokenizer
+
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt_neox"}')
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    assert loaded("abc").input_ids == source.tokenizer.encode("abc") == [10, 2]
+    assert loaded.eos_token_id == source.tokenizer.eod == 9
+
+
+class Hub:
+    """A hub that remembers, or refuses."""
+
+    calls: list = []  # noqa: RUF012
+
+    def create_repo(self, repository, **kwargs):
+        if repository == "nobody/no":
+            raise OSError("no network")
+        self.calls.append((repository, kwargs["private"]))
+        return f"https://huggingface.co/{repository}"
+
+    def upload_folder(self, folder_path, repo_id):
+        self.calls.append((folder_path, repo_id))
+
+
+def test_upload(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert upload(tmp_path, "me/model") == "https://huggingface.co/me/model"
+    assert Hub.calls == [("me/model", True), (str(tmp_path), "me/model")]
+    with pytest.raises(ConversionError, match=r"was exported, but uploading it to nobody/no failed: no network"):
+        upload(tmp_path, "nobody/no")
