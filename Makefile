@@ -58,10 +58,10 @@ lint: install-dev  ## ruff, mypy and the import contracts
 	$(VENV)/bin/lint-imports --no-cache
 
 test: lint  ## lint, unit, distributed and end-to-end tests
-	$(PY) -m pytest $(TESTS) -m "not slow" -n $(TEST_JOBS) --dist loadgroup -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -m "not slow" -n $(TEST_JOBS) --dist loadfile -q --durations=20
 
 test-all: lint  ## the same with the full matrices
-	$(PY) -m pytest $(TESTS) -n $(TEST_JOBS) --dist loadgroup -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -n $(TEST_JOBS) --dist loadfile -q --durations=20
 
 reference: install  ## write the generated pages of configs/ again
 	$(PY) -m neox.config.reference
