@@ -1,7 +1,7 @@
 """Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
 
 from neox.checkpoint.finding import find_checkpoint, why_not_whole
-from neox.checkpoint.identity import check_same_model, identity_state, model_differences
+from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
 from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
@@ -62,6 +62,7 @@ __all__ = [
     "mp_rank_file",
     "neox_state",
     "open_checkpoint",
+    "padding_note",
     "parse_step_directory",
     "read_manifest",
     "reshard",

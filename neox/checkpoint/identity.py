@@ -76,6 +76,16 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> None
     raise CheckpointError(f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another `load`")
 
 
+def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
+    """What to tell a user whose vocabulary is padded otherwise than the checkpoint's, None where it is not."""
+    saved, here = args.get("padded_vocab_size"), plan.padded_vocab_size
+    if saved is None or saved == here:
+        return None
+    keep = saved % plan.grid.mp == 0 and saved >= plan.vocab_size
+    advice = f"; `padded_vocab_size: {saved}` keeps them and the loss as they were" if keep else ""
+    return f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which moves the loss{advice}"
+
+
 def _function(plan: RunPlan) -> dict[str, Any]:
     """Settings besides the sizes that decide what the network computes."""
     model = plan.config.model

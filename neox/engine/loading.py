@@ -17,6 +17,7 @@ from neox.checkpoint import (
     find_checkpoint,
     load_file,
     mp_rank_file,
+    padding_note,
 )
 from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
@@ -82,6 +83,8 @@ def choose_start(plan: RunPlan) -> Start:
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
     reader = CheckpointReader(path, plan.layers)
     check_same_model(path, reader.args, plan)
+    if note := padding_note(reader.args, plan):
+        _log.warning("%s", note)
     if keys.finetune:
         _log.info("finetune: weights only from %s, starting at iteration 0", path)
         return Start(path)

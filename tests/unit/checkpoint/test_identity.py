@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neox.checkpoint import check_same_model, identity_state, model_differences
+from neox.checkpoint import check_same_model, identity_state, model_differences, padding_note
 from neox.config import NeoXConfig, resolve
 from neox.errors import CheckpointError
 
@@ -40,3 +40,13 @@ def test_a_table_of_what_differs(tmp_path):
         ["num_layers", "2", "3"],
         ["gpt_j_residual", "False", "True"],
     ]
+
+
+def test_another_padding_is_said_aloud():
+    saved = args(plan())  # 60 ids in 128 rows
+    assert padding_note(saved, plan()) is None
+    assert padding_note({}, plan()) is None
+    note = padding_note(saved, plan(make_vocab_size_divisible_by=8))
+    assert note is not None
+    assert "64 rows instead of the checkpoint's 128" in note
+    assert "`padded_vocab_size: 128`" in note
