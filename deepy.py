@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import neox
 from neox.config import (
@@ -26,10 +26,12 @@ from neox.config import (
     format_plan,
     load_config,
     memory_problem,
+    missing_for_training,
     plan_as_dict,
     resolve,
 )
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
+from neox.launch.accelerators import smallest_memory
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, environment_file, forwarded_environment
 from neox.launch.placement import (
@@ -47,6 +49,9 @@ from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launch, shown_commands
 from neox.launch.tool import TOOLS, launch_tool
 from neox.log import setup_logging
+
+if TYPE_CHECKING:
+    from neox.tokenizer import Tokenizer
 
 # A dry run without the tokenizer's files assumes these many ids.
 _ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
@@ -136,20 +141,40 @@ def find_script(name: str) -> Path:
     raise LaunchError(f"script {name} does not exist, here or in the project; there are {', '.join(known)}")
 
 
-def vocabulary(config: NeoXConfig, dry_run: bool) -> tuple[int, list[str]]:
-    """Return the tokenizer's vocabulary size, and in a dry run what had to be assumed."""
+def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
+    """Return the tokenizer and its number of ids; where it cannot be built, an assumed number and what is missing."""
     from neox.tokenizer import build_tokenizer
 
     settings = config.tokenizer
     try:
-        return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file).vocab_size, []
+        tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
+        return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
-        if not dry_run:
-            raise TokenizerError(
-                f"{error}\nmake one with `python tools/train_tokenizer.py`, or set vocab_file to an existing one"
-            ) from None
         size = _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
-        return size, [f"{error}; a vocabulary of {size:,} ids is assumed"]
+        return size, None, [f"{error} (`python tools/train_tokenizer.py` makes one)"]
+
+
+def unusable_data(config: NeoXConfig, tokenizer: Tokenizer | None, dry_run: bool) -> list[str]:
+    """Return what is missing for training, and token files that are broken or were made with another tokenizer."""
+    problems = [*missing_for_training(config), *missing_data(config)]
+    prefixes = data_prefixes(config)
+    if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
+        from neox.data.head_check import data_problems  # numpy, which a dry run without data does not wait for
+
+        found = data_problems(prefixes, config.data.data_impl, tokenizer, open_files=not dry_run)
+        problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
+    return problems
+
+
+def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> list[str]:
+    """Return why the run does not fit: on GPUs of gpu_memory_gib; before a launch, where that is not given, on the
+    GPUs of this machine if it is the only one."""
+    runner = plan.config.runner
+    size: float | None = runner.gpu_memory_gib * 2**30
+    if not dry_run and not plan.config.given("gpu_memory_gib"):
+        size = smallest_memory() if placement.is_local and placement.accelerators else None
+    problem = None if size is None else memory_problem(plan, size)
+    return [] if problem is None else [f"{problem}; gpu_memory_gib says how large a GPU is"]
 
 
 def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
@@ -175,10 +200,18 @@ def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
     return load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
 
 
-def build_plan(config: NeoXConfig, placement: Placement, arguments: argparse.Namespace) -> tuple[RunPlan, list[str]]:
-    """Ask the tokenizer, resolve. Returns the plan and a dry run's warnings."""
-    size, assumed = vocabulary(config, arguments.dry_run)
-    return resolve(config, placement.world_size, size), assumed
+def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_run: bool) -> tuple[RunPlan, list[str]]:
+    """Resolve, and return with the plan what is missing or does not fit: warnings of a dry run, errors of a launch."""
+    size, tokenizer, problems = vocabulary(config)
+    if tokenizer is None and dry_run:
+        problems = [f"{problem}; a vocabulary of {size:,} ids is assumed" for problem in problems]
+    if script.stem == "train":
+        problems += unusable_data(config, tokenizer, dry_run)
+    try:
+        plan = resolve(config, placement.world_size, size)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
+    return plan, problems + too_little_memory(plan, placement, dry_run)
 
 
 def ranks_environment() -> dict[str, str]:
@@ -267,8 +300,8 @@ def prepare(
     arguments: argparse.Namespace, config: NeoXConfig, placement: Placement, script: Path, environment: dict[str, str]
 ) -> tuple[LaunchSpec, RunPlan]:
     """Check everything that can be known before ranks start, and write the run directory."""
-    plan, _ = build_plan(config, placement, arguments)
-    if script.stem == "train" and (problems := missing_data(config)):
+    plan, problems = build_plan(config, placement, script, dry_run=False)
+    if problems:
         raise ConfigError(problems)
     directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
@@ -279,7 +312,8 @@ def prepare(
             raise LaunchError("nothing was started:\n" + format_reports(reports))
     if config.runner.distributed_backend == "nccl" and without_gpus(placement, reports):
         print("note: there is no GPU: distributed_backend nccl becomes gloo", file=sys.stderr)
-        plan, _ = build_plan(read_config(arguments, "distributed_backend=gloo"), placement, arguments)
+        config = read_config(arguments, "distributed_backend=gloo")
+        plan = resolve(config, plan.grid.world, plan.vocab_size)
         spec = replace(spec, arguments=("--payload", encode_payload(plan)))
     summary = plan_as_dict(plan)
     write_run_directory(
@@ -305,11 +339,9 @@ def main() -> int:
     script = find_script(arguments.script)
     environment = ranks_environment()
     if arguments.dry_run:
-        plan, assumed = build_plan(config, placement, arguments)
+        plan, missing = build_plan(config, placement, script, dry_run=True)
+        warnings += missing
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
-        warnings += assumed + (missing_data(config) if script.stem == "train" else [])
-        if (problem := memory_problem(plan, config.runner.gpu_memory_gib * 2**30)) is not None:
-            warnings.append(problem)
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
     spec, plan = prepare(arguments, config, placement, script, environment)

@@ -89,18 +89,23 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
             f"{idx_path(indexed.prefix)} has {indexed.num_documents:,} with {indexed.num_tokens:,}: they are from "
             "different runs; preprocess the data again, or remove the .json if the data is right"
         )
+    check_tokenizer(sidecar, indexed.prefix, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash)
+    return sidecar
+
+
+def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hash: str | None) -> None:
+    """Refuse a data set whose sidecar names another tokenizer than the run's; arguments as in `check_fits`."""
     if tokenizer_hash is not None and sidecar.tokenizer_hash != tokenizer_hash:
         raise DataError(
-            f"{indexed.prefix} was made with another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
+            f"{prefix} was made with another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
             f"hash {sidecar.tokenizer_hash[:12]}) than this run's (hash {tokenizer_hash[:12]}, {vocab_size} ids): set "
             "vocab_file and tokenizer_type to the data's, or preprocess the data again"
         )
     if sidecar.max_id >= vocab_size:
         raise DataError(
-            f"{indexed.prefix} holds token id {sidecar.max_id}, but the tokenizer has {vocab_size} ids: it was made "
+            f"{prefix} holds token id {sidecar.max_id}, but the tokenizer has {vocab_size} ids: it was made "
             "with another tokenizer; set vocab_file to that one, or preprocess the data again"
         )
-    return sidecar
 
 
 def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:

@@ -36,3 +36,14 @@ def _present() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def smallest_memory() -> int | None:
+    """Memory of this machine's smallest GPU in bytes, as nvidia-smi says; None where it says nothing."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in answer.split() if line.isdecimal()]
+    return min(sizes) * 2**20 if sizes else None

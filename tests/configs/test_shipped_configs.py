@@ -84,6 +84,8 @@ def test_overlays_compose_with_every_model(name, overlay):
 def test_names_everything_training_needs_and_explicit_dropouts(name):
     config = load_config(files_of(name), conf_dir=CONFIGS)
     assert missing_for_training(config) == []
+    assert config.data.data_path or config.data.train_data_paths
+    assert config.tokenizer.vocab_file
     assert config.given("attention_dropout")
     assert config.given("hidden_dropout")
 

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
 from tests.end_to_end.launched_runs import CPU_ONLY, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,12 +77,42 @@ def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> No
     missing = ("--set", "vocab_file=none.json", "--set", "data_path=data/none_text_document", "-H", "nohosts")
     done = deepy("train.py", "tiny.yml", *missing, "--dry-run", cwd=tiny)
     assert done.stderr.count("warning:") == 3
-    done = deepy("train.py", "tiny.yml", *missing[:4], cwd=tiny, code=1)
-    assert "tools/train_tokenizer.py" in done.stderr
-    done = deepy("train.py", "tiny.yml", *missing[2:4], cwd=tiny, code=2)
-    assert "tools/preprocess_data.py" in done.stderr
+    done = deepy("train.py", "tiny.yml", *missing[:4], "--set", "train_iters=None", cwd=tiny, code=2)
+    for words in ("tools/train_tokenizer.py", "tools/preprocess_data.py", "`train_iters` is missing"):
+        assert words in done.stderr, words
+    done = deepy("train.py", "tiny.yml", *missing[:4], "--set", "hidden_size=63", cwd=tiny, code=2)
+    for words in ("tools/train_tokenizer.py", "tools/preprocess_data.py", "`hidden_size: 63`"):
+        assert words in done.stderr, words
     done = deepy("train.py", "tiny.yml", *missing[4:], cwd=tiny, code=1)
     assert "hostfile nohosts does not exist" in done.stderr
+    assert not (tiny / "run").exists()
+
+
+def test_memory_of_a_gpu_that_is_given_is_a_law_of_a_launch(tiny: Path) -> None:
+    small = ("--set", "gpu_memory_gib=2.001")
+    done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny)
+    assert "does not fit" in done.stderr
+    done = deepy("train.py", "tiny.yml", *small, cwd=tiny, code=2)
+    assert "does not fit" in done.stderr
+    assert not (tiny / "run").exists()
+
+
+def test_data_of_another_tokenizer_is_refused_on_the_head_node(tiny: Path) -> None:
+    tokens = np.arange(100) % 50
+    with IndexedDatasetBuilder(tiny / "other", np.dtype("uint16")) as builder:
+        builder.add_document(tokens)
+    data = ("--set", f"data_path={tiny}/other")
+    about = Sidecar("HFTokenizer", "0" * 64, 50, 0, append_eod=False, documents=1, tokens=100, max_id=49)
+    write_sidecar(tiny / "other", about)
+    done = deepy("train.py", "tiny.yml", *data, "--dry-run", cwd=tiny)
+    assert "warning:" in done.stderr
+    assert "made with another tokenizer" in done.stderr
+    done = deepy("train.py", "tiny.yml", *data, cwd=tiny, code=2)
+    assert "--set: data_path: " in done.stderr
+    assert "made with another tokenizer" in done.stderr
+    (tiny / "other.json").unlink()
+    (tiny / "other.idx").write_bytes(b"garbage")
+    assert "other.idx" in deepy("train.py", "tiny.yml", *data, cwd=tiny, code=2).stderr
     assert not (tiny / "run").exists()
 
 
