@@ -78,28 +78,36 @@ def write_model(plan: RunPlan, directory: Path) -> tuple[Path, Path]:
     return checkpoint, directory / "hf"
 
 
+class Stopwatch:
+    """Seconds of a piece of work: by the clock, or of the CPU (which other work on the machine does not lengthen)."""
+
+    def __init__(self, device: torch.device, cpu_seconds: bool) -> None:
+        self.device = device
+        self.clock = time.process_time if cpu_seconds else time.perf_counter
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        self._finish()
+        started = self.clock()
+        work()
+        self._finish()
+        return self.clock() - started
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
 class Probe:
     """Bytes per second that can be read from memory now."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, timed: Stopwatch) -> None:
+        self.timed = timed
         self.rows = torch.ones(2048, 2**16, device=device)  # 512 MB
         self.vector = torch.ones(2**16, device=device)
 
     def __call__(self) -> float:
         works = (self.rows.sum, lambda: torch.mv(self.rows, self.vector))
-        return self.rows.numel() * 4 / min(timed(work, self.device) for work in works)
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+        return self.rows.numel() * 4 / min(self.timed(work) for work in works)
 
 
 def bytes_per_step(plan: RunPlan, batch: int, length: float) -> float:
@@ -118,7 +126,8 @@ def compare(args: argparse.Namespace, plan: RunPlan, device: torch.device, direc
     ours = load_model(plan, checkpoint, ParallelGrid.single(), device)
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=DTYPES[plan.precision]).to(device).eval()
     params = SamplingParams(max_new_tokens=args.new, min_new_tokens=args.new)
-    probe = Probe(device)
+    timed = Stopwatch(device, args.cpu_seconds)
+    probe = Probe(device, timed)
     probe()
     rows = []
     for batch in args.batch:
@@ -137,8 +146,8 @@ def compare(args: argparse.Namespace, plan: RunPlan, device: torch.device, direc
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         bandwidths = []
         for _ in range(args.rounds):
-            seconds["ours"].append(timed(our_side, device))
-            seconds["theirs"].append(timed(their_side, device))
+            seconds["ours"].append(timed(our_side))
+            seconds["theirs"].append(timed(their_side))
             bandwidths.append(probe())
         tokens = batch * args.new
         mean_length = args.prompt + args.new / 2
@@ -158,14 +167,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--vocab", type=int, default=20_000)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens in each prompt")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens in each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU")
+    parser.add_argument("--cpu-seconds", action="store_true", help="time the CPU's seconds; with --threads 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args()
+    if args.cpu_seconds and args.threads != 1:
+        parser.error("--cpu-seconds adds up the seconds of all threads: give --threads 1")
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
