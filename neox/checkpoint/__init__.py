@@ -4,7 +4,7 @@ from neox.checkpoint.finding import find_checkpoint, why_not_whole
 from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
 from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
-from neox.checkpoint.manifest import Manifest, check_manifest, read_manifest
+from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
 from neox.checkpoint.names import (
     CONFIG,
     LATEST,
@@ -43,6 +43,7 @@ __all__ = [
     "MANIFEST",
     "ORDER",
     "CheckpointReader",
+    "FileRecord",
     "Manifest",
     "OptimizerReader",
     "check_manifest",
@@ -65,6 +66,7 @@ __all__ = [
     "padding_note",
     "parse_step_directory",
     "read_manifest",
+    "record_share",
     "reshard",
     "save_file",
     "stage_directory",

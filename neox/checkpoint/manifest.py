@@ -73,12 +73,22 @@ def list_files(directory: Path) -> list[str]:
     )
 
 
-def write_manifest(directory: Path, iteration: int, sequence: int) -> Manifest:
-    """Fsync and hash every file of a directory, then write its manifest durably. Raises OSError."""
-    names = list_files(directory)
-    for path in [*(directory / name for name in names), *(p for p in directory.rglob("*") if p.is_dir())]:
-        fsync_path(path)
-    manifest = Manifest(iteration, sequence, hash_files(directory, names))
+def record_share(directory: Path, part: int, parts: int) -> dict[str, FileRecord]:
+    """Fsync and hash every `parts`-th file, largest first, so that many ranks share the work. Raises OSError."""
+    names = sorted(list_files(directory), key=lambda name: ((directory / name).stat().st_size, name), reverse=True)
+    return _record(directory, names[part::parts])
+
+
+def write_manifest(
+    directory: Path, iteration: int, sequence: int, records: Mapping[str, FileRecord] | None = None
+) -> Manifest:
+    """Write a directory's manifest durably; files without a record are fsynced and hashed first. Raises OSError."""
+    known = dict(records or {})
+    known |= _record(directory, [name for name in list_files(directory) if name not in known])
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            fsync_path(path)
+    manifest = Manifest(iteration, sequence, known)
     write_durably(directory / MANIFEST, manifest.to_json())
     return manifest
 
@@ -98,6 +108,12 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: broken manifest ({error})") from error
+
+
+def _record(directory: Path, names: list[str]) -> dict[str, FileRecord]:
+    for name in names:
+        fsync_path(directory / name)
+    return hash_files(directory, names)
 
 
 def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from neox.checkpoint.files import fsync_path, write_durably
-from neox.checkpoint.manifest import read_manifest, write_manifest
+from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint.names import LATEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError
 from neox.log import get_logger
@@ -63,11 +64,12 @@ def discard(staged: Path) -> None:
         _log.warning("could not remove %s: %s", staged, error)
 
 
-def commit(staged: Path) -> Path:
+def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Path:
     """Make a staged checkpoint final: fsync, manifest, rename, then `latest`; return its path. Call on one rank.
 
-    An earlier checkpoint of the same iteration is replaced. Raises CheckpointError when the disk refuses; the earlier
-    checkpoints and `latest` are then as before.
+    records: what `record_share` found on other ranks, so that this one need not hash everything. An earlier checkpoint
+    of the same iteration is replaced. Raises CheckpointError when the disk refuses; the earlier checkpoints and
+    `latest` are then as before, and what was staged is gone.
     """
     save = staged.parent
     name = staged.name.removeprefix(_STAGED)
@@ -76,7 +78,7 @@ def commit(staged: Path) -> Path:
     assert staged.name.startswith(_STAGED), staged
     final = save / name
     try:
-        write_manifest(staged, iteration, _next_sequence(save))
+        write_manifest(staged, iteration, _next_sequence(save), records)
         fsync_path(staged)
         write_durably(save / PENDING, name)
         replaced = save / f"{_REPLACED}{name}"
@@ -88,8 +90,20 @@ def commit(staged: Path) -> Path:
         (save / PENDING).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
+        if staged.exists():
+            _undo(staged)
         raise CheckpointError(f"{final}: not committed: {error.strerror or error} ({error.filename})") from error
     return final
+
+
+def _undo(staged: Path) -> None:
+    """Take back a commit that failed before its rename."""
+    discard(staged)
+    try:
+        (staged.parent / PENDING).unlink(missing_ok=True)
+        _recover_replaced(staged.parent)
+    except OSError as error:
+        _log.warning("after a failed commit: %s", error)
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -14,11 +14,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from neox.checkpoint import (
     ORDER,
+    FileRecord,
     commit,
     discard,
     identity_state,
     keep_last,
     load_file,
+    record_share,
     save_file,
     stage_directory,
     staging_path,
@@ -98,12 +100,27 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
         if grid.rank == 0:
             discard(staged)
         raise
-    final = from_first_rank(lambda: commit(staged))
+    records = _record_together(staged, grid)
+    final = from_first_rank(lambda: commit(staged, records))
     keep = plan.config.checkpoint.keep_last_n_checkpoints
     if keep is not None:
         from_first_rank(lambda: keep_last(save, keep))
     dist.barrier()
     return final
+
+
+def _record_together(staged: Path, grid: ParallelGrid) -> dict[str, FileRecord]:
+    """Hash the staged files, each rank a share of them; the records of all files on every rank."""
+    share: dict[str, FileRecord] = {}
+    try:
+        all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}")
+    except CheckpointError:
+        if grid.rank == 0:
+            discard(staged)
+        raise
+    shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
+    dist.all_gather_object(shares, share)
+    return {name: record for part in shares for name, record in part.items()}
 
 
 def layout_of(plan: RunPlan) -> dict[str, Any]:

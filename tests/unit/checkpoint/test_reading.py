@@ -32,7 +32,7 @@ def test_nothing_else_is_unpickled(tmp_path, capsys):
     torch.save({"x": Intruder()}, path)
     with pytest.raises(CheckpointError, match=r"evil\.pt: holds an object of type (builtins\.)?print;"):
         load_file(path)
-    path.write_bytes(pickle.dumps(Intruder()))
+    path.write_bytes(pickle.dumps(Intruder(), protocol=2))
     with pytest.raises(CheckpointError):
         load_file(path)
     assert capsys.readouterr().out == ""

@@ -19,6 +19,7 @@ from neox.checkpoint import (
     keep_last,
     layer_file,
     read_manifest,
+    record_share,
     stage_directory,
     staging_path,
     why_not_whole,
@@ -226,3 +227,31 @@ def test_a_save_directory_that_is_a_file(tmp_path):
     (tmp_path / "save").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         stage_directory(tmp_path / "save", 10)
+
+
+def test_records_of_several_ranks_make_the_same_manifest(tmp_path):
+    alone = read_manifest(save(tmp_path / "alone", 10))
+    staged = stage_directory(tmp_path / "shared", 10)
+    write_checkpoint(staged, LAYERS, seeded_weights(LAYERS, seed=10), client_state={"iteration": 10})
+    shares = [record_share(staged, part, 3) for part in range(3)]
+    assert sum(map(len, shares)) == len(alone.files)
+    assert read_manifest(commit(staged, {**shares[0], **shares[1]})) == alone  # the third is hashed by commit
+
+
+def test_a_commit_that_fails_takes_itself_back(tmp_path, monkeypatch):
+    before = save(tmp_path, 10)
+    staged = stage_directory(tmp_path, 10)
+    write_checkpoint(staged, LAYERS, seeded_weights(LAYERS), client_state={"iteration": 10})
+    rename = os.rename
+
+    def full(source, target):
+        if Path(source) == staged:
+            raise OSError(28, "No space left on device", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(CheckpointError, match="not committed: No space left on device"):
+        commit(staged)
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "latest"]
+    assert find_checkpoint(tmp_path) == before
