@@ -28,7 +28,7 @@ _TIED = re.compile(r"^(?:module\.)?tied_modules\.[^.]+\.(.+)$")
 class Key(NamedTuple):
     """A parameter: its layer's index and its name inside the layer."""
 
-    index: int
+    layer: int
     name: str
 
 

@@ -68,7 +68,7 @@ class OptimizerReader:
     def _parts(self, key: Key, kind: Kind) -> list[Tensor] | None:
         """One tensor per tensor rank of the files; None where the layer files hold the fp32 weights."""
         if key not in self._place:
-            raise CheckpointError(f"{self.path}: no optimizer state for layer {key.index} {key.name}")
+            raise CheckpointError(f"{self.path}: no optimizer state for layer {key.layer} {key.name}")
         parts = [stage.get(key, kind) for stage in self._stages[self._place[key]]]
         return None if parts[0] is None else [part for part in parts if part is not None]
 

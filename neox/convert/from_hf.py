@@ -126,7 +126,7 @@ def _write_layers(
         for layer in layers.weight_layers:
             state: dict[str, Tensor] = {}
             for pair, key in pairs.items():
-                if pair.index != layer.index:
+                if pair.layer != layer.index:
                     continue
                 tensor = weights.get(key)
                 state[pair.name] = tensor.to(DTYPES[precision]) if precision else tensor

@@ -30,7 +30,7 @@ NAME_TABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
 class NamePair(NamedTuple):
     """One parameter: its layer and name here, and its key in Hugging Face's files."""
 
-    index: int
+    layer: int
     name: str
     hf: str
 

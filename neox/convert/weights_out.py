@@ -44,15 +44,15 @@ def plan_tensors(
     """
     planned = []
     for pair in name_pairs(layers):
-        spec, stored = reader.spec(pair.index, pair.name), reader.shape(pair.index, pair.name)
+        spec, stored = reader.spec(pair.layer, pair.name), reader.shape(pair.layer, pair.name)
         if stored != spec.shape:
             raise ConversionError(
-                f"{reader.path}: layer {pair.index} {pair.name} has shape {list(stored)}, "
+                f"{reader.path}: layer {pair.layer} {pair.name} has shape {list(stored)}, "
                 f"the config's model has {list(spec.shape)}; is this the checkpoint's config?"
             )
-        if vocab_rows is not None and layers[pair.index].kind in _VOCABULARY_LAYERS:
+        if vocab_rows is not None and layers[pair.layer].kind in _VOCABULARY_LAYERS:
             stored = (min(vocab_rows, stored[0]), *stored[1:])
-        planned.append((pair, TensorEntry(pair.hf, stored, dtype or reader.parts(pair.index, pair.name)[0].dtype)))
+        planned.append((pair, TensorEntry(pair.hf, stored, dtype or reader.parts(pair.layer, pair.name)[0].dtype)))
     reader.release()
     return planned
 
@@ -106,11 +106,11 @@ def _shards(planned: list[tuple[NamePair, TensorEntry]], max_bytes: int) -> list
 def _blocks(reader: CheckpointReader, pair: NamePair, entry: TensorEntry) -> Iterator[Tensor]:
     """Blocks of rows of one parameter, cut to the entry's rows; values that fp16 cannot hold are an error."""
     left = entry.shape[0]
-    for block in reader.row_blocks(pair.index, pair.name):
+    for block in reader.row_blocks(pair.layer, pair.name):
         rows = block[:left]
         if entry.dtype == torch.float16 and rows.dtype != torch.float16 and _overflows(rows):
             raise ConversionError(
-                f"{reader.path}: layer {pair.index} {pair.name} has values beyond fp16's 65504; "
+                f"{reader.path}: layer {pair.layer} {pair.name} has values beyond fp16's 65504; "
                 "export with --precision bf16 or fp32"
             )
         left -= rows.shape[0]
