@@ -134,7 +134,7 @@ def _compare(a: Tensor, b: Tensor) -> tuple[str, float | None, float | None] | N
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,5 +11,5 @@ from neox.config.loader import find_file, merge_files
 
 def read_flat(files: Sequence[str | Path]) -> dict[str, Any]:
     """All keys of the files, unvalidated, with `-` as `_`. Raises ConfigError for missing files and duplicate keys."""
-    values, _ = merge_files([find_file(file) for file in files])
+    values, *_ = merge_files([find_file(file) for file in files])
     return values
