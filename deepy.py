@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 # A dry run without the tokenizer's files assumes these many ids.
 _ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
 _ASSUMED_OTHERWISE = 50257
+_MOST_IMAGINED = 2**20
 
 _FLAGS_OF_KEYS = (
     "hostfile",
@@ -180,6 +181,8 @@ def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> lis
 def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
     """Return where ranks go; in a dry run what is wrong with it becomes a warning, and hosts can be imagined."""
     if arguments.hosts or arguments.gpus:
+        if (arguments.hosts or 1) * (arguments.gpus or 8) > _MOST_IMAGINED:
+            raise LaunchError(f"--hosts and --gpus: at most {_MOST_IMAGINED:,} ranks can be planned")
         slots = tuple(range(arguments.gpus or 8))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
         return Placement(hosts, "--hosts and --gpus", 0), []

@@ -32,6 +32,13 @@ TOP_LEVEL_KEYS = frozenset(
     }
 )
 
+_OFFLOAD = ("cpu_offload", "offload_optimizer", "offload_param")
+# Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.
+_DEEPSPEEDS_CHECKPOINTS = (
+    "load_from_fp32_weights",
+    "elastic_checkpoint",
+    "stage3_gather_16bit_weights_on_model_save",
+)
 # Passed through where given.
 _PLAIN = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
 
@@ -73,8 +80,12 @@ def deepspeed_json(
 def _zero(config: NeoXConfig, grid: GridPlan, notes: list[str]) -> dict[str, Any]:
     """Return the ZeRO block; offload keys that say `none` are left out (others are refused by a law)."""
     settings = config.deepspeed.zero_optimization
-    offload = {"cpu_offload", "offload_optimizer", "offload_param"}
-    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=offload)
+    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_DEEPSPEEDS_CHECKPOINTS})
+    notes.extend(
+        f"{said(config, f'zero_optimization.{key}', True)} changes nothing: checkpoints are this project's own"
+        for key in _DEEPSPEEDS_CHECKPOINTS
+        if getattr(settings, key)
+    )
     if grid.pp > 1 and block.pop("overlap_comm", False):
         notes.append(
             f"{said(config, 'zero_optimization.overlap_comm', True)} is dropped: DeepSpeed's pipeline engine cannot "
@@ -93,6 +104,7 @@ def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> di
         return {"fp16": _fp16(config, notes), **accumulation}
     if precision == "bf16":
         _note_bf16(config, notes)
+        _note_unused_fp16(config, precision, notes)
         if asked is None and config.deepspeed.zero_optimization.stage >= 1:
             # DeepSpeed would accumulate in bf16; with ZeRO-0 it does, and refuses the key.
             accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -100,6 +112,7 @@ def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> di
         elif asked is None and config.deepspeed.gradient_accumulation_steps not in (None, 1):
             notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
         return {"bf16": {"enabled": True}, **accumulation}
+    _note_unused_fp16(config, precision, notes)
     return accumulation
 
 
@@ -113,6 +126,19 @@ def _fp16(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
             given = said(config, f"fp16.{key}", getattr(block, key))
             notes.append(f"{given} is written as fp16.enabled, the one DeepSpeed knows")
     return {**block.model_dump(exclude_none=True, exclude={"fp16", "type"}), "enabled": True}
+
+
+def _note_unused_fp16(config: NeoXConfig, precision: Precision, notes: list[str]) -> None:
+    """Say so when an fp16 block that nobody switched off or translated has no effect."""
+    block = config.deepspeed.fp16
+    if block is None or block.enabled is False or block.fp16 is False or block.type is not None:
+        return
+    keys = [f"fp16.{key}" for key in block.model_dump(exclude_none=True)]
+    if keys:
+        where = config.source(keys[0])
+        notes.append(
+            f"{', '.join(keys)} ({where}) changes nothing: training is in {precision}; fp16.enabled true switches fp16 on"
+        )
 
 
 def _note_bf16(config: NeoXConfig, notes: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ _RULES = {
     "float_type": "should be a number",
     "int_from_float": "should be a whole number",
     "int_parsing": "should be a whole number",
+    "int_parsing_size": "is too large",
     "int_type": "should be a whole number",
     "model_type": "should be a block of `key: value` pairs",
     "model_attributes_type": "should be a block of `key: value` pairs",
@@ -36,7 +37,7 @@ _ELSEWHERE = {"optimizer.params.max_grad_norm": "; gradient_clipping is the key 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Flat keys grouped by section, and what is wrong with them: sentences, and the keys they are about."""
+    """Flat keys grouped by section, and what is wrong with them: sentences, and the dotted paths they are about."""
 
     sections: dict[str, dict[str, Any]]
     problems: tuple[str, ...]
@@ -102,8 +103,22 @@ def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, 
         except ValidationError as error:
             for detail in error.errors():
                 problems.append(_type_problem(cls, dict(detail), sources))
-                bad.add(str(detail["loc"][0]))
+                bad.add(".".join(str(part) for part in detail["loc"]))
     return Grouped(grouped, tuple(problems), frozenset(bad))
+
+
+def without(flat: Mapping[str, Any], bad: Collection[str]) -> dict[str, Any]:
+    """Return flat keys less the dotted paths in `bad`; a list with a bad item goes as a whole."""
+    rest: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key in bad:
+            continue
+        inner = [path.removeprefix(f"{key}.") for path in bad if path.startswith(f"{key}.")]
+        if not inner:
+            rest[key] = value
+        elif isinstance(value, Mapping):
+            rest[key] = without(value, inner)
+    return rest
 
 
 def known_keys(root: type[BaseModel]) -> list[str]:
@@ -114,11 +129,12 @@ def known_keys(root: type[BaseModel]) -> list[str]:
 def at(key: str, sources: Mapping[str, str]) -> str:
     """Return `file:line: ` of a key for the start of a message, or nothing where it is not known."""
     path = key
-    while path:
+    while path or path in sources:
         if path in sources:
             return f"{sources[path]}: "
         path = path.rpartition(".")[0]
-    return ""
+    inside = next((place for dotted, place in sources.items() if dotted.startswith(f"{key}.")), None)
+    return "" if inside is None else f"{inside}: "
 
 
 def _unknown(key: str, known: list[str], sources: Mapping[str, str]) -> str:
@@ -184,7 +200,13 @@ def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapp
         key, rule = ".".join(path[:-1]), "has too few values"
     else:
         rule = _RULES.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
-    return f"{at(key, sources)}`{key}: {detail['input']!r}` {rule}{_nearest_choice(detail)}"
+    return f"{at(key, sources)}`{key}: {_shown(detail['input'])}` {rule}{_nearest_choice(detail)}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it was written, cut where it is long."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _nearest_choice(detail: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.config.flat import group, is_text_key, normalise
+from neox.config.flat import group, is_text_key, normalise, without
 from neox.config.laws import static_problems
 from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import parse_value, read_file
@@ -25,25 +25,22 @@ def load_config(
     blocks (`optimizer.params.lr=1e-4`), `None` and `null` unset. A key may stand in one file only; overrides win over
     files. Raises ConfigError with every problem found.
     """
-    values, sources = merge_files([find_file(file, conf_dir) for file in files])
-    problems: list[str] = []
+    values, sources, problems = merge_files([find_file(file, conf_dir) for file in files])
     for override in overrides:
         try:
             apply_override(override, values, sources)
         except ConfigError as error:
             problems.extend(error.problems)
-    if problems:
-        raise ConfigError(problems)
     flat, _ = normalise(values)
     grouped = group(NeoXConfig, flat, sources)
-    if grouped.problems:
-        raise ConfigError([*grouped.problems, *_laws_of_the_rest(flat, sources, grouped.bad_keys)])
+    if problems or grouped.problems:
+        raise ConfigError([*problems, *grouped.problems, *_laws_of_the_rest(flat, sources, grouped.bad_keys)])
     return NeoXConfig.from_flat(values, sources)
 
 
 def _laws_of_the_rest(flat: dict[str, Any], sources: dict[str, str], bad: frozenset[str]) -> list[str]:
     """Return what else is wrong once the bad keys are left out, so that one run shows everything."""
-    rest = {key: value for key, value in flat.items() if key not in bad}
+    rest = without(flat, bad)
     remaining = group(NeoXConfig, rest, sources)
     if remaining.problems:
         return []
@@ -67,22 +64,29 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
     raise ConfigError(f"{tried[0]}: no such file{hint}")
 
 
-def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return all keys of all files and `file:line` of each dotted path. Raises ConfigError on duplicates."""
+def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return all keys of all files, `file:line` of each dotted path, and a sentence for each duplicate.
+
+    Raises ConfigError when a file cannot be read or parsed: what it holds is then anybody's guess.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
+    unreadable: list[str] = []
     basenames: dict[str, Path] = {}
     for path in paths:
         if path.name in basenames:
-            problems.append(f"{path}: two files named {path.name} (the other is {basenames[path.name]}); rename one")
+            first = basenames[path.name]
+            advice = "is given twice; name it once" if path == first else f"has the name of {first}; rename one"
+            unreadable.append(f"{path}: {advice}")
             continue
         basenames[path.name] = path
         try:
             parsed = read_file(path)
         except ConfigError as error:
-            problems.extend(error.problems)
+            unreadable.extend(error.problems)
             continue
+        problems += parsed.problems
         for key, value in parsed.values.items():
             if key in values:
                 problems.append(
@@ -94,9 +98,9 @@ def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
             for dotted, line in parsed.lines.items():
                 if dotted == key or dotted.startswith(f"{key}."):
                     sources[dotted] = f"{parsed.name}:{line}"
-    if problems:
-        raise ConfigError(problems)
-    return values, sources
+    if unreadable:
+        raise ConfigError([*unreadable, *problems])
+    return values, sources, problems
 
 
 def apply_override(override: str, values: dict[str, Any], sources: dict[str, str]) -> None:

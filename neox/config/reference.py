@@ -78,7 +78,8 @@ where v2.0 was silent) and `lr_schedule_version` (the later form; `v2.0` repeats
 
 Since: `v2.0` and `later` are gpt-neox's, `neox` keys are this project's own. Status: `works`; `alias` sets another key,
 and a contradiction is refused; `refused` is an error, with this reason, unless the value is the default or means off;
-`dormant` is read by gpt-neox only together with a refused feature, and loads; `no effect` loads with a note.
+`dormant` is read by gpt-neox only together with a refused feature; `no effect` is done another way here. Both load,
+with a note unless the value is the default.
 """
 
 

@@ -83,10 +83,13 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     for j in range(1, parts + 1):
         for i in range(j, n + 1):
             best = inf
-            for k in range(j - 1, i):
+            for k in range(i - 1 if j > 1 else 0, j - 2, -1):
                 run = prefix[i] - prefix[k]
+                # The smallest of the j - 1 runs before k is at most their mean, so earlier cuts are worse from here on.
+                if j > 1 and run - prefix[k] / (j - 1) >= best:
+                    break
                 high, low = max(largest[j - 1][k], run), min(smallest[j - 1][k], run)
-                if high - low <= best:
+                if high - low < best:
                     best, largest[j][i], smallest[j][i], start[j][i] = high - low, high, low, k
     bounds = [n]
     for j in range(parts, 0, -1):

@@ -17,8 +17,12 @@ import yaml
 from neox.errors import ConfigError
 
 _MAX_BYTES = 1_000_000
-_MAX_NODES = 100_000
+_MAX_NODES = 20_000
 _MAX_DEPTH = 20
+_TOO_LARGE = (
+    f"too large or too deep for a configuration, which has at most {_MAX_NODES:,} values (aliases count expanded) on "
+    f"{_MAX_DEPTH} levels"
+)
 
 # What PyYAML calls untagged mappings, sequences and scalars, and quoted scalars.
 _TAGS = frozenset({*(f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str")), "!"})
@@ -30,19 +34,40 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[
 _SPECIAL = re.compile(r"^[-+]?\.?(?:inf|Inf|INF|nan|NaN|NAN)$")
 
 
+class _TooLargeError(Exception):
+    """More nodes or levels than a configuration has."""
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's composer without YAML 1.1's ideas of what a plain scalar means."""
+    """PyYAML's composer without YAML 1.1's ideas of what a plain scalar means, ending early on a hostile text."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.nodes = 0
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node, counting it; an alias counts as one here and as what it stands for when it is built."""
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > 2 * _MAX_NODES or self.depth > _MAX_DEPTH + 1:  # keys are nodes too
+            raise _TooLargeError
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """A file's mapping, and the line (from 1) of every key by dotted path."""
+    """A file's mapping, the line (from 1) of every key by dotted path, and what is wrong beside the mapping (keys given
+    twice, tags)."""
 
     name: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
 def parse_scalar(text: str) -> Any:
@@ -73,7 +98,7 @@ class _Builder:
         """Return the value of a node; `path` is its dotted place."""
         self.nodes += 1
         if self.nodes > _MAX_NODES or depth > _MAX_DEPTH:
-            raise ConfigError(f"{self.name}: too large or too deep for a configuration (aliases count expanded)")
+            raise _TooLargeError
         tag = str(node.tag)
         if tag not in _TAGS:
             line = node.start_mark.line + 1
@@ -114,33 +139,31 @@ class _Builder:
 
 def parse_text(text: str, name: str) -> ParsedFile:
     """Parse YAML or JSON text whose top level is a mapping. Raises ConfigError naming `name` and lines."""
+    builder = _Builder(name)
     try:
         node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            raise ConfigError(f"{name}: the file is empty; it should hold `key: value` pairs")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{name}:{node.start_mark.line + 1}: {_not_a_mapping(node)}")
+        values = builder.build(node)
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_problem(error, text, name)) from None
-    except RecursionError:
-        raise ConfigError(f"{name}: too deeply nested for a configuration") from None
-    if node is None:
-        raise ConfigError(f"{name}: the file is empty; it should hold `key: value` pairs")
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{name}: should hold `key: value` pairs, but holds {type(node.value).__name__} at the top")
-    builder = _Builder(name)
-    values = builder.build(node)
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    return ParsedFile(name, values, builder.lines)
+    except _TooLargeError:
+        raise ConfigError(f"{name}: {_TOO_LARGE}") from None
+    return ParsedFile(name, values, builder.lines, tuple(builder.problems))
 
 
 def parse_value(text: str) -> Any:
     """Parse one value as it would stand in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text)."""
+    builder = _Builder("--set")
     try:
         node = yaml.compose(text, Loader=_Loader)
+        value = None if node is None else builder.build(node)
     except yaml.YAMLError:
         return text
-    if node is None:
-        return None
-    builder = _Builder("--set")
-    value = builder.build(node)
+    except _TooLargeError:
+        raise ConfigError(f"--set {text[:40]}...: {_TOO_LARGE}") from None
     if builder.problems:
         raise ConfigError(builder.problems)
     return value
@@ -167,6 +190,12 @@ def read_file(path: Path) -> ParsedFile:
     return parse_text(text, name)
 
 
+def _not_a_mapping(node: yaml.Node) -> str:
+    if isinstance(node, yaml.SequenceNode):
+        return "a list stands where `key: value` pairs should; write the keys at the top"
+    return f"should hold `key: value` pairs, but holds the text `{str(node.value)[:60]}`; is a `:` missing?"
+
+
 def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
     """Say in one sentence what is wrong with the syntax and what to do."""
     mark = getattr(error, "problem_mark", None)
@@ -178,6 +207,10 @@ def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
     where = f"{name}:{mark.line + 1}"
     if "\\t" in problem or "\t" in line[: mark.column + 1]:
         return f"{where}: a tab stands where YAML wants spaces; replace tabs by spaces"
+    if mark.index >= len(text.rstrip()) and "{" in text:
+        return f"{where}: the file ends inside a bracket; a closing `}}` or `]` is missing"
+    if "another document" in problem:
+        return f"{where}: a second document begins with `---`; a configuration is one document, so remove the line"
     if "expected ',' or" in problem:
         previous = mark.line if mark.line < len(lines) else len(lines) - 1
         return f"{where}: {problem}; a comma or a closing bracket is missing here or at the end of line {previous}"

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from neox.config.loader import find_file, merge_files
+from neox.errors import ConfigError
 
 
 def read_flat(files: Sequence[str | Path]) -> dict[str, Any]:
     """All keys of the files, unvalidated, with `-` as `_`. Raises ConfigError for missing files and duplicate keys."""
-    values, *_ = merge_files([find_file(file) for file in files])
+    values, _, problems = merge_files([find_file(file) for file in files])
+    if problems:
+        raise ConfigError(problems)
     return values

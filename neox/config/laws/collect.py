@@ -31,12 +31,14 @@ def unsupported_problems(config: NeoXConfig) -> list[str]:
 
 
 def unsupported_notes(config: NeoXConfig) -> list[str]:
-    """Return a sentence for every given key that changes nothing here."""
+    """Return a sentence for every given key that changes nothing here: `no effect`, and `dormant` ones."""
     notes = []
     for name, value in config.to_flat().items():
         key = UNSUPPORTED.get(name)
-        if key is not None and key.status == "no effect" and not key.is_off(value):
-            notes.append(f"{said(config, name, value)} changes nothing: {key.reason}")
+        if key is None or key.status == "refused" or key.is_off(value):
+            continue
+        reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
+        notes.append(f"{said(config, name, value)} changes nothing: {reason}")
     return notes
 
 

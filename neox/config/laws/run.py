@@ -8,6 +8,9 @@ from neox.config.sections import NeoXConfig
 from neox.config.splits import split_problem
 from neox.config.wording import place, said
 
+# More checkpoints than this are a mistake, and listing them would take longer than refusing them.
+_MOST_CHECKPOINTS = 100_000
+
 
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield violations of laws about how a run goes."""
@@ -66,6 +69,13 @@ def _checkpoint(config: NeoXConfig) -> Iterator[str]:
         yield (
             f"{place(config, 'checkpoint_factor')}`checkpoint_factor: {factor}` must be above 1 with checkpoint_scale "
             "log, which saves at its powers"
+        )
+    total = config.training.train_iters or 0
+    if factor is not None and keys.checkpoint_scale == "linear" and total // factor > _MOST_CHECKPOINTS:
+        yield (
+            f"{place(config, 'checkpoint_factor')}`checkpoint_factor: {factor}` over "
+            f"{said(config, 'train_iters', total)} saves {total // factor:,} checkpoints; give a larger one, such as "
+            f"{-(-total // 100)}"
         )
     if keys.checkpoint_scale == "log" and factor is None:
         yield f"{place(config, 'checkpoint_scale')}`checkpoint_scale: log` needs checkpoint_factor, such as 2"

@@ -11,7 +11,9 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """Keys that belong together; nothing changes after validation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -40,9 +40,9 @@ class ZeroSettings(Section):
     overlap_comm: bool | None = None
     """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
     load_from_fp32_weights: bool | None = None
-    """Take optimizer weights from the fp32 copy on load."""
+    """DeepSpeed's way to load a checkpoint; changes nothing here, with a note."""
     elastic_checkpoint: bool | None = None
-    """DeepSpeed's elastic checkpoints."""
+    """DeepSpeed's elastic checkpoints; changes nothing here, with a note: every checkpoint loads at any degrees."""
     round_robin_gradients: bool | None = None
     """Divide gradients among ranks in turn (stage 2 offload)."""
     ignore_unused_parameters: bool | None = None
@@ -64,7 +64,7 @@ class ZeroSettings(Section):
     stage3_param_persistence_threshold: int | None = None
     """Smaller parameters are not divided."""
     stage3_gather_16bit_weights_on_model_save: bool | None = None
-    """Gather weights when DeepSpeed itself saves."""
+    """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
 
 
 class Fp16Settings(Section):

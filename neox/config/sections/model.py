@@ -27,10 +27,10 @@ class ModelConfig(Section):
     """Number format of the forward and backward pass. `fp16` and `bf16` blocks say the same in DeepSpeed's words; a
     contradiction is refused. Unset everywhere means fp32."""
 
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=1_000)
     """Transformer layers. Required."""
 
-    hidden_size: int | None = Field(None, ge=1)
+    hidden_size: int | None = Field(None, ge=1, le=2**24)
     """Width of the hidden states. Required; a multiple of num_attention_heads."""
 
     num_attention_heads: int | None = Field(None, ge=1)

@@ -24,10 +24,10 @@ class RunnerConfig(Section):
     num_nodes: int = -1
     """Use the first so many hosts; -1 is all."""
 
-    num_gpus: int | None = Field(None, ge=1)
+    num_gpus: int | None = Field(None, ge=1, le=2**20)
     """Ranks on each host; all slots where unset."""
 
-    global_num_gpus: int | None = Field(None, ge=1)
+    global_num_gpus: int | None = Field(None, ge=1, le=2**20)
     """Ranks over all hosts; counted from hosts where unset, explicit in a dry run."""
 
     master_addr: str | None = None

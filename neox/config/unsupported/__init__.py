@@ -1,7 +1,8 @@
 """gpt-neox's keys that belong to no section here: known by name, each with the reason and the way that works here.
 
 `refused`: an error unless the value means off. `dormant`: read by gpt-neox only with another feature, which is refused;
-any value loads. `no effect`: gpt-neox's way of doing something that happens differently here; loads with a note.
+`no effect`: gpt-neox's way of doing something that happens differently here. Both load, with a note unless the value is
+gpt-neox's default.
 """
 
 from __future__ import annotations

@@ -125,6 +125,13 @@ def training() -> Iterator[UnsupportedKey]:
     yield from keys(
         section,
         "later",
+        "refused",
+        "weights are not served to other programs while training; generate.py serves a checkpoint",
+        ("serve_model_weights", "bool", False),
+    )
+    yield from keys(
+        section,
+        "later",
         "dormant",
         "used with train_impl other than normal",
         ("dpo_fp32", "bool", True),
@@ -139,7 +146,6 @@ def training() -> Iterator[UnsupportedKey]:
         ("kl_div_beta", "float", 0.1),
         ("reinforce_leave_one_out", "bool", False),
         ("precompute_model_name", "str", None),
-        ("serve_model_weights", "bool", False),
         ("weight_server_port", "int", 6000),
         ("online_dataserver_ips", "str", "localhost"),
         ("online_dataserver_ports", "int", 10000),

@@ -85,6 +85,8 @@ VIOLATIONS = [
     ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_decay_style")),
     ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, ("checkpoint_factor: 1", "above 1")),
     ({"checkpoint_scale": "log"}, ("needs checkpoint_factor",)),
+    ({"checkpoint_factor": 1, "train_iters": 10**9}, ("1,000,000,000 checkpoints", "checkpoint_factor: 1")),
+    ({"serve_model_weights": True}, ("serve_model_weights", "generate.py")),
     ({"extra_save_iters": [3, -1]}, ("extra_save_iters", "-1")),
     ({"finetune": True}, ("finetune: true", "`load`")),
     ({"data_path": "a", "train_data_paths": ["b"]}, ("`data_path`", "train_data_paths: ['b']", "keep one")),
@@ -114,7 +116,7 @@ OFF = [
     {"amp": {}},
     {"moe_num_experts": 1},
     {"gpt_j_tied": False},
-    {"rms_norm_epsilon": 1e-6},
+    {"rms_norm_epsilon": 1e-8},
     {"deepspeed": True},
     {"use_bias_in_mlp": True},
     {"is_pipe_parallel": False},
@@ -126,6 +128,24 @@ OFF = [
 @pytest.mark.parametrize("change", OFF, ids=str)
 def test_features_that_are_off_load(tiny, change):
     assert resolve(NeoXConfig.from_flat({**tiny, **change}), 1, 100).notes == ()
+
+
+NO_EFFECT = [
+    ({"rms_norm_epsilon": 1e-6}, "rms_norm_epsilon: 1e-06"),
+    ({"moe_top_k": 2}, "moe_top_k: 2"),
+    ({"mamba_use_bias_in_conv": False}, "mamba_use_bias_in_conv: false"),
+    ({"hysteresis": 4}, "hysteresis"),
+    ({"fp16": {"loss_scale": 0, "initial_scale_power": 12}}, "training is in fp32"),
+    ({"fp16": {"loss_scale": 0}, "precision": "bf16"}, "training is in bf16"),
+    ({"zero_optimization": {"stage": 1, "load_from_fp32_weights": True}}, "load_from_fp32_weights: true"),
+    ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "elastic_checkpoint: true"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), NO_EFFECT, ids=str)
+def test_what_changes_nothing_says_so(tiny, change, words):
+    notes = resolve(NeoXConfig.from_flat({**tiny, **change}), 1, 100).notes
+    assert any(words in note and "changes nothing" in note for note in notes), notes
 
 
 def test_every_violation_is_listed(tiny, tmp_path):
@@ -145,6 +165,26 @@ def test_a_wrong_type_does_not_hide_the_rest(tmp_path):
     for start in starts:
         assert any(f"{path}{start}" in problem for problem in problems), start
     assert not any("`num_layers` is missing" in problem for problem in problems)
+
+
+def test_duplicates_and_bad_overrides_do_not_hide_the_rest(tmp_path):
+    a, b = tmp_path / "a.yml", tmp_path / "b.yml"
+    a.write_text("seed: 1\nseed: 2\nhidden_size: 66\nnum_attention_heads: 4\nzero_optimization: {stage: 3, x: 1}\n")
+    b.write_text("seed: 3\npipe_parallel_size: 2\nnum_layers: 4\nseq_length: 8\npos_emb: rotary\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([a, b], overrides=["nonsense", "min_lr=1"])
+    text = str(caught.value)
+    for words in (
+        f"{a}:2: `seed` is given twice",
+        f"{b}:1: `seed` is also given at {a}:1",
+        "--set nonsense: should be key=value",
+        f"{a}:5: `zero_optimization` has no key `x`",
+        f"{a}:3: `hidden_size: 66`",
+        f"{a}:5: `zero_optimization.stage: 3` does not work with",
+        "--set: `min_lr: 1.0`",
+    ):
+        assert words in text, words
+    assert len(caught.value.problems) == 7
 
 
 def test_places_are_files_and_lines(tmp_path):

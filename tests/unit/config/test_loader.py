@@ -103,7 +103,8 @@ def test_duplicate_inside_a_block(tmp_path):
 def test_two_files_with_one_basename(tmp_path):
     (tmp_path / "sub").mkdir()
     a, b = write(tmp_path / "a.yml", "seed: 1\n"), write(tmp_path / "sub" / "a.yml", "train_iters: 2\n")
-    assert "two files named a.yml" in problems([a, b])
+    assert f"{b}: has the name of {a}; rename one" in problems([a, b])
+    assert f"{a}: is given twice" in problems([a, a])
 
 
 def test_unknown_keys_with_the_nearest(tmp_path):
@@ -244,3 +245,58 @@ def test_flat_round_trip(tmp_path):
     assert again == config
     assert again.to_flat() == config.to_flat()
     assert again.source("gas") == config.source("gas")
+
+
+HOSTILE = {
+    "many aliases": "a: &a [x]\n" + "".join(f"k{i}: *a\n" for i in range(60_000)),
+    "many keys": "".join(f"k{i}: 1\n" for i in range(60_000)),
+    "deep": "a: " + "[" * 300_000,
+    "laughs": "a: &a [x]\n"
+    + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '*a'] * 9)}]\n" for i in range(20)),
+    "itself": "a: &a [*a]\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_end_at_once(tmp_path, name):
+    path = write(tmp_path / "a.yml", HOSTILE[name])
+    started = time.process_time()
+    assert "too large or too deep" in problems([path])
+    assert time.process_time() - started < 5
+
+
+def test_numbers_without_bounds_are_refused(tmp_path):
+    path = write(tmp_path / "a.yml", TINY)
+    for override in (
+        "gpu_memory_gib=inf",
+        "min_lr=nan",
+        "num_layers=1000000",
+        "num_layers=99999999999999999999999",
+        "global_num_gpus=100000000",
+        "optimizer.params.eps=inf",
+        "train_data_weights=[inf, 1]",
+    ):
+        assert "--set: `" in problems([path], overrides=[override]), override
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{\n  seed: 1,\n", ":3: the file ends inside a bracket"),
+        ("seed 1\n", ":1: should hold `key: value` pairs, but holds the text `seed 1`"),
+        ("- seed\n", ":1: a list stands where"),
+        ("seed: 1\n---\nseed: 2\n", ":2: a second document"),
+        ("? ''\n: 1\n", ":1: unknown key ``"),
+    ],
+)
+def test_syntax_in_plain_words(tmp_path, text, expected):
+    path = write(tmp_path / "a.yml", text)
+    assert f"{path}{expected}" in problems([path])
+
+
+def test_overrides_into_lists_and_unknown_blocks_name_their_place(tmp_path):
+    path = write(tmp_path / "a.yml", TINY)
+    assert "--set: `train_data_paths: {'0': 'x'}` should be a list" in problems(
+        [path], overrides=["train_data_paths.0=x"]
+    )
+    assert "--set: unknown key `a`" in problems([path], overrides=["a.b.c=1"])
