@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -70,6 +68,8 @@ def progress(description: str, total: float | None = None, unit: str = "it", eve
     `total` and updates are in `unit`; with `unit="B"` a terminal shows scaled bytes.
     """
     if sys.stderr.isatty():
+        from tqdm import tqdm  # a tenth of a dry run's time, which shows no progress
+
         with tqdm(desc=description, total=total, unit=unit, unit_scale=True, file=sys.stderr) as bar:
             yield bar
         return

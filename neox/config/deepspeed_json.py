@@ -137,7 +137,7 @@ def _note_unused_fp16(config: NeoXConfig, precision: Precision, notes: list[str]
     if keys:
         where = config.source(keys[0])
         notes.append(
-            f"{', '.join(keys)} ({where}) changes nothing: training is in {precision}; fp16.enabled true switches fp16 on"
+            f"{', '.join(keys)} ({where}) changes nothing: training is in {precision}; fp16.enabled switches it on"
         )
 
 
