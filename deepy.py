@@ -29,11 +29,13 @@ from neox.config import (
     missing_for_training,
     plan_as_dict,
     resolve,
+    static_problems,
 )
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
 from neox.launch.accelerators import smallest_memory
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, environment_file, forwarded_environment
+from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.placement import (
     Placement,
     Request,
@@ -144,15 +146,20 @@ def find_script(name: str) -> Path:
 
 def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
     """Return the tokenizer and its number of ids; where it cannot be built, an assumed number and what is missing."""
-    from neox.tokenizer import build_tokenizer
-
     settings = config.tokenizer
     try:
+        from neox.tokenizer import build_tokenizer
+
         tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
         return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
-        size = _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
-        return size, None, [f"{error} (`python tools/train_tokenizer.py` makes one)"]
+        problem = str(error)
+    except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
+        problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
+    if "train_tokenizer" not in problem:
+        problem += " (`python tools/train_tokenizer.py` makes one)"
+    where = f"{config.source('vocab_file')}: " if config.given("vocab_file") else ""
+    return _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE), None, [where + problem]
 
 
 def unusable_data(config: NeoXConfig, tokenizer: Tokenizer | None, dry_run: bool) -> list[str]:
@@ -178,7 +185,7 @@ def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> lis
     return [] if problem is None else [f"{problem}; gpu_memory_gib says how large a GPU is"]
 
 
-def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
+def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
     """Return where ranks go; in a dry run what is wrong with it becomes a warning, and hosts can be imagined."""
     if arguments.hosts or arguments.gpus:
         if (arguments.hosts or 1) * (arguments.gpus or 8) > _MOST_IMAGINED:
@@ -186,16 +193,19 @@ def choose_hosts(request: Request, arguments: argparse.Namespace) -> tuple[Place
         slots = tuple(range(arguments.gpus or 8))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
         return Placement(hosts, "--hosts and --gpus", 0), []
+    request = Request.of(config.runner)
     try:
         placement = place(request)
+        if not arguments.dry_run:
+            check_local_devices(placement)
+        return placement, []
     except LaunchError as error:
         if not arguments.dry_run:
+            if problems := static_problems(config):
+                raise ConfigError([*problems, str(error)]) from None
             raise
         assumed = place(Request(num_gpus=request.num_gpus, global_num_gpus=request.global_num_gpus))
         return assumed, [f"{error}; {assumed.world_size} ranks are assumed"]
-    if not arguments.dry_run:
-        check_local_devices(placement)
-    return placement, []
 
 
 def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
@@ -260,11 +270,16 @@ def show_plan(plan: RunPlan, placement: Placement, spec: LaunchSpec, warnings: l
         print(f"warning: {warning}", file=sys.stderr)
     commands = shown_commands(spec)
     if as_json:
-        hosts: list[dict[str, Any]] = [{"name": host.name, "slots": len(host.slots)} for host in placement.hosts]
+        hosts: list[dict[str, Any]] = [
+            {"name": host.names[0], "slots": host.slots, "ranks": host.ranks, "stages": host.stages}
+            for host in ranks_of_hosts(plan.grid, placement.hosts)
+        ]
         print(json.dumps({**plan_as_dict(plan), "hosts": hosts, "warnings": warnings, "commands": commands}))
         return
     print(format_plan(plan))
     print(f"hosts     {len(placement.hosts)} ({placement.why})")
+    for group in host_groups(plan.grid, placement.hosts):
+        print(f"          {group}")
     print(f"command   on {commands[0]['host']}: {commands[0]['command']}")
     if (others := len(spec.hosts) - 1) > 0:
         print(f"          on {others} more hosts the same with --node_rank 1 to {others}")
@@ -338,7 +353,7 @@ def main() -> int:
     if arguments.script == "doctor":
         return doctor(arguments)
     config = read_config(arguments)
-    placement, warnings = choose_hosts(Request.of(config.runner), arguments)
+    placement, warnings = choose_hosts(config, arguments)
     script = find_script(arguments.script)
     environment = ranks_environment()
     if arguments.dry_run:

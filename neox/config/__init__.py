@@ -1,7 +1,7 @@
 """What the user asked for, and what follows from it. No torch here."""
 
 from neox.config.deepspeed_json import deepspeed_json
-from neox.config.laws import missing_for_training
+from neox.config.laws import missing_for_training, static_problems
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import load_config
 from neox.config.payload import decode_payload, encode_payload
@@ -32,4 +32,5 @@ __all__ = [
     "missing_for_training",
     "plan_as_dict",
     "resolve",
+    "static_problems",
 ]

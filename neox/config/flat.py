@@ -18,6 +18,7 @@ from neox.config.unsupported import UNSUPPORTED
 _RULES = {
     "bool_parsing": "should be true or false",
     "bool_type": "should be true or false",
+    "dict_type": "should be a block of `key: value` pairs",
     "float_parsing": "should be a number",
     "float_type": "should be a number",
     "int_from_float": "should be a whole number",
@@ -30,6 +31,9 @@ _RULES = {
     "tuple_type": "should be a list",
     "too_long": "has too many values",
 }
+
+# Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
+EXTRA_ARGS = "deepspeed_extra_args"
 
 # Keys of other programs' blocks whose meaning lives elsewhere.
 _ELSEWHERE = {"optimizer.params.max_grad_norm": "; gradient_clipping is the key for that"}
@@ -82,6 +86,21 @@ def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if value is not None:
             result[key] = value
     return result, problems
+
+
+def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterator[str]:
+    """Move the keys inside `deepspeed_extra_args` to the top level, in place; yield a sentence for each given twice."""
+    block = values.get(EXTRA_ARGS)
+    if not isinstance(block, Mapping):
+        return
+    del values[EXTRA_ARGS]
+    for path in [path for path in sources if path.startswith(f"{EXTRA_ARGS}.")]:
+        sources.setdefault(path.removeprefix(f"{EXTRA_ARGS}."), sources.pop(path))
+    for key, value in block.items():
+        if key in values:
+            yield f"{at(key, sources)}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
+        else:
+            values[key] = value
 
 
 def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Grouped:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.config.flat import group, is_text_key, normalise, without
+from neox.config.flat import group, is_text_key, normalise, spread_extra_args, without
 from neox.config.laws import static_problems
 from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import parse_value, read_file
@@ -31,6 +31,7 @@ def load_config(
             apply_override(override, values, sources)
         except ConfigError as error:
             problems.extend(error.problems)
+    problems += spread_extra_args(values, sources)
     flat, _ = normalise(values)
     grouped = group(NeoXConfig, flat, sources)
     if problems or grouped.problems:

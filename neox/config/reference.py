@@ -29,6 +29,7 @@ LATER = frozenset(
         "account",
         "bf16",
         "comms_logger",
+        "deepspeed_extra_args",
         "communication_data_type",
         "data_types",
         "force_multi",

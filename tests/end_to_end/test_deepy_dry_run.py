@@ -64,12 +64,26 @@ def test_neither_torch_nor_deepspeed_is_imported(tiny: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_needs_pydantic_and_yaml_alone(tiny: Path) -> None:
+    absent = ("torch", "deepspeed", "transformers", "numpy", "tokenizers", "orjson", "tqdm", "regex")
+    code = f"import sys, runpy\nfor name in {absent}: sys.modules[name] = None\nsys.argv = sys.argv[1:]\n"
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(ROOT / "deepy.py"), "train.py", "tiny.yml", "--dry-run", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "is not installed" in done.stderr
+    assert json.loads(done.stdout)["grid"]["world"] == 2
+
+
 def test_imagined_hosts(tiny: Path) -> None:
     flags = ("--dry-run", "--json", "--hosts", "512", "--gpus", "8")
     plan = json.loads(deepy("train.py", "tiny.yml", *flags, cwd=tiny).stdout)
     assert plan["grid"]["world"] == 4096
     assert len(plan["hosts"]) == 512
+    assert plan["hosts"][511] == {"name": "host511", "slots": 8, "ranks": [4088, 4095], "stages": [0, 0]}
     text = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "512", "--gpus", "8", cwd=tiny).stdout
+    assert "host0 to host511 (512 hosts): 8 slots each, ranks 0-4095, stage 0" in text
     assert "on 511 more hosts the same with --node_rank 1 to 511" in text
 
 
@@ -85,6 +99,9 @@ def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> No
         assert words in done.stderr, words
     done = deepy("train.py", "tiny.yml", *missing[4:], cwd=tiny, code=1)
     assert "hostfile nohosts does not exist" in done.stderr
+    done = deepy("train.py", "tiny.yml", *missing[4:], "--set", "hidden_size=63", cwd=tiny, code=2)
+    assert "hostfile nohosts does not exist" in done.stderr
+    assert "`hidden_size: 63`" in done.stderr
     assert not (tiny / "run").exists()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -186,6 +186,9 @@ class DeepSpeedConfig(Section):
 
     dump_state: bool = False
     """DeepSpeed prints its engine's state at the start."""
+
+    deepspeed_extra_args: dict[str, Any] | None = None
+    """Block of keys of this section, as later gpt-neox passes them on; read as if given at the top level."""
 
     flops_profiler: FlopsProfilerSettings | None = None
     """DeepSpeed's FLOPs profiler."""

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from neox.config.aliases import ALIASES
-from neox.config.flat import group, normalise
+from neox.config.flat import group, normalise, spread_extra_args
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
 from neox.config.sections.data import DataConfig
@@ -55,6 +55,7 @@ class NeoXConfig(Section):
         """
         given, problems = normalise(flat)
         where = dict(sources or {})
+        problems += spread_extra_args(given, where)
         grouped = group(cls, given, where)
         if problems or grouped.problems:
             raise ConfigError([*problems, *grouped.problems])

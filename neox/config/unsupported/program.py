@@ -165,10 +165,3 @@ def deepspeed() -> Iterator[UnsupportedKey]:
     yield from keys(
         section, "later", "refused", "checkpoints are written by this project", ("checkpoint", "dict", None)
     )
-    yield from keys(
-        section,
-        "later",
-        "refused",
-        "write DeepSpeed's keys at the top level; those that are known work",
-        ("deepspeed_extra_args", "dict", None),
-    )

@@ -99,7 +99,6 @@ VIOLATIONS = [
     ({"world_size": 8}, ("world_size", "num_gpus")),
     ({"train_micro_batch_size_per_gpu": None}, ("batch size is missing",)),
     ({"autotuning": {"enabled": True}}, ("autotuning",)),
-    ({"deepspeed_extra_args": {"comms_logger": {"enabled": True}}}, ("deepspeed_extra_args", "top level")),
     ({"padded_vocab_size": 90}, ("padded_vocab_size: 90", "100 ids")),
 ]
 
@@ -153,6 +152,28 @@ def test_every_violation_is_listed(tiny, tmp_path):
     problems = violations(flat, world=7)
     for text in ("hidden_size", "min_lr", "norm", "split", "7 GPUs"):
         assert any(text in problem for problem in problems)
+
+
+def test_deepspeed_extra_args_are_checked_like_all_others(tmp_path):
+    path = tmp_path / "a.yml"
+    path.write_text(
+        "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 8\npos_emb: rotary\nbatch_size: 1\n"
+        "deepspeed_extra_args:\n  comms_logger: {enabled: true}\n"
+    )
+    config = load_config([path])
+    assert resolve(config, 1, 100).deepspeed["comms_logger"] == {"enabled": True}
+    assert config.source("comms_logger") == f"{path}:8"
+    path.write_text(
+        "dump_state: true\ndeepspeed_extra_args: {dump_state: false, comms_loger: {}, elasticity: {enabled: true}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config([path])
+    text = str(caught.value)
+    for words in ("`dump_state` is given twice", "did you mean `comms_logger`?", f"{path}:2: `elasticity"):
+        assert words in text, words
+    path.write_text("deepspeed_extra_args: 5\n")
+    with pytest.raises(ConfigError, match="should be a block"):
+        load_config([path])
 
 
 def test_a_wrong_type_does_not_hide_the_rest(tmp_path):
