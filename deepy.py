@@ -121,10 +121,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
@@ -188,9 +187,9 @@ def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> lis
 def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
     """Return where ranks go; in a dry run what is wrong with it becomes a warning, and hosts can be imagined."""
     if arguments.hosts or arguments.gpus:
-        if (arguments.hosts or 1) * (arguments.gpus or 8) > _MOST_IMAGINED:
+        if (arguments.hosts or 1) * (gpus := arguments.gpus or config.runner.num_gpus or 8) > _MOST_IMAGINED:
             raise LaunchError(f"--hosts and --gpus: at most {_MOST_IMAGINED:,} ranks can be planned")
-        slots = tuple(range(arguments.gpus or 8))
+        slots = tuple(range(gpus))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
         return Placement(hosts, "--hosts and --gpus", 0), []
     request = Request.of(config.runner)
@@ -218,10 +217,16 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
     size, tokenizer, problems = vocabulary(config)
     if tokenizer is None and dry_run:
         problems = [f"{problem}; a vocabulary of {size:,} ids is assumed" for problem in problems]
+    asked, world = config.runner.global_num_gpus, placement.world_size
+    if asked not in (None, world):
+        where = config.source("global_num_gpus")
+        problems.append(
+            f"{where}: `global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
+        )
     if script.stem == "train":
         problems += unusable_data(config, tokenizer, dry_run)
     try:
-        plan = resolve(config, placement.world_size, size)
+        plan = resolve(config, world, size)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
     return plan, problems + too_little_memory(plan, placement, dry_run)

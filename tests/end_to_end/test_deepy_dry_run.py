@@ -83,6 +83,9 @@ def test_imagined_hosts(tiny: Path) -> None:
     assert len(plan["hosts"]) == 512
     assert plan["hosts"][511] == {"name": "host511", "slots": 8, "ranks": [4088, 4095], "stages": [0, 0]}
     text = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "512", "--gpus", "8", cwd=tiny).stdout
+    done = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "3", "--set", "global_num_gpus=96", cwd=tiny)
+    assert "`global_num_gpus: 96`, but there are 6 ranks (--hosts and --gpus)" in done.stderr
+    assert "world = 6: the hosts" in done.stdout
     assert "host0 to host511 (512 hosts): 8 slots each, ranks 0-4095, stage 0" in text
     assert "on 511 more hosts the same with --node_rank 1 to 511" in text
 
