@@ -31,12 +31,14 @@ from neox.train.state import TrainState
 def show_on_boards(plan: RunPlan, results: Sequence[TaskResult], iteration: int) -> None:
     """Add the scores to TensorBoard and wandb at the checkpoint's iteration, where the configuration has them on."""
     keys, state = plan.config.logging, TrainState(iteration=iteration)
-    boards: list[Callback] = []
+    boards: list[tuple[Callback, TrainState]] = []
     if keys.tensorboard_dir:
-        boards.append(TensorBoard(keys.tensorboard_dir))
+        # Opened as at a start: opened at an iteration, it drops the curves of training that lie behind that.
+        boards.append((TensorBoard(keys.tensorboard_dir), TrainState()))
     if keys.use_wandb:
-        boards.append(WandB(plan))
-    for board in boards:
+        boards.append((WandB(plan), state))
+    for board, start in boards:
+        board.on_start(start)
         board.on_evaluation(state, "tasks", flat_metrics(results))
         board.on_end(state)
 
