@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from neox.preprocess.display import Display, show_progress
 from neox.preprocess.journal import Journal, Progress, only_run
 from neox.preprocess.pool import BlockPool
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, share_memory
-from neox.preprocess.worker import EncodedBlock, EncodeJob, load_ftfy
-from neox.tokenizer import Tokenizer, build_tokenizer
+from neox.preprocess.worker import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
+from neox.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
 _SECONDS_BETWEEN_JOURNALS = 5.0
 _SAMPLE_BYTES = 1 << 17
+_SMALL_BLOCK = 1 << 17
 _SAMPLE_CHARS = 1 << 16
 
 
@@ -79,10 +81,7 @@ class _Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        spec = self.settings.tokenizer
-        return build_tokenizer(
-            spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
-        )
+        return self.settings.tokenizer.build()
 
     @cached_property
     def description(self) -> Mapping[str, Any]:
@@ -103,9 +102,8 @@ class _Run:
         if not wanted.restart and (done := self.finished()) is not None:
             return done
         try:
-            with BlockPool(self.shares.workers, self.shares.in_flight_bytes) as pool:
-                so_far, builders = self._open()
-                end = self._collect(pool, builders, so_far)
+            so_far, builders = self._open()
+            end = self._collect(builders, so_far)
             return self._finish(builders, end, time.monotonic() - started)
         except OSError as error:
             raise DataError(f"{error.filename or wanted.output_prefix} cannot be written: {error.strerror}") from error
@@ -174,14 +172,29 @@ class _Run:
                 order.append(number)
                 yield item
 
-    def _collect(self, pool: BlockPool, builders: Mapping[str, IndexedDatasetBuilder], start: Progress) -> Progress:
+    def _results(self, blocks: Iterator[LineBlock | BadInput]) -> Iterator[EncodedBlock | BadInput]:
+        """Encode blocks, in order. A small first one is done here, by the tokenizer itself: its ids are on disk before
+        workers have started and loaded an accelerator."""
+        job, first = self._job(), next(blocks, None)
+        if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and job.accelerator in ("auto", "off"):
+            encoder = BlockEncoder(replace(job, accelerator="off"), self.tokenizer)
+            yield replace(encoder.encode(first), accelerator=None)
+            first = next(blocks, None)
+        if first is not None:
+            with BlockPool(self.shares.workers, self.shares.in_flight_bytes) as pool:
+                yield from pool.map(chain([first], blocks), job)
+
+    def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: Progress) -> Progress:
         """Write results as they come; note the progress every few seconds, and when something goes wrong."""
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
         at, noted = start, float("-inf")  # the first lines are on disk, and noted, at once
         order: deque[int] = deque()
-        with show_progress(self.files, self.settings.num_documents, self.settings.log_interval) as shown:
+        with (
+            show_progress(self.files, self.settings.num_documents, self.settings.log_interval) as shown,
+            closing(self._results(self._blocks(start, order, shown))) as results,
+        ):
             try:
-                for result in pool.map(self._blocks(start, order, shown), self._job()):
+                for result in results:
                     file = order.popleft()
                     if isinstance(result, BadInput):
                         budget.add(result)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from neox.errors import DataError
+from neox.tokenizer import Tokenizer, build_tokenizer
 
 _MIB = 1 << 20
 _PROCESS_MIB = 160  # a process with its imports and a vocabulary of 50,000
@@ -27,6 +28,12 @@ class TokenizerSpec:
     vocab_file: str | None = None
     merge_file: str | None = None
     special_in_text: bool | None = None
+
+    def build(self) -> Tokenizer:
+        """Build the tokenizer; raises what `build_tokenizer` raises."""
+        return build_tokenizer(
+            self.tokenizer_type, self.vocab_file, self.merge_file, special_in_text=self.special_in_text
+        )
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ import orjson
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.errors import NeoXError, TokenizerError
 from neox.preprocess.settings import TokenizerSpec
-from neox.tokenizer import Tokenizer, build_tokenizer
-from neox.tokenizer.flat import FlatEncoder, PlainEncoder, choose_encoder, first_difference
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.flat import choose_encoder, first_difference
 
 _CHECKED_CHARS = 2048  # the tokenizer itself takes about a hundred times as long, so a check must stay small
 _CHECKED_AMONG = 16
-_SMALL_BLOCK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class EncodedKey:
 class EncodedBlock:
     """A block's documents for each key, its bad lines, and where the next block starts.
 
-    text_bytes: of the block. accelerator: that its worker uses, None before the choice; note: what it passed over.
+    text_bytes: of the block. accelerator: used for it, None before the choice; note: what was passed over in choosing it.
     """
 
     end: Position
@@ -65,40 +64,21 @@ class EncodedBlock:
 
 
 class BlockEncoder:
-    """Encode blocks in this process."""
+    """Encode blocks in this process. tokenizer: the job's, where it is at hand; else it is built."""
 
-    def __init__(self, job: EncodeJob) -> None:
-        spec = job.tokenizer
+    def __init__(self, job: EncodeJob, tokenizer: Tokenizer | None = None) -> None:
         self.job = job
-        self.tokenizer: Tokenizer = build_tokenizer(
-            spec.tokenizer_type, spec.vocab_file, spec.merge_file, special_in_text=spec.special_in_text
-        )
+        self.tokenizer = tokenizer or job.tokenizer.build()
         self.dtype = np.dtype(job.dtype)
         self.fix = load_ftfy() if job.ftfy else None
-        self.note: str | None = None
-        self.encoder: FlatEncoder = PlainEncoder(self.tokenizer)
-        self.has_chosen, self.blocks = False, 0
-        if job.accelerator != "auto":
-            self._choose()
-
-    def _choose(self) -> None:
-        choice = choose_encoder(self.tokenizer, self.job.accelerator, self.job.sample)
-        self.encoder, self.note, self.has_chosen = choice.encoder, choice.note, True
+        choice = choose_encoder(self.tokenizer, job.accelerator, job.sample)
+        self.encoder, self.note = choice.encoder, choice.note
 
     def encode(self, block: LineBlock) -> EncodedBlock:
-        """Parse, repair, encode and close each document; documents without ids are left out.
-
-        A small first block is encoded by the tokenizer itself: it is done before an accelerator would be loaded.
-        """
-        if not self.has_chosen and (self.blocks or len(block.data) > _SMALL_BLOCK):
-            self._choose()
-        self.blocks += 1
+        """Parse, repair, encode and close each document; documents without ids are left out."""
         columns, bad = parse_texts(block, self.job.keys)
         keys = tuple(self._encode_key(texts) for texts in columns)
-        return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self._accelerator(), self.note)
-
-    def _accelerator(self) -> str | None:
-        return self.encoder.name if self.has_chosen else None
+        return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
 
     def _encode_key(self, texts: list[str]) -> EncodedKey:
         if self.fix is not None:

@@ -315,3 +315,23 @@ def test_memory_stays_within_the_flag_for_long_documents(tmp_path: Path, acceler
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 520
+
+
+def test_the_first_ids_are_on_disk_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_lines(documents(2000)))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl", output_prefix=str(tmp_path / "whole")))
+    seen: list[bytes] = []
+
+    class NoPool:
+        def __init__(self, *_: object) -> None:
+            seen.append((tmp_path / "out_text_document.bin.partial").read_bytes())
+            raise DataError("no workers")
+
+    monkeypatch.setattr("neox.preprocess.run.BlockPool", NoPool)
+    with pytest.raises(DataError, match="no workers"):
+        preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
+    assert seen[0]
+    assert result(tmp_path / "whole")[0].startswith(seen[0])
+    monkeypatch.undo()
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
+    assert result(tmp_path / "out") == result(tmp_path / "whole")
