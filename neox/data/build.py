@@ -130,7 +130,10 @@ def build_data_iterators(
         )
 
     steps = batch.gradient_accumulation_steps
-    evaluated = consumed_iterations // training.eval_interval * training.eval_iters
+    evaluations = consumed_iterations // training.eval_interval
+    if consumed_iterations >= training.train_iters and consumed_iterations % training.eval_interval == 0:
+        evaluations = max(0, evaluations - 1)  # a finished run, started again, evaluates what it did at its end
+    evaluated = evaluations * training.eval_iters
     return DataIterators(
         iterator(datasets.train, consumed_iterations * steps),
         iterator(datasets.valid, evaluated * steps) if datasets.valid else None,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from neox.config import RunPlan
 from neox.errors import ConfigError, TrainingError
 from neox.train.callbacks import Callback, StepReport
 from neox.train.state import TrainState
+
+WANDB_RUN_ID_FILE = "wandb_run_id"
+"""In the run directory: which run of wandb a resumed training goes on with."""
 
 
 class TensorBoard(Callback):
@@ -23,7 +28,17 @@ class TensorBoard(Callback):
                 f"tensorboard_dir is set, but tensorboard is not installed ({error}): "
                 "pip install -r requirements/requirements-tensorboard.txt, or unset tensorboard_dir"
             ) from error
-        self._writer = SummaryWriter(directory)
+        self.directory = directory
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+
+    def on_start(self, state: TrainState) -> None:
+        # What a killed run wrote after the checkpoint is done again: TensorBoard drops the older points.
+        purge = state.iteration + 1 if state.iteration else None
+        try:
+            self._writer = self._make_writer(self.directory, purge_step=purge)
+        except OSError as error:
+            raise TrainingError(f"tensorboard_dir: {self.directory} cannot be written: {error.strerror}") from error
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         self._write(state, report.scalars())
@@ -34,13 +49,21 @@ class TensorBoard(Callback):
     def on_end(self, state: TrainState) -> None:
         self._writer.close()
 
+    def on_failure(self, state: TrainState) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
     def _write(self, state: TrainState, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, state.iteration)
 
 
 class WandB(Callback):
-    """Reports to Weights & Biases (`WANDB_MODE=offline` keeps the run on disk)."""
+    """Reports to Weights & Biases (`WANDB_MODE=offline` keeps the run on disk).
+
+    The run's id is kept in `log_dir` (else `save`), so that a resumed training goes on with the same run. Charts count
+    in `iteration`: wandb's own step never goes back, which a resume from an earlier checkpoint does.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         try:
@@ -50,27 +73,55 @@ class WandB(Callback):
                 f"use_wandb is true, but wandb is not installed ({error}): "
                 "pip install -r requirements/requirements-wandb.txt, or set use_wandb to false"
             ) from error
-        keys = plan.config.logging
+        self._wandb: Any = wandb
+        self._plan = plan
+        self._run: Any = None
+
+    def on_start(self, state: TrainState) -> None:
+        keys, wandb = self._plan.config.logging, self._wandb
+        directory = Path(keys.log_dir or self._plan.config.checkpoint.save or os.curdir)
         try:
-            self._run: Any = wandb.init(
+            directory.mkdir(parents=True, exist_ok=True)
+            run_id = _run_id(directory / WANDB_RUN_ID_FILE, resumed=state.iteration > 0)
+        except OSError as error:
+            raise TrainingError(f"{directory}: the id of wandb's run cannot be kept: {error.strerror}") from error
+        try:
+            self._run = wandb.init(
                 project=keys.wandb_project,
                 group=keys.wandb_group,
                 name=keys.wandb_run_name,
                 entity=keys.wandb_team,
-                config=plan.config.to_flat(),
-                dir=keys.log_dir or os.curdir,
+                config=self._plan.config.to_flat(),
+                dir=directory,
+                id=run_id,
+                resume="allow",
                 settings=wandb.Settings(base_url=keys.wandb_host),
             )
         except wandb.errors.Error as error:
             raise TrainingError(
                 f"wandb could not start ({error}); log in, set WANDB_MODE=offline, or unset use_wandb"
             ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
-        self._run.log(report.scalars(), step=state.iteration)
+        self._run.log({"iteration": state.iteration, **report.scalars()})
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=state.iteration)
+        self._run.log({"iteration": state.iteration, **scalars})
 
     def on_end(self, state: TrainState) -> None:
         self._run.finish()
+
+    def on_failure(self, state: TrainState) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+
+
+def _run_id(file: Path, *, resumed: bool) -> str:
+    """Return the id that `file` holds if the training is resumed; else a new one, which it holds afterwards."""
+    if resumed and file.is_file() and (kept := file.read_text().strip()):
+        return kept
+    run_id = secrets.token_hex(4)
+    file.write_text(run_id + "\n")
+    return run_id

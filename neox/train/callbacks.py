@@ -12,7 +12,10 @@ from neox.train.state import TrainState
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step as callbacks see it. seconds: its wall time, reading data included; peak_memory: bytes on this rank."""
+    """One step as callbacks see it.
+
+    seconds: its wall time; reading: the part of it spent waiting for data; peak_memory: bytes on this rank.
+    """
 
     result: StepResult
     seconds: float
@@ -20,6 +23,7 @@ class StepReport:
     tokens_per_second: float
     flops_per_second_per_gpu: float
     peak_memory: int
+    reading: float = 0.0
 
     def scalars(self) -> dict[str, float]:
         """The step's numbers under the names that NeoX's users know."""
@@ -34,6 +38,7 @@ class StepReport:
             "runtime/iteration_time": self.seconds,
             "runtime/flops_per_sec_per_gpu": self.flops_per_second_per_gpu,
             "runtime/peak_memory_bytes": float(self.peak_memory),
+            "timers/batch_generator": self.reading,
         }
 
 
@@ -54,3 +59,7 @@ class Callback:
 
     def on_end(self, state: TrainState) -> None:
         """After the last step, also when the run ends early."""
+
+    def on_failure(self, state: TrainState) -> None:
+        """In place of `on_end` when an error ends the run, maybe before `on_start` is through: bring what is there to
+        an end."""

@@ -41,6 +41,8 @@ class MetricsFile(Callback):
     def on_end(self, state: TrainState) -> None:
         self._stream.close()
 
+    on_failure = on_end
+
     def _write(self, state: TrainState, scalars: Mapping[str, float]) -> None:
         values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
         self._stream.write(json.dumps({"iteration": state.iteration, **values}) + "\n")
@@ -66,6 +68,8 @@ class LossPicture(Callback):
 
     def on_end(self, state: TrainState) -> None:
         draw_losses(self.directory / METRICS_FILE, self.directory / PICTURE)
+
+    on_failure = on_end
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

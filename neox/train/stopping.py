@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+from neox.launch import acknowledge_stop
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -41,4 +42,5 @@ class StopSignals:
             signal.raise_signal(signum)
             return
         self.received = signal.Signals(signum)
+        acknowledge_stop()  # the launcher leaves time to save to those who say this
         _log.warning("%s: ending after this step; once more ends at once", self.received.name)

@@ -29,7 +29,8 @@ class TerminalLine(Callback):
             self._first = False
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        values = " | ".join(f"{key.split('/')[1]}: {value:.6E}" for key, value in scalars.items())
+        shown = {key.split("/")[1]: value for key, value in scalars.items() if not key.startswith("timers/")}
+        values = " | ".join(f"{key}: {value:.6E}" for key, value in shown.items())
         print(f" {name} at iteration {state.iteration} | {values}", flush=True)
 
     def on_save(self, state: TrainState, path: Path) -> None:

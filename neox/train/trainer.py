@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from neox.config import RunPlan
-from neox.data import BatchIterator, DataIterators
+from neox.data import Batch, BatchIterator, DataIterators
 from neox.engine import Engine, save_checkpoint
 from neox.launch import report_progress
 from neox.log import get_logger
@@ -49,36 +49,52 @@ class Trainer:
         self._flops = flops_per_iteration(plan, recompute=True)
         self._saved: int | None = None
         self._evaluated: int | None = None
+        self._signals = StopSignals()
+        self._train_batches = TimedBatches(data.train)
 
     def fit(self) -> int:
         """Train, and return the exit code: 0, or 130 after Ctrl-C."""
+        try:
+            self._notify("on_start", self.state)
+            with self._signals:
+                self._train()
+                self._finish()
+                self._notify("on_end", self.state)
+        except BaseException:
+            self._notify("on_failure", self.state)
+            raise
+        return self._signals.exit_code
+
+    def _train(self) -> None:
+        """Step, evaluate and save until the last iteration or a reason to stop."""
         state, training = self.state, self.plan.config.training
-        self._notify("on_start", state)
-        with StopSignals() as signals:
-            if state.iteration == 0 and 0 in self.plan.save_iterations:
-                self.save()
-            while state.iteration < self.train_iters and not self._should_stop(signals):
-                self.step()
-                if state.iteration % training.eval_interval == 0:
-                    self.evaluate("validation", self.data.valid)
-                    self.score_tasks()
-                if state.iteration in self.plan.save_iterations:
-                    self.save()
-            if state.iteration == self.train_iters:
+        if state.iteration >= self.train_iters:
+            _log.warning("iteration %d of %d: there is nothing left to train", state.iteration, self.train_iters)
+        if state.iteration == 0 and 0 in self.plan.save_iterations:
+            self.save()
+        while state.iteration < self.train_iters and not self._should_stop():
+            self.step()
+            if state.iteration % training.eval_interval == 0:
                 self.evaluate("validation", self.data.valid)
                 self.score_tasks()
-                self.evaluate("test", self.data.test)
-            elif self.plan.config.checkpoint.save is not None:
+            if state.iteration in self.plan.save_iterations:
                 self.save()
-            else:
-                _log.warning("no `save` directory is set: iteration %d is not saved", state.iteration)
-            self._notify("on_end", state)
-            return signals.exit_code
+
+    def _finish(self) -> None:
+        """Evaluate after the last iteration; save where the run ends earlier."""
+        if self.state.iteration >= self.train_iters:
+            self.evaluate("validation", self.data.valid)
+            self.score_tasks()
+            self.evaluate("test", self.data.test)
+        elif self.plan.config.checkpoint.save is not None:
+            self.save()
+        else:
+            _log.warning("no `save` directory is set: iteration %d is not saved", self.state.iteration)
 
     def step(self) -> None:
         """Do one step and report it. Raises TrainingError by the non-finite rule."""
         started = time.perf_counter()
-        result = self.engine.train_batch(self.data.train)
+        result = self.engine.train_batch(self._train_batches)
         seconds = time.perf_counter() - started
         state = self.state
         state.iteration = self.engine.iteration
@@ -93,18 +109,23 @@ class Trainer:
             tokens_per_second=samples * (self.plan.config.model.seq_length or 0),
             flops_per_second_per_gpu=self._flops / seconds / self.plan.grid.world,
             peak_memory=_peak_memory(),
+            reading=self._train_batches.take_seconds(),
         )
         self._notify("on_step", state, report)
         report_progress()
         self.rule.enforce(result, state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration."""
+        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration. Signals end it."""
         iterations = self.plan.config.training.eval_iters
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
+        started = time.perf_counter()
         total = 0.0
-        for _ in range(iterations):
+        for done in range(iterations):
+            if self._asked_to_stop():
+                _log.warning("%s: cut off after %d of %d batches, not reported", name, done, iterations)
+                return
             total += self.engine.eval_batch(batches)
             report_progress()
         loss = total / iterations
@@ -112,11 +133,12 @@ class Trainer:
         if name == "validation":
             self._evaluated = self.state.iteration
         perplexity = math.exp(min(20.0, loss))
-        self._notify("on_evaluation", self.state, name, {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity})
+        scalars = {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity}
+        self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
 
     def score_tasks(self) -> None:
         """Report the scores of the configuration's `eval_tasks`, once per iteration."""
-        if self.tasks is None or self._scored == self.state.iteration:
+        if self.tasks is None or self._scored == self.state.iteration or self._asked_to_stop():
             return
         self._scored = self.state.iteration
         self._notify("on_evaluation", self.state, "tasks", self.tasks())
@@ -132,14 +154,18 @@ class Trainer:
         self._notify("on_save", self.state, path)
         report_progress()
 
-    def _should_stop(self, signals: StopSignals) -> bool:
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank got a signal; the same answer on every rank, which all ask together."""
+        return self.engine.any_rank(self._signals.received is not None)
+
+    def _should_stop(self) -> bool:
         """Whether any rank got a signal, or `exit_interval` is due; the same answer on every rank."""
         exit_interval = self.plan.config.training.exit_interval
         iteration = self.state.iteration
         if exit_interval and iteration > self.start and iteration % exit_interval == 0:
             _log.info("exit_interval: ending after iteration %d", iteration)
             return True
-        if self.engine.any_rank(signals.received is not None):
+        if self._asked_to_stop():
             _log.info("a signal asked to end after iteration %d", iteration)
             return True
         return False
@@ -147,6 +173,28 @@ class Trainer:
     def _notify(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
+
+
+class TimedBatches:
+    """An iterator of batches that knows how long its reader was waited for."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self._seconds += time.perf_counter() - started
+        return batch
+
+    def take_seconds(self) -> float:
+        """Return the seconds waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 def _peak_memory() -> int:

@@ -8,8 +8,7 @@ import pytest
 
 from neox.config import NeoXConfig, resolve
 from neox.engine import StepResult
-from neox.errors import ConfigError, TrainingError
-from neox.train.boards import TensorBoard, WandB
+from neox.errors import TrainingError
 from neox.train.flops import flops_per_iteration
 from neox.train.nonfinite import NonFiniteRule
 from neox.train.stopping import StopSignals
@@ -86,12 +85,3 @@ def test_flops_are_six_per_parameter_and_token_plus_attention():
     assert flops_per_iteration(p, recompute=False) == pytest.approx(tokens * (6 * matrices + attention))
     recomputed = tokens * (8 * layers * 12 * hidden**2 + attention * 4 / 3 + 6 * vocab * hidden)
     assert flops_per_iteration(plan(checkpoint_activations=True), recompute=True) == pytest.approx(recomputed)
-
-
-def test_boards_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match="requirements-wandb"):
-        WandB(plan(use_wandb=True))
-    with pytest.raises(ConfigError, match="requirements-tensorboard"):
-        TensorBoard(str(tmp_path))

@@ -1,0 +1,170 @@
+"""TensorBoard and wandb, with the packages themselves: what they hold after a run, a failure and a resume."""
+
+import json
+import math
+import struct
+import time
+
+import pytest
+
+from neox.config import NeoXConfig, resolve
+from neox.engine import StepResult
+from neox.errors import ConfigError, TrainingError
+from neox.train.boards import WANDB_RUN_ID_FILE, TensorBoard, WandB
+from neox.train.callbacks import StepReport
+from neox.train.pretrain import build_callbacks
+from neox.train.state import TrainState
+
+NAMES = {
+    "train/lm_loss",
+    "train/learning_rate",
+    "train/loss_scale",
+    "runtime/samples_per_sec",
+    "runtime/iteration_time",
+    "runtime/flops_per_sec_per_gpu",
+    "timers/batch_generator",
+}
+EVALUATION = {"validation/lm_loss": 3.0, "validation/lm_loss_ppl": math.exp(3.0)}
+
+
+def plan(**keys):
+    flat = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "pos_emb": "rotary",
+        "train_micro_batch_size_per_gpu": 3,
+        **keys,
+    }
+    return resolve(NeoXConfig.from_flat(flat), 1, 100)
+
+
+def report(loss):
+    result = StepResult(loss=loss, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    return StepReport(result, 0.5, 16.0, 4096.0, 1e12, 2**30, 0.01)
+
+
+def run(callback, losses, *, resumed_from=0, failed=False):
+    """What the loop does: steps with these losses, an evaluation, the end."""
+    state = TrainState(iteration=resumed_from)
+    callback.on_start(state)
+    for loss in losses:
+        state.iteration += 1
+        callback.on_step(state, report(loss))
+    callback.on_evaluation(state, "validation", EVALUATION)
+    if failed:
+        callback.on_failure(state)
+    else:
+        callback.on_end(state)
+
+
+def test_tensorboard_holds_every_name_and_the_later_point_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(TensorBoard(str(tmp_path)), [4.0, 3.0, 2.0], failed=True)
+    run(TensorBoard(str(tmp_path)), [2.5, 1.5], resumed_from=2)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert NAMES | set(EVALUATION) <= set(events.Tags()["scalars"])
+    assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, 4.0), (2, 3.0), (3, 2.5), (4, 1.5)]
+
+
+def wandb_records(directory):
+    """The records of one offline run's file: blocks of a LevelDB log that hold protobuf messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = directory.glob("*.wandb")
+    data, position, message, records = file.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        message += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole message, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            records.append(record)
+            message = b""
+    return records
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    yield
+    __import__("wandb").teardown()  # it keeps what it read from the environment
+
+
+def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, tmp_path):
+    logs = tmp_path / "logs"
+    asked = plan(use_wandb=True, log_dir=str(logs), wandb_project="p", wandb_group="g", wandb_run_name="n")
+    run(WandB(asked), [4.0, 3.0, 2.0], failed=True)
+    run_id = (logs / WANDB_RUN_ID_FILE).read_text().strip()
+    time.sleep(1.1)  # wandb names directories by id and second
+    run(WandB(asked), [2.5], resumed_from=2)
+    assert (logs / WANDB_RUN_ID_FILE).read_text().strip() == run_id
+    directories = sorted((logs / "wandb").glob("offline-run-*"))
+    rows, runs = [], []
+    for directory in directories:
+        for record in wandb_records(directory):
+            if record.HasField("run"):
+                runs.append(record.run)
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    assert {r.run_id for r in runs} == {run_id}
+    assert {(r.project, r.run_group, r.display_name) for r in runs} == {("p", "g", "n")}
+    losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
+    assert losses == [(1, 4.0), (2, 3.0), (3, 2.0), (3, 2.5)]
+    assert all(set(row) >= NAMES for row in rows if "train/lm_loss" in row)
+    assert [row["iteration"] for row in rows if set(EVALUATION) <= set(row)] == [3, 3]
+
+
+def test_a_fresh_start_is_a_new_run_of_wandb(offline, tmp_path):
+    asked = plan(use_wandb=True, save=str(tmp_path / "save"))
+    ids = []
+    for _ in range(2):
+        board = WandB(asked)
+        board.on_start(TrainState())
+        board.on_end(TrainState())
+        ids.append((tmp_path / "save" / WANDB_RUN_ID_FILE).read_text())
+    assert ids[0] != ids[1]
+
+
+def test_wandb_without_a_login_says_what_to_do(offline, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(TrainingError, match="WANDB_MODE=offline"):
+        WandB(plan(use_wandb=True, log_dir=str(tmp_path))).on_start(TrainState())
+
+
+def test_absent_keys_mean_off(tmp_path):
+    kinds = {type(c).__name__ for c in build_callbacks(plan(log_dir=str(tmp_path)))}
+    assert kinds == {"TerminalLine", "MetricsFile", "LossPicture"}
+    keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
+    assert {type(c).__name__ for c in build_callbacks(plan(**keys))} == {"TerminalLine", "TensorBoard", "WandB"}
+
+
+def test_boards_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="requirements-wandb"):
+        WandB(plan(use_wandb=True))
+    with pytest.raises(ConfigError, match="requirements-tensorboard"):
+        TensorBoard(str(tmp_path))
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="tensorboard_dir"):
+        TensorBoard(str(tmp_path / "file" / "tb")).on_start(TrainState())
+    with pytest.raises(TrainingError, match="wandb"):
+        WandB(plan(use_wandb=True, log_dir=str(tmp_path / "file" / "logs"))).on_start(TrainState())
