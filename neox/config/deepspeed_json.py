@@ -62,7 +62,9 @@ def deepspeed_json(
         "wall_clock_breakdown": ds.wall_clock_breakdown,
     }
     if config.optimizer.model_fields_set & {"optimizer"}:
-        result["optimizer"] = config.optimizer.optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
+        optimizer = config.optimizer.optimizer
+        given = optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
+        result["optimizer"] = {"type": optimizer.type, **given}
     result["zero_optimization"] = _zero(config, grid, notes)
     result |= _precision(config, precision, notes)
     result |= {key: getattr(ds, key) for key in _PLAIN if config.given(key)}

@@ -27,8 +27,8 @@ _RULES = {
     "int_type": "should be a whole number",
     "model_type": "should be a block of `key: value` pairs",
     "model_attributes_type": "should be a block of `key: value` pairs",
-    "string_type": "should be text",
-    "tuple_type": "should be a list",
+    "string_type": "should be text; write it in quotes",
+    "tuple_type": "should be a list, such as [1, 2] or [a, b]",
     "too_long": "has too many values",
 }
 

@@ -213,3 +213,8 @@ def test_importing_config_needs_no_torch():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_optimizer_is_named_where_only_a_number_was_given(tiny):
+    plan = resolve(NeoXConfig.from_flat({**tiny, "lr": 0.01}), 1, 100)
+    assert plan.deepspeed["optimizer"] == {"type": "Adam", "params": {"lr": 0.01}}
