@@ -47,13 +47,13 @@ def read_blocks(
     Memory: at most `block_bytes`, or one line, and a chunk.
     """
     cutter = _Cutter(file, start or Position(), max_line_bytes)
-    enough = min(block_bytes, _FIRST_BYTES)
+    enough = 1  # whatever lines the first piece holds
     try:
         for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
             yield from cutter.add(chunk)
             if cutter.held_to_newline >= enough:
                 yield from cutter.cut()
-                enough = min(block_bytes, 2 * enough)
+                enough = min(block_bytes, max(_FIRST_BYTES, 2 * enough))
     except CorruptInput as error:
         yield from cutter.cut()
         yield cutter.bad(str(error))

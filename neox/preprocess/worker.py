@@ -52,7 +52,7 @@ class EncodedKey:
 class EncodedBlock:
     """A block's documents for each key, its bad lines, and where the next block starts.
 
-    text_bytes: of the block. accelerator: used for it, None before the choice; note: what was passed over in choosing it.
+    text_bytes: of the block. accelerator: used for it, None before the choice; note: what that passed over.
     """
 
     end: Position
