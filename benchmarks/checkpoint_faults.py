@@ -108,8 +108,9 @@ def train(save: Path, curve: Path, iterations: int) -> None:
             save_checkpoint(engine, save)
 
 
-def fill_and_save(save: Path, points: int, limit_files: bool) -> list[str]:
-    """One rank: save a good checkpoint, then try to save with less and less room; the message of each failure.
+def fill_and_save(save: Path, total: int, limit_files: bool) -> int:
+    """One rank: save a good checkpoint, then try to save with less and less room until it failed `total` times; how
+    often it failed with a message and left the checkpoint before as the one that loads.
 
     limit_files: limit the size of files instead of filling the file system that `save` is on.
     """
@@ -124,19 +125,21 @@ def fill_and_save(save: Path, points: int, limit_files: bool) -> list[str]:
     good = save_checkpoint(engine, save)
     size = sum(p.stat().st_size for p in good.iterdir())
     largest = max(p.stat().st_size for p in good.iterdir())
-    messages = []
-    for point in range(points):
+    fallbacks, points = 0, total
+    while points > 0:
+        points -= 1
         engine.train_batch(data)
-        room = point / points
+        room = points / total
         with limited_files(int(room * largest)) if limit_files else filled(save, int(room * size), grid.rank):
             torch.distributed.barrier()
             try:
-                save_checkpoint(engine, save)
-                messages.append("")
+                good = save_checkpoint(engine, save)
+                points += 1  # it did fit: that was no full disk
             except CheckpointError as error:
-                messages.append(str(error))
+                whole = find_checkpoint(save) == good and not any(save.glob(".staging-*"))
+                fallbacks += whole and any(words in str(error) for words in ("cannot be written", "not committed"))
             torch.distributed.barrier()
-    return messages
+    return fallbacks
 
 
 @contextmanager
@@ -315,10 +318,7 @@ def fill_disk(work: Path, points: int) -> tuple[int, str]:
         ranks = Ranks(work / "log", fill_and_save, save, points, not mounted)
         if ranks.join() != [0, 0]:
             raise RuntimeError(f"the ranks failed; see {work / 'log'}")
-        messages = ranks.results.get()
-        whole = find_checkpoint(save).name == "global_step1" and not any(save.glob(".staging-*"))
-        good = sum("global_step" in text or "cannot be written" in text for text in messages) if whole else 0
-        return good, "a small tmpfs" if mounted else "a limit on file sizes"
+        return ranks.results.get(), "a small tmpfs" if mounted else "a limit on file sizes"
 
 
 @contextmanager
@@ -337,7 +337,7 @@ def small_disk(path: Path) -> Iterator[bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=100, help="0 leaves out kills and bits")
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop killing after so long")
@@ -348,20 +348,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         started = time.monotonic()
-        killed = kill_often(work, args.kills, generator, args.minutes)
-        curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"
-        counts = f"{killed.lost} lost, {killed.corrupt} corrupt, {curve}"
-        print(f"{killed.kills} kills, {killed.inside_a_save} inside a save: {counts}", flush=True)
-        bits = flip_bits(work, args.bits, generator)
-        print(f"{args.bits} flipped bits: {bits} found")
-        good, disk = fill_disk(work, args.full)
-        print(f"{args.full} points of a full disk ({disk}): {good} good fallbacks")
-        seconds = round(time.monotonic() - started)
+        numbers: dict[str, Any] = {"seed": args.seed, "date": time.strftime("%Y-%m-%d")}
+        fine = True
+        if args.kills:
+            killed = kill_often(work, args.kills, generator, args.minutes)
+            curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"
+            counts = f"{killed.lost} lost, {killed.corrupt} corrupt, {curve}"
+            print(f"{killed.kills} kills, {killed.inside_a_save} inside a save: {counts}", flush=True)
+            bits = flip_bits(work, args.bits, generator)
+            print(f"{args.bits} flipped bits: {bits} found", flush=True)
+            numbers |= {**asdict(killed), "bits": args.bits, "bits_found": bits}
+            fine = killed.same_curve and not killed.lost + killed.corrupt and bits == args.bits
+        if args.full:
+            good, disk = fill_disk(work, args.full)
+            print(f"{args.full} points of a full disk ({disk}): {good} good fallbacks")
+            numbers |= {"full_disks": args.full, "good_fallbacks": good, "disk": disk}
+            fine = fine and good == args.full
+        numbers["seconds"] = round(time.monotonic() - started)
     if args.out:
-        numbers = {**asdict(killed), "bits": args.bits, "bits_found": bits, "full_disks": args.full}
-        numbers |= {"good_fallbacks": good, "disk": disk, "seed": args.seed, "seconds": seconds}
-        args.out.write_text(json.dumps({**numbers, "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n")
-    fine = killed.same_curve and not killed.lost + killed.corrupt and bits == args.bits and good == args.full
+        args.out.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0 if fine else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,18 @@ def save_file(path: Path, value: Any) -> Path:
     """`torch.save` whose failures (a full disk, no permission) are CheckpointError with the path."""
     try:
         torch.save(value, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        raise CheckpointError(f"{path}: cannot be written: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be written: {_why(error, path)}") from error
     return path
+
+
+def _why(error: OSError | RuntimeError, path: Path) -> str:
+    """The reason of a failed write. torch says no more than that it could not write where it wanted to."""
+    reason = str(error).strip().splitlines()[0]
+    if isinstance(error, RuntimeError) and path.parent.is_dir():
+        free = shutil.disk_usage(path.parent).free
+        return f"not all of it fits: {free:,} bytes are free there, and `ulimit -f` may limit files ({reason})"
+    return reason
 
 
 def _own(tensor: Tensor) -> Tensor:
