@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from datetime import timedelta
 
@@ -19,6 +20,9 @@ from neox.log import get_logger
 from neox.parallel import ParallelGrid, Topology
 
 _log = get_logger(__name__)
+_OLDEST_DEEPSPEED = (0, 19, 3)
+"""Before it, pipeline stages accumulated wrong gradients: summed (0.16.9 to 0.18.2), or with a further 1/steps at each
+stage boundary (0.18.3 to 0.19.2)."""
 
 
 def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
@@ -27,6 +31,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them; without them, a run of one
     rank. Raises LaunchError when the world is not the plan's.
     """
+    check_deepspeed(deepspeed.__version__)
     keys = plan.config.deepspeed
     let_deepspeed_speak(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
     world = _complete_environment()
@@ -48,6 +53,17 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
     return grid, device
+
+
+def check_deepspeed(version: str) -> None:
+    """Raise LaunchError for versions of DeepSpeed known to train wrongly."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < _OLDEST_DEEPSPEED:
+        oldest = ".".join(map(str, _OLDEST_DEEPSPEED))
+        raise LaunchError(
+            f"deepspeed {version} is installed; before {oldest} its pipeline accumulates wrong gradients: "
+            "pip install -r requirements/requirements.txt"
+        )
 
 
 def leave() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.engine.bodies import Body, PipelineBody, build_body, build_model
 from neox.errors import TrainingError
-from neox.model import lm_loss
 from neox.optim import ClippingAdamW, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 
@@ -113,7 +112,10 @@ class Engine:
         tokens, labels, mask = (
             batch[key].to(self.device, non_blocking=True) for key in ("tokens", "labels", "loss_mask")
         )
-        return lm_loss(self.body(tokens), (labels, mask), self.grid)
+        starts = batch.get("document_starts")
+        apart = {} if starts is None else {"document_starts": starts.to(self.device, non_blocking=True)}
+        # in there, so that logits need not be held whole
+        return self.body(tokens, targets=(labels, mask), **apart)
 
     def _mean(self, value: Tensor) -> float:
         """Average over data ranks."""

@@ -26,6 +26,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, token_weight
     Products are in x's dtype, the softmax and all sums in fp32, gradients in the dtypes of x and weight. Equal to
     `linear_cross_entropy_reference` up to rounding. token_weights get no gradient.
     """
+    if not torch.is_grad_enabled():  # which a Function cannot see: it would compute gradients for nobody
+        x, weight = x.detach(), weight.detach()
     return _LinearCrossEntropy.apply(x, weight, labels, token_weights)
 
 

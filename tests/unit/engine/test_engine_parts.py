@@ -1,6 +1,7 @@
 """What the engine decides without DeepSpeed running: its JSON, device and backend, the environment of a rank."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -102,3 +103,15 @@ def test_client_state_is_neoxs_and_says_the_layout():
     assert layout_of(p)["zero_stage"] == 1
     bare = neox_client_state(plan(no_save_rng=True), ParallelGrid.single(), 0)
     assert "torch_rng_state" not in bare
+
+
+@pytest.mark.parametrize("version", ["0.16.9", "0.18.2", "0.19.2+cpu"])
+def test_versions_of_deepspeed_with_wrong_gradients_are_refused(version, monkeypatch):
+    monkeypatch.setattr(distributed.deepspeed, "__version__", version)
+    with pytest.raises(LaunchError, match=rf"deepspeed {re.escape(version)} is installed.*0\.19\.3"):
+        distributed.initialize_distributed(plan())
+
+
+@pytest.mark.parametrize("version", ["0.19.3", "0.19.8+abc", "1.0.0", "0.20.0.dev1"])
+def test_later_versions_of_deepspeed_are_taken(version):
+    distributed.check_deepspeed(version)

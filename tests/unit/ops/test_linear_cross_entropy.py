@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -68,3 +70,15 @@ def test_without_gradients_only_the_loss_is_computed():
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, labels, torch.ones(5))
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, weight, labels, torch.ones(5)))
+
+
+def test_without_gradients_there_is_one_product_a_chunk(monkeypatch: pytest.MonkeyPatch):
+    module = sys.modules[linear_cross_entropy.__module__]
+    products = []
+    monkeypatch.setattr(module, "linear", lambda x, w: products.append(1) or torch.nn.functional.linear(x, w))
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    with torch.no_grad():
+        linear_cross_entropy(x, weight, torch.arange(5), torch.ones(5))
+    assert len(products) == 1
+    linear_cross_entropy(x, weight, torch.arange(5), torch.ones(5))
+    assert len(products) == 4
