@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from shlex import join
@@ -47,6 +48,7 @@ from neox.launch.placement import (
 )
 from neox.launch.preflight import data_prefixes, missing_data
 from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
+from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launch, shown_commands
 from neox.launch.tool import TOOLS, launch_tool
@@ -320,13 +322,19 @@ def without_gpus(placement: Placement, reports: list[HostReport]) -> bool:
 
 
 def prepare(
-    arguments: argparse.Namespace, config: NeoXConfig, placement: Placement, script: Path, environment: dict[str, str]
+    arguments: argparse.Namespace,
+    config: NeoXConfig,
+    placement: Placement,
+    script: Path,
+    environment: dict[str, str],
+    held: ExitStack,
 ) -> tuple[LaunchSpec, RunPlan]:
-    """Check everything that can be known before ranks start, and write the run directory."""
+    """Check everything that can be known before ranks start, and write the run directory, this run's alone."""
     plan, problems = build_plan(config, placement, script, dry_run=False)
     if problems:
         raise ConfigError(problems)
-    directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
+    save = Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
+    directory = reserve(run_directory(config.logging.log_dir, arguments.conf_file[0]), save, script.name, held)
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
     reports: list[HostReport] = []
     if chosen_launcher(spec, config.runner) == "pdsh" and not config.runner.no_ssh_check:
@@ -367,8 +375,9 @@ def main() -> int:
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
-    spec, plan = prepare(arguments, config, placement, script, environment)
-    return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
+    with ExitStack() as held:
+        spec, plan = prepare(arguments, config, placement, script, environment, held)
+        return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
 
 
 if __name__ == "__main__":

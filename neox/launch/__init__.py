@@ -4,7 +4,7 @@ from neox.launch.accelerators import count_accelerators
 from neox.launch.environment import child_environment, forwarded_environment
 from neox.launch.hosts import read_hostfile, select_hosts
 from neox.launch.placement import Placement, Request, place
-from neox.launch.rendezvous import report_progress
+from neox.launch.rendezvous import acknowledge_stop, report_progress
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.supervise import Supervisor
 
@@ -14,6 +14,7 @@ __all__ = [
     "Placement",
     "Request",
     "Supervisor",
+    "acknowledge_stop",
     "child_environment",
     "count_accelerators",
     "forwarded_environment",

@@ -3,8 +3,9 @@
 `python -m neox.launch.node SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
 (`neox.launch.events`) to the head process. Nothing of a run outlives it: it kills the ranks when the first of them
 fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, or output that cannot be
-written), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks, which then have
-`stop_timeout` to save; SIGUSR1 shows every rank's stacks.
+written, or no pulse), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks: those that
+answer (`acknowledge_stop`) have `stop_timeout` to save, those that neither answer nor end are killed after eight
+seconds. SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from neox.launch.events import Event, LineBuffer, decode_event, encode_event, te
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signal_group
 from neox.launch.plain import PlainOutput
+from neox.launch.progress import Progress
+from neox.launch.pulse import follow_pulse
 from neox.launch.rendezvous import CPU_RANKS_VARIABLE, PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
@@ -66,10 +69,10 @@ class NodeAgent:
         self.selector = selectors.DefaultSelector()
         self.launcher: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
+        self.answer_by: float | None = None  # when ranks must have answered a signal
         self.stop_requested: int | None = None
         self.stacks_requested = self.stopping = self.showing_stacks = False
         self.code = 0
-        self.started = time.time()
 
     # -- talking
 
@@ -128,13 +131,14 @@ class NodeAgent:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         directory = create_agent_directory(self.spec.run_id, self.node_rank)
         self.directory = directory
+        self.progress = Progress(directory / "progress", self.log_dir)
         try:
             with socket.socket(socket.AF_UNIX) as listener, open(self.log_dir / "launcher.log", "ab") as log:
                 listener.bind(str(directory / "socket"))
                 listener.listen(len(self.ranks) + 8)
                 self.selector.register(listener, selectors.EVENT_READ, ("listener", None))
                 if self.lifeline:
-                    self.selector.register(sys.stdin, selectors.EVENT_READ, ("head", None))
+                    follow_pulse(sys.stdin.fileno(), self.end_now)
                 for lock in break_stale_locks():
                     self.say(f"{self.host.name}: removed {lock}, left by a build whose process is gone")
                 self.launcher = subprocess.Popen(
@@ -167,6 +171,9 @@ class NodeAgent:
                 self._show_stacks()
             if self.stop_requested is not None and not self.stopping:
                 self._stop_gently(self.stop_requested, now)
+            self.progress.look()
+            if self.answer_by is not None and now >= self.answer_by:
+                self._end_silent_ranks()
             if self.kill_at is not None and now >= self.kill_at:
                 self._kill_ranks()
             if self.launcher is not None and self.launcher.poll() is not None:
@@ -184,9 +191,6 @@ class NodeAgent:
         if what == "listener":
             connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
             self.selector.register(connection, selectors.EVENT_READ, ("keeper", _Keeper(connection)))
-        elif what == "head":
-            if not os.read(sys.stdin.fileno(), 4096):
-                self.end_now()
         else:
             self._hear(key)
 
@@ -210,7 +214,7 @@ class NodeAgent:
         rank = self.ranks[event["rank"]]
         if event["kind"] == "start":
             keeper.rank, rank.pid, rank.keeper_pid = event["rank"], event["pid"], event["keeper"]
-            self.started = time.time()
+            self.progress.started = time.time()
             if self.stopping:  # the signal came before this rank did
                 signal_group(event["pid"], signal.SIGKILL)
         if not (self.showing_stacks and event["kind"] == "line"):  # rank 0's would be shown twice
@@ -222,8 +226,17 @@ class NodeAgent:
         rank.code = code
         if code != 0:
             self.code = self.code or exit_status(code)
-            if self.kill_at is None:
-                self.kill_at = time.monotonic() + _AFTER_FAILURE_SECONDS
+            if not self._was_asked_to(code):  # waiting for this rank, the others will not get to saving
+                self._kill_in(_AFTER_FAILURE_SECONDS)
+
+    def _was_asked_to(self, code: int) -> bool:
+        """Whether a rank ended by the signal that it was sent."""
+        number = self.stop_requested
+        return self.stopping and number is not None and code in (-number, 128 + number)
+
+    def _kill_in(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self.kill_at = at if self.kill_at is None else min(self.kill_at, at)
 
     def _keeper_died(self, rank: _Rank) -> None:
         if rank.pid is not None:
@@ -252,15 +265,16 @@ class NodeAgent:
     # -- ending
 
     def _on_stop(self, number: int, _frame: Any) -> None:
-        self.stop_requested = number
+        # Ranks know how to save at SIGTERM; a terminal that was closed asks for the same.
+        self.stop_requested = signal.SIGTERM if number == signal.SIGHUP else number
 
     def _on_stacks(self, *_: Any) -> None:
         self.stacks_requested = True
 
     def _stop_gently(self, signum: int, now: float) -> None:
         self.stopping = True
-        if self.kill_at is None:
-            self.kill_at = now + self.spec.stop_timeout
+        self._kill_in(self.spec.stop_timeout)
+        self.answer_by = now + self.progress.patience()
         for rank in self.ranks.values():
             if rank.pid is not None and rank.code is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -268,6 +282,14 @@ class NodeAgent:
         if all(rank.pid is None for rank in self.ranks.values()):
             self.code = 128 + signum
             self._end_launcher()
+
+    def _end_silent_ranks(self) -> None:
+        """Kill the ranks that ignore the signal or are stuck where they cannot hear it; the others follow."""
+        self.answer_by = None
+        for rank in self.ranks.values():
+            if rank.pid is not None and rank.code is None and not self.progress.answered(rank.rank):
+                self.say(f"rank {rank.rank} on {self.host.name} does not answer the signal: killed")
+                signal_group(rank.pid, signal.SIGKILL)
 
     def _kill_ranks(self) -> None:
         for rank in self.ranks.values():
@@ -302,19 +324,11 @@ class NodeAgent:
 
     # -- hanging
 
-    def _last_progress(self) -> float:
-        paths = [self.directory / "progress", *self.log_dir.glob("rank_*.log")]
-        times = [self.started]
-        for path in paths:
-            with contextlib.suppress(OSError):
-                times.append(path.stat().st_mtime)
-        return max(times)
-
     def _check_progress(self) -> None:
         timeout = self.spec.hang_timeout
         if timeout is None or self.kill_at is not None:
             return
-        silent = time.time() - self._last_progress()
+        silent = time.time() - self.progress.last()
         if any(rank.pid is None for rank in self.ranks.values()):  # DeepSpeed's launcher is still importing
             timeout = max(timeout, _START_SECONDS)
         if silent < timeout:

@@ -53,6 +53,22 @@ def report_progress() -> None:
         Path(path).touch()
 
 
+def acknowledge_stop() -> None:
+    """Say that this rank heard SIGTERM or Ctrl-C and ends by itself; call it in the signal's handler.
+
+    It then has `stop_timeout` seconds to save; ranks that neither say this nor end are killed after a few seconds.
+    """
+    path, rank = os.environ.get(PROGRESS_VARIABLE), os.environ.get("RANK")
+    if path and rank:
+        with suppress(OSError):  # the agent is gone: nobody waits for an answer
+            answer_path(Path(path), int(rank)).touch()
+
+
+def answer_path(progress: Path, rank: int) -> Path:
+    """The file by which a rank answers a signal, beside the one that it touches for progress."""
+    return progress.with_name(f"stopping.{rank}")
+
+
 def _own_directory() -> Path:
     """A directory in the temporary one that belongs to this user alone."""
     path = Path(tempfile.gettempdir()) / f"neox-{os.getuid()}"

@@ -7,6 +7,7 @@ and traceback as the last words, and nothing left running.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import selectors
@@ -20,6 +21,8 @@ from typing import IO, Any, TextIO
 
 from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.lifeline import exit_status, parent_death_hook
+from neox.launch.progress import ANSWER_SECONDS
+from neox.launch.pulse import LOST_SECONDS, Pulse
 from neox.launch.spec import LaunchSpec
 from neox.launch.tracebacks import is_secondary
 
@@ -28,7 +31,6 @@ _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell 
 _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
-_SILENCE_SECONDS = 60.0  # agents say every second that they are there
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
@@ -47,8 +49,14 @@ class _Failure:
 class Supervisor:
     """One run, seen from the head process."""
 
-    def __init__(self, spec: LaunchSpec, commands: Sequence[Sequence[str]], tell_agents: Tell | None = None) -> None:
-        self.spec, self.commands = spec, commands
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        commands: Sequence[Sequence[str]],
+        tell_agents: Tell | None = None,
+        over_network: bool = False,  # agents hear a pulse on their standard input (`neox.launch.pulse`)
+    ) -> None:
+        self.spec, self.commands, self.over_network = spec, commands, over_network
         self.tell_agents = tell_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
         self.buffers: dict[int, LineBuffer] = {}
@@ -71,7 +79,8 @@ class Supervisor:
             with selectors.DefaultSelector() as selector:
                 for command in self.commands:
                     self._start(list(command), selector, environment)
-                self._watch(selector)
+                with self._pulse():
+                    self._watch(selector)
         finally:
             self._end_all()
             for number, handler in previous.items():
@@ -95,6 +104,10 @@ class Supervisor:
             self.buffers[pipe.fileno()] = LineBuffer()
             selector.register(pipe, selectors.EVENT_READ)
 
+    def _pulse(self) -> contextlib.AbstractContextManager[object]:
+        pipes = [process.stdin.fileno() for process in self.processes if process.stdin is not None]
+        return Pulse(pipes) if self.over_network else contextlib.nullcontext()
+
     # -- watching
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
@@ -106,7 +119,10 @@ class Supervisor:
             if self.stop_signal is not None and not stopped:
                 stopped = True
                 name, limit = signal.Signals(self.stop_signal).name, self.spec.stop_timeout
-                self._say(f"{name}: the ranks have {limit:.0f} s to save and end (a second signal ends them now)")
+                self._say(
+                    f"{name}: the ranks have {limit:.0f} s to save and end, those that do not answer "
+                    f"{min(ANSWER_SECONDS, limit):.0f} s (a second signal ends them now)"
+                )
                 self.tell_agents(self.stop_signal)
                 self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
             now = time.monotonic()
@@ -147,8 +163,8 @@ class Supervisor:
 
     def _check_heartbeats(self, now: float) -> None:
         for node, heard in self.heard.items():
-            if node not in self.nodes_done and now - heard > _SILENCE_SECONDS:
-                self._lose(node, f"nothing heard for {_SILENCE_SECONDS:.0f} s")
+            if node not in self.nodes_done and now - heard > LOST_SECONDS:
+                self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
 
     def _take(self, event: Event) -> None:
         kind = event["kind"]
@@ -158,8 +174,12 @@ class Supervisor:
         elif kind == "tail":
             self._add_tail(event)
         elif kind == "exit" and event["code"] != 0:
-            self.failures.append(_Failure(event["rank"], event["code"], self.tails.get(event["rank"], [])))
-            self._soon(_WINDOW_SECONDS)
+            failure = _Failure(event["rank"], event["code"], self.tails.get(event["rank"], []))
+            self.failures.append(failure)
+            if self.stop_signal is None:
+                self._soon(_WINDOW_SECONDS)
+            elif failure.code not in (-self.stop_signal, 128 + self.stop_signal):  # others cannot save without it
+                self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
         elif kind == "hang" and not self.hung:
             self.hung = True
             self._say(f"no rank got on for {event['seconds']:.0f} s (hang_timeout): the stacks of every rank follow")
@@ -195,7 +215,7 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.stop_signal is not None:  # asked twice: now
             self.end_at = time.monotonic()
-        self.stop_signal = number
+        self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # which ranks know to save at
 
     def _signal_children(self, number: int) -> None:
         """Local agents are children: signal them directly."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
 from neox.launch.environment import FORWARDED, forwarded_environment
-from neox.launch.placement import Request, code_root, master_address, master_port, place
+from neox.launch.placement import Placement, Request, code_root, master_address, master_port, place
 from neox.launch.run_directory import new_run_id
+from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
 from neox.launch.start import launch
 
@@ -25,9 +27,21 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     runner, arguments = split_arguments(script.name, argv)
     request = Request.of(runner)
     placement = place(request)
-    directory = Path("runs", script.stem).absolute()
-    (directory / "ranks").mkdir(parents=True, exist_ok=True)
-    spec = LaunchSpec(
+    with ExitStack() as held:
+        directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
+        spec = _tool_spec(script, arguments, placement, request, directory, environment)
+        return launch(spec, runner, environment)
+
+
+def _tool_spec(
+    script: Path,
+    arguments: tuple[str, ...],
+    placement: Placement,
+    request: Request,
+    directory: Path,
+    environment: Mapping[str, str],
+) -> LaunchSpec:
+    return LaunchSpec(
         run_id=new_run_id(),
         hosts=placement.hosts,
         master_addr=master_address(placement, request),
@@ -40,7 +54,6 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
         python=sys.executable,
         environment=forwarded_environment(dict(environment), FORWARDED),
     )
-    return launch(spec, runner, environment)
 
 
 def split_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:

@@ -31,13 +31,17 @@ if os.environ.get("NEOX_DUMMY_CHILD"):
 print(f"rank {rank} is up", flush=True)
 
 def stopped(signum, frame):
+    if mode == "answer":
+        from neox.launch import acknowledge_stop
+        acknowledge_stop()
+        time.sleep(9)
     print(f"[rank {rank}] saved", flush=True)
     sys.exit(0 if signum == signal.SIGTERM else 128 + signum)
 
-if mode == "save":
+if mode in ("save", "answer"):
     signal.signal(signal.SIGTERM, stopped)
     signal.signal(signal.SIGINT, stopped)
-if mode == "stubborn":
+if mode == "stubborn" and rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "quick":
     sys.exit(0)

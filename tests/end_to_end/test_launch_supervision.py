@@ -54,22 +54,29 @@ def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[Laun
 
 
 def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
-    saving, interrupted = LaunchedRun(tmp_path, NEOX_DUMMY="save"), LaunchedRun(tmp_path, NEOX_DUMMY="save")
-    stubborn = LaunchedRun(tmp_path, ["--set", "stop_timeout=2"], NEOX_DUMMY="stubborn")
-    runs += [saving, interrupted, stubborn]
-    for run, signum in ((saving, signal.SIGTERM), (interrupted, signal.SIGINT), (stubborn, signal.SIGTERM)):
+    """What a signal ends, and in which time: ranks that save, that take long but answer, that are stuck."""
+    cases = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 0}  # as the ranks, which train.py ends so
+    saving = [LaunchedRun(tmp_path, NEOX_DUMMY="save") for _ in cases]
+    answering, stuck = LaunchedRun(tmp_path, NEOX_DUMMY="answer"), LaunchedRun(tmp_path, NEOX_DUMMY="stubborn")
+    runs += [*saving, answering, stuck]
+    for run, signum in zip(runs, [*cases, signal.SIGTERM, signal.SIGTERM], strict=True):
         run.wait_up()
         run.process.send_signal(signum)
-    for run, code in ((saving, 0), (interrupted, 130)):  # as the ranks, which train.py ends so
+    asked = time.monotonic()
+    for run, code in zip(saving, cases.values(), strict=True):
         output = run.output(20)
         assert run.process.returncode == code, output
         assert "error" not in output
         assert "[rank 0] saved" in output
         assert "[rank 1] saved" in output
-    asked = time.monotonic()
-    stubborn.output(20)
+    output = stuck.output(20)
     assert time.monotonic() - asked < 10
-    assert stubborn.process.returncode == 128 + signal.SIGTERM
+    assert "rank 0 on localhost does not answer the signal: killed" in output
+    assert stuck.process.returncode == 128 + signal.SIGTERM
+    output = answering.output(20)
+    assert time.monotonic() - asked > 9
+    assert answering.process.returncode == 0, output
+    assert "[rank 1] saved" in output
     for run in runs:
         assert not run.pids()
 

@@ -1,0 +1,83 @@
+"""One run at a time in a directory: a kernel lock on a file that says who holds it, gone with its owner anyhow.
+
+Two runs that write one `save` directory replace each other's checkpoints, and two that share a run directory mix their
+logs and plans.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from neox.errors import LaunchError
+from neox.launch.run_directory import new_run_id
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+_NAME = ".run.lock"
+
+
+def lock_directory(directory: Path, script: str, held: ExitStack) -> str | None:
+    """Take the directory (made where missing) for as long as `held` is open; who has it already, None when we do now.
+
+    Where the file system knows no locks (some network file systems) a warning says so. Raises LaunchError when the
+    directory cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / _NAME, "a+")  # noqa: SIM115 (open as long as the run)
+    except OSError as error:
+        raise LaunchError(f"{directory} cannot be written: {error.strerror}") from None
+    held.enter_context(file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _owner(file)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        _log.warning("%s: no locks on this file system (%s): take care that no other run uses it", directory, error)
+        return None
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(json.dumps({"script": script, "pid": os.getpid(), "host": socket.gethostname(), "since": since}))
+    file.flush()
+    return None
+
+
+def _owner(file: IO[str]) -> str:
+    """The holder in words; a holder that has not written its name yet is still a holder."""
+    file.seek(0)
+    try:
+        about = json.loads(file.read())
+        return f"{about['script']} (process {about['pid']} on {about['host']}, since {about['since']})"
+    except (ValueError, KeyError, TypeError):
+        return "another run"
+
+
+def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) -> Path:
+    """Take the run directory and, for training, the `save` directory, as long as `held` is open; return the former.
+
+    A script other than train.py (generate.py while its training goes on, say) takes a directory of its own below one
+    that is in use. Raises LaunchError that names the holder.
+    """
+    training = Path(script).stem == "train"
+    owner = lock_directory(directory, script, held)
+    if owner is not None and training:
+        raise LaunchError(f"the run directory {directory} is in use by {owner}: set another log_dir, or end that run")
+    if owner is not None:
+        aside = directory / f"{Path(script).stem}-{new_run_id()}"
+        _log.warning("the run directory %s is in use by %s: this run's logs go to %s", directory, owner, aside.name)
+        return aside
+    if training and save is not None and save.resolve() != directory.resolve():
+        owner = lock_directory(save, script, held)
+        if owner is not None:
+            raise LaunchError(f"save: {save} is in use by {owner}: set another directory, or end that run")
+    return directory

@@ -1,0 +1,26 @@
+"""Signals that end training early: remembered, and answered so that the launcher leaves time to save."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from neox.launch import acknowledge_stop, report_progress
+from neox.launch.progress import Progress
+from neox.train.stopping import StopSignals
+
+
+def test_the_training_loops_signal_handler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(tmp_path / "progress", tmp_path)
+    monkeypatch.setenv("NEOX_PROGRESS_FILE", str(progress.file))
+    monkeypatch.setenv("RANK", "3")
+    report_progress()
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+    assert progress.answered(3)
+    assert not progress.answered(2)
+    monkeypatch.setenv("NEOX_PROGRESS_FILE", str(tmp_path / "gone" / "progress"))
+    acknowledge_stop()  # the agent's directory is gone: no error in a signal handler
