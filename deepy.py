@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from shlex import join
@@ -48,7 +47,6 @@ from neox.launch.placement import (
 )
 from neox.launch.preflight import data_prefixes, missing_data
 from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
-from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launch, shown_commands
 from neox.launch.tool import TOOLS, launch_tool
@@ -183,7 +181,8 @@ def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> lis
     if not dry_run and not plan.config.given("gpu_memory_gib"):
         size = smallest_memory() if placement.is_local and placement.accelerators else None
     problem = None if size is None else memory_problem(plan, size)
-    return [] if problem is None else [f"{problem}; gpu_memory_gib says how large a GPU is"]
+    more = "gpu_memory_gib is the size of a GPU; with a larger one the run starts all the same"
+    return [] if problem is None else [f"{problem} ({more})"]
 
 
 def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
@@ -322,19 +321,13 @@ def without_gpus(placement: Placement, reports: list[HostReport]) -> bool:
 
 
 def prepare(
-    arguments: argparse.Namespace,
-    config: NeoXConfig,
-    placement: Placement,
-    script: Path,
-    environment: dict[str, str],
-    held: ExitStack,
+    arguments: argparse.Namespace, config: NeoXConfig, placement: Placement, script: Path, environment: dict[str, str]
 ) -> tuple[LaunchSpec, RunPlan]:
-    """Check everything that can be known before ranks start, and write the run directory, this run's alone."""
+    """Check everything that can be known before ranks start, and write the run directory."""
     plan, problems = build_plan(config, placement, script, dry_run=False)
     if problems:
         raise ConfigError(problems)
-    save = Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
-    directory = reserve(run_directory(config.logging.log_dir, arguments.conf_file[0]), save, script.name, held)
+    directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
     reports: list[HostReport] = []
     if chosen_launcher(spec, config.runner) == "pdsh" and not config.runner.no_ssh_check:
@@ -346,6 +339,8 @@ def prepare(
         config = read_config(arguments, "distributed_backend=gloo")
         plan = resolve(config, plan.grid.world, plan.vocab_size)
         spec = replace(spec, arguments=("--payload", encode_payload(plan)))
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
     summary = plan_as_dict(plan)
     write_run_directory(
         directory,
@@ -375,9 +370,8 @@ def main() -> int:
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
-    with ExitStack() as held:
-        spec, plan = prepare(arguments, config, placement, script, environment, held)
-        return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
+    spec, plan = prepare(arguments, config, placement, script, environment)
+    return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def test_data_of_another_tokenizer_is_refused_on_the_head_node(tiny: Path) -> No
 def test_launcher_none_prints_commands(tiny: Path) -> None:
     (tiny / "dummy.py").touch()
     (tiny / "hosts").write_text("a slots=2\nb slots=2\n")
-    done = deepy("dummy.py", "tiny.yml", "-H", "hosts", "--set", "launcher=none", cwd=tiny)
+    keys = ("--set", "launcher=none", "--set", "use_cpu_initialization=true")
+    done = deepy("dummy.py", "tiny.yml", "-H", "hosts", *keys, cwd=tiny)
+    assert "note: `use_cpu_initialization: true` (--set) changes nothing" in done.stderr
     assert done.stdout.count("neox.launch.node") == 2
     assert "torch.distributed.run" in done.stdout
 
