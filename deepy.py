@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from shlex import join
@@ -23,6 +24,7 @@ from neox.config import (
     NeoXConfig,
     RunPlan,
     encode_payload,
+    for_inference,
     format_plan,
     load_config,
     memory_problem,
@@ -47,6 +49,7 @@ from neox.launch.placement import (
 )
 from neox.launch.preflight import data_prefixes, missing_data
 from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
+from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launch, shown_commands
 from neox.launch.tool import TOOLS, launch_tool
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
 _ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
 _ASSUMED_OTHERWISE = 50257
 _MOST_IMAGINED = 2**20
+# Scripts that only run a model: on any number of ranks, whatever was trained on.
+_INFERENCE = ("generate", "evaluate")
 
 _FLAGS_OF_KEYS = (
     "hostfile",
@@ -209,8 +214,10 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
 
 
 def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
-    """Load the configuration with the command line's overrides, and more."""
-    return load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
+    """Load the configuration with the command line's overrides, and more; for a script that only runs a model, without
+    what binds it to the ranks of training."""
+    config = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
+    return for_inference(config) if Path(arguments.script).stem in _INFERENCE else config
 
 
 def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_run: bool) -> tuple[RunPlan, list[str]]:
@@ -230,7 +237,9 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         plan = resolve(config, world, size)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
-    return plan, problems + too_little_memory(plan, placement, dry_run)
+    if script.stem not in _INFERENCE:  # the plan's memory is that of training, optimizer and all
+        problems += too_little_memory(plan, placement, dry_run)
+    return plan, problems
 
 
 def ranks_environment() -> dict[str, str]:
@@ -321,13 +330,19 @@ def without_gpus(placement: Placement, reports: list[HostReport]) -> bool:
 
 
 def prepare(
-    arguments: argparse.Namespace, config: NeoXConfig, placement: Placement, script: Path, environment: dict[str, str]
+    arguments: argparse.Namespace,
+    config: NeoXConfig,
+    placement: Placement,
+    script: Path,
+    environment: dict[str, str],
+    held: ExitStack,
 ) -> tuple[LaunchSpec, RunPlan]:
-    """Check everything that can be known before ranks start, and write the run directory."""
+    """Check everything that can be known before ranks start, and write the run directory, this run's alone."""
     plan, problems = build_plan(config, placement, script, dry_run=False)
     if problems:
         raise ConfigError(problems)
-    directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
+    save = Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
+    directory = reserve(run_directory(config.logging.log_dir, arguments.conf_file[0]), save, script.name, held)
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
     reports: list[HostReport] = []
     if chosen_launcher(spec, config.runner) == "pdsh" and not config.runner.no_ssh_check:
@@ -370,8 +385,9 @@ def main() -> int:
         spec = build_spec(config, placement, script, (), Path.cwd(), environment)
         show_plan(plan, placement, spec, warnings, arguments.json)
         return 0
-    spec, plan = prepare(arguments, config, placement, script, environment)
-    return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
+    with ExitStack() as held:
+        spec, plan = prepare(arguments, config, placement, script, environment, held)
+        return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))
 
 
 if __name__ == "__main__":
