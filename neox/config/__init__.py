@@ -1,6 +1,7 @@
 """What the user asked for, and what follows from it. No torch here."""
 
 from neox.config.deepspeed_json import deepspeed_json
+from neox.config.inference import for_inference
 from neox.config.laws import missing_for_training, static_problems
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import load_config
@@ -26,6 +27,7 @@ __all__ = [
     "decode_payload",
     "deepspeed_json",
     "encode_payload",
+    "for_inference",
     "format_plan",
     "load_config",
     "memory_problem",
