@@ -19,7 +19,7 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_log import unprinted
 from neox.engine.grid_mpu import GridMPU
 from neox.engine.pipeline import PipelineGPT
-from neox.model import GPT, build_layer
+from neox.model import GPT, TransformerLayer, build_layer
 from neox.optim import NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
@@ -60,7 +60,12 @@ def build_model(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> nn.M
     if plan.config.deepspeed.zero_optimization.stage == 3:
         return _divided_model(plan, grid, device, dtype)
     body = PipelineGPT if grid.pp_size > 1 else GPT
-    return body(plan, grid, device=device, dtype=dtype)
+    model = body(plan, grid, device=device, dtype=dtype)
+    if plan.config.training.compile_layers:
+        for module in model.modules():
+            if isinstance(module, TransformerLayer):
+                module.compile()  # in place: names stay, and layers alike share one compiled graph
+    return model
 
 
 def _divided_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, dtype: torch.dtype) -> GPT:

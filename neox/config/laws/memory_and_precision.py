@@ -17,6 +17,7 @@ def memory_and_precision_problems(config: NeoXConfig) -> Iterator[str]:
     yield from contradictions
     yield from _fp16(config)
     yield from _accumulation(config)
+    yield from _compiled(config)
     travels = config.deepspeed.communication_data_type
     if config.deepspeed.fp32_allreduce and travels not in (None, "fp32"):
         yield (
@@ -75,3 +76,19 @@ def _accumulation(config: NeoXConfig) -> Iterator[str]:
         yield f"{place(config, key)}`{key}: fp32` with bf16 needs zero_optimization.stage 1 or more in DeepSpeed"
     if wanted != "fp32" and wanted != precision:
         yield f"{place(config, key)}`{key}: {wanted}` does not fit {precision} training; leave it out"
+
+
+def _compiled(config: NeoXConfig) -> Iterator[str]:
+    if not config.training.compile_layers:
+        return
+    where, stage = place(config, "compile_layers"), config.deepspeed.zero_optimization.stage
+    if stage == 3:
+        yield (
+            f"{where}`compile_layers: true` does not work with {said(config, 'zero_optimization.stage', stage)}, which "
+            "gathers weights inside the layers; use a lower stage, or remove it"
+        )
+    if config.model.apply_query_key_layer_scaling:
+        yield (
+            f"{where}`compile_layers: true` does not work with {said(config, 'apply_query_key_layer_scaling', True)}: "
+            "layers share one compiled graph, and each would have a scale of its own; remove one of them"
+        )
