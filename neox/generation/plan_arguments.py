@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from neox.config import NeoXConfig, RunPlan, decode_payload, load_config, resolve
+from neox.config import NeoXConfig, RunPlan, decode_payload, for_inference, load_config, resolve
 from neox.errors import ConfigError
 from neox.tokenizer import Tokenizer, build_tokenizer
 
-# What a run of one process leaves out of a training configuration: how many ranks there are, and their batches.
+# What a run of one process leaves out of a training configuration: how many ranks there are.
 _OF_MANY_RANKS = (
     "pipe_parallel_size",
     "model_parallel_size",
@@ -18,8 +18,6 @@ _OF_MANY_RANKS = (
     "hostfile",
     "include",
     "exclude",
-    "train_batch_size",
-    "gradient_accumulation_steps",
 )
 
 
@@ -43,8 +41,8 @@ def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
 
 def one_process(config: NeoXConfig) -> NeoXConfig:
     """Return the configuration for one process, whatever number of ranks it trains on."""
+    config = for_inference(config)
     flat = {key: value for key, value in config.to_flat().items() if key not in _OF_MANY_RANKS}
-    flat["train_micro_batch_size_per_gpu"] = 1
     return NeoXConfig.from_flat(flat, config.sources())
 
 
