@@ -37,6 +37,7 @@ class BatchIterator:
     num_workers: threads that read ahead (each up to two batches); 0 reads when asked.
     eod: end-of-document id; with `eod_mask_loss` the positions whose input is `eod` do not count in the loss.
     vocab_size: ids from it on are refused.
+    mark_documents: batches also say where documents start, as `document_starts` [B, S].
     """
 
     def __init__(
@@ -51,13 +52,16 @@ class BatchIterator:
         eod: int | None = None,
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
+        mark_documents: bool = False,
     ) -> None:
-        if eod_mask_loss and eod is None:
-            raise DataError('"eod_mask_loss" needs the id of the end-of-document token')
+        if (eod_mask_loss or mark_documents) and eod is None:
+            key = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask"
+            raise DataError(f'"{key}" needs the id of the end-of-document token')
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.masked_id = eod if eod_mask_loss else None
+        self.closing_id = eod if mark_documents else None
         self.vocab_size = vocab_size
         self.position = start
         self._global_size = micro_batch_size * dp_size
@@ -75,7 +79,8 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return `tokens` and `labels` (int64) and `loss_mask` (float32), each [B, S], on the CPU."""
+        """Return `tokens` and `labels` (int64) and `loss_mask` (float32), each [B, S], on the CPU, and
+        `document_starts` (int64) where that was asked for."""
         position = self.position
         if position and position % self._batches == 0:
             _LOG.warning("all %d micro batches were read; beginning again with the first", self._batches)
@@ -105,7 +110,10 @@ class BatchIterator:
         tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
         labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
         loss_mask = torch.ones(tokens.shape) if self.masked_id is None else (tokens != self.masked_id).float()
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if self.closing_id is not None:
+            batch["document_starts"] = document_starts(tokens, self.closing_id)
+        return batch
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -113,3 +121,14 @@ class BatchIterator:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+
+
+def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """Return the place in its row of the first token of each token's document: [B, S] -> int64 [B, S].
+
+    An end-of-document token belongs to the document it ends; a document cut by the row's beginning starts at 0.
+    """
+    after_end = torch.zeros_like(tokens)
+    places = torch.arange(1, tokens.shape[1])
+    after_end[:, 1:] = torch.where(tokens[:, :-1] == eod, places, 0)
+    return after_end.cummax(dim=1).values

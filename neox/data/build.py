@@ -127,6 +127,7 @@ def build_data_iterators(
             eod=tokenizer.eod,
             eod_mask_loss=data.eod_mask_loss,
             vocab_size=plan.vocab_size,
+            mark_documents=data.reset_attention_mask,
         )
 
     steps = batch.gradient_accumulation_steps

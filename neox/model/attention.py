@@ -72,11 +72,23 @@ class SelfAttention(nn.Module):
         self.rotary_emb = RotaryEmbedding(rotary_ndims, rotary_base, device) if rotary_ndims else None
         self.dense = RowParallelLinear(hidden_size, hidden_size, grid, **how)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: LayerCache | None = None,
+        same_document: Tensor | None = None,
+    ) -> Tensor:
         """Attend and project: x [B, S, H] -> [B, S, H]."""
-        return self.dense(self.attend(x, positions, cache))
+        return self.dense(self.attend(x, positions, cache, same_document))
 
-    def attend(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: LayerCache | None = None,
+        same_document: Tensor | None = None,
+    ) -> Tensor:
         """Return the heads' outputs [B, S, N*D], before the output projection."""
         batch, length, _ = x.shape
         qkv = self.query_key_value(x).view(batch, length, self.heads_here, 3 * self.head_dim)
@@ -98,5 +110,6 @@ class SelfAttention(nn.Module):
                 softmax_scale=self.softmax_scale,
                 dropout_p=self.dropout if self.training else 0.0,
                 dropout_context=self.grid.rng.fork(x.device) if self.grid.rng.enabled else None,
+                same_document=same_document,
             )
         return out.reshape(batch, length, self.heads_here * self.head_dim)

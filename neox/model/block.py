@@ -74,24 +74,33 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, **norm)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """positions: [S] or [B, S], 0..S-1 if None. cache: keys and values seen before, in generation."""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: LayerCache | None = None,
+        same_document: Tensor | None = None,
+    ) -> Tensor:
+        """positions: [S] or [B, S], 0..S-1 if None. cache: keys and values seen before, in generation. same_document:
+        bool [B, 1, S, S], which pairs see each other, all earlier ones if None."""
         if self.parallel_residual and self.grid.tp_size > 1:
-            return self._parallel_split(x, positions, cache)
+            return self._parallel_split(x, positions, cache, same_document)
         p = self.hidden_dropout
-        attended = F.dropout(self.attention(self.input_layernorm(x), positions, cache), p, self.training)
+        attended = F.dropout(self.attention(self.input_layernorm(x), positions, cache, same_document), p, self.training)
         if self.parallel_residual:
             return x + attended + F.dropout(self.mlp(self.post_attention_layernorm(x)), p, self.training)
         x = x + attended
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), p, self.training)
 
-    def _parallel_split(self, x: Tensor, positions: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def _parallel_split(
+        self, x: Tensor, positions: Tensor | None, cache: LayerCache | None, same_document: Tensor | None
+    ) -> Tensor:
         """The parallel residual on several tensor ranks: both partial outputs travel in one all-reduce.
 
         Dropout multiplies the summands by the mask of their sum, which is drawn alike on all ranks.
         """
         attention, mlp = self.attention, self.mlp
-        attended = attention.dense.partial(attention.attend(self.input_layernorm(x), positions, cache))
+        attended = attention.dense.partial(attention.attend(self.input_layernorm(x), positions, cache, same_document))
         expanded = mlp.dense_4h_to_h.partial(mlp.expand(self.post_attention_layernorm(x)))
         bias_a, bias_m = attention.dense.bias, mlp.dense_4h_to_h.bias
         if self.training and self.hidden_dropout > 0.0:

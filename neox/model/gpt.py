@@ -16,7 +16,7 @@ from neox.model.build import build_layer
 from neox.model.cache import KVCache
 from neox.model.ends import Embedding, Head, TiedHead
 from neox.model.loss import lm_loss
-from neox.ops import linear_cross_entropy
+from neox.ops import linear_cross_entropy, same_document_pairs
 from neox.parallel import ParallelGrid
 
 
@@ -51,29 +51,42 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         targets: tuple[Tensor, Tensor] | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Return logits: tokens [B, S] -> [B, S, V/tp]; or, given targets, their `loss`, a scalar.
 
         cache: tokens seen before; these are appended. positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
-        targets: (labels, loss_mask), [B, S] each.
+        targets: (labels, loss_mask), [B, S] each. document_starts: [B, S], where each token's document starts in its
+        row; attention and positions then stay within documents (without a cache).
         """
         if targets is not None:
-            return self.loss(tokens, targets)
-        return self.logits(self.hidden(tokens, cache, positions))
+            return self.loss(tokens, targets, document_starts)
+        return self.logits(self.hidden(tokens, cache, positions, document_starts))
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, positions: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """Return the hidden states after the final norm [B, S, H]."""
         x = cast(Embedding, self.sequential[0])(tokens)
+        same_document = None
+        if document_starts is not None:
+            assert cache is None, "documents are kept apart in training and scoring alone"
+            positions = torch.arange(tokens.shape[1], device=tokens.device) - document_starts
+            same_document = same_document_pairs(document_starts)
         if cache is not None:
             positions = cache.positions(tokens.shape[1]) if positions is None else positions
             for block, part in zip(self.blocks, cache.layers(tokens.shape[1]), strict=True):
                 x = block(x, positions, part)
             cache.advance(tokens.shape[1])
         elif self.recompute_chunk and self.training and torch.is_grad_enabled():
-            x = self._recomputed_blocks(x, positions)
+            x = self._recomputed_blocks(x, positions, same_document)
         else:
             for block in self.blocks:
-                x = block(x, positions)
+                x = block(x, positions, None, same_document)
         return self.sequential[-2](x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -83,13 +96,13 @@ class GPT(nn.Module):
             return head(x, cast(Embedding, self.sequential[0]).word_embeddings.weight)
         return head(x)
 
-    def loss(self, tokens: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, tokens: Tensor, targets: tuple[Tensor, Tensor], document_starts: Tensor | None = None) -> Tensor:
         """Return what `lm_loss` makes of the logits: tokens [B, S], (labels, loss_mask) [B, S] each -> scalar, fp32.
 
         On one tensor rank the logits are never held whole, which saves B x S x V numbers several times over.
         """
         head = self.sequential[-1]
-        x = self.hidden(tokens)
+        x = self.hidden(tokens, document_starts=document_starts)
         if self.grid.tp_size > 1:
             return lm_loss(self.logits(x), targets, self.grid)
         tied = isinstance(head, TiedHead)
@@ -110,14 +123,14 @@ class GPT(nn.Module):
             self.num_layers, batch, max_length, self.heads_here, self.head_dim, device=weight.device, dtype=weight.dtype
         )
 
-    def _recomputed_blocks(self, x: Tensor, positions: Tensor | None) -> Tensor:
+    def _recomputed_blocks(self, x: Tensor, positions: Tensor | None, same_document: Tensor | None) -> Tensor:
         blocks = self.blocks
         for first in range(0, len(blocks), self.recompute_chunk):
             chunk = blocks[first : first + self.recompute_chunk]
 
             def run(x: Tensor, chunk: list[TransformerLayer] = chunk) -> Tensor:
                 for block in chunk:
-                    x = block(x, positions)
+                    x = block(x, positions, None, same_document)
                 return x
 
             x = self.grid.rng.checkpoint(run, x)

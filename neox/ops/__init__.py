@@ -1,6 +1,6 @@
 """Fast operations, each beside its torch reference. Tensors, numbers and literals only."""
 
-from neox.ops.attention import AttentionImpl, core_attention
+from neox.ops.attention import AttentionImpl, core_attention, same_document_pairs
 from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
 from neox.ops.linear import linear
 from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -22,5 +22,6 @@ __all__ = [
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",
+    "same_document_pairs",
     "scale_mask_softmax",
 ]

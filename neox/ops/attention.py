@@ -1,4 +1,5 @@
-"""Causal attention of one layer, three ways with one signature. No mask tensor is ever passed: causality is a literal.
+"""Causal attention of one layer, three ways with one signature. Causality is a literal; a mask tensor is passed only
+where documents of one row are kept apart.
 
 Legend: B batch, S sequence, N heads, D head dim.
 """
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax
+from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 
 AttentionImpl = Literal["eager", "fused", "flash"]
 
@@ -28,6 +29,7 @@ def core_attention(
     softmax_scale: float = 1.0,
     dropout_p: float = 0.0,
     dropout_context: AbstractContextManager[None] | None = None,
+    same_document: Tensor | None = None,
 ) -> Tensor:
     """Attend: q, k, v [B, S, N, D] -> [B, S, N, D].
 
@@ -35,20 +37,41 @@ def core_attention(
     scale: multiplies the scores in the matmul, 1/sqrt(D) if None; softmax_scale multiplies them in the softmax (NeoX's
     query-key layer scaling divides by the layer number first and multiplies here, against overflow in fp16).
     dropout_context: entered around the dropout, to choose its random stream.
+    same_document: [B, 1, S, S] bool, the pairs (query, key) that may see each other, as `same_document_pairs` makes it
+    (causal itself); all earlier ones if None. Not for "fused".
     """
+    assert same_document is None or impl != "fused", "refused by a law of the configuration"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
     if impl == "flash":
         with context:
             out = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale * softmax_scale
+                q,
+                k,
+                v,
+                attn_mask=same_document,
+                dropout_p=dropout_p,
+                is_causal=same_document is None,
+                scale=scale * softmax_scale,
             )
         return out.transpose(1, 2)
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
     scores = torch.matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
+    if same_document is not None:
+        scores = scores.masked_fill(~same_document, MASKED_SCORE)
     weights = scale_mask_softmax(scores, softmax_scale, kernel)
     if dropout_p > 0.0:
         with context:
             weights = F.dropout(weights, dropout_p)
     return torch.matmul(weights, v).transpose(1, 2)
+
+
+def same_document_pairs(document_starts: Tensor) -> Tensor:
+    """Return which (query, key) pairs lie in one document, the key not later: starts [B, S] -> bool [B, 1, S, S].
+
+    document_starts: the place in its row where each token's document starts.
+    """
+    places = torch.arange(document_starts.shape[1], device=document_starts.device)
+    not_later = places <= places.unsqueeze(1)
+    return ((places >= document_starts.unsqueeze(-1)) & not_later).unsqueeze(1)

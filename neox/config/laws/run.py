@@ -18,6 +18,7 @@ def run_problems(config: NeoXConfig) -> Iterator[str]:
     yield from _schedule(config)
     yield from _checkpoint(config)
     yield from _data(config)
+    yield from _documents_apart(config)
     yield from _hosts(config)
 
 
@@ -110,6 +111,23 @@ def _data(config: NeoXConfig) -> Iterator[str]:
     problem = split_problem(data.split)
     if problem is not None and data.train_data_paths is None:
         yield f"{place(config, 'split')}`split: {data.split}` {problem}"
+
+
+def _documents_apart(config: NeoXConfig) -> Iterator[str]:
+    if not config.data.reset_attention_mask:
+        return
+    where, pp = place(config, "reset_attention_mask"), config.parallelism.pipe_parallel_size
+    if pp > 1:
+        yield (
+            f"{where}`reset_attention_mask: true` does not work with {said(config, 'pipe_parallel_size', pp)}: only "
+            "hidden states travel between stages; use pipe_parallel_size 1, with ZeRO or model_parallel_size for memory"
+        )
+    if config.model.scaled_upper_triang_masked_softmax_fusion:
+        yield (
+            f"{where}`reset_attention_mask: true` does not work with "
+            f"{said(config, 'scaled_upper_triang_masked_softmax_fusion', True)}: its kernel masks later tokens only; "
+            'remove that, or use attention_config: [[["flash"], "all"]]'
+        )
 
 
 def _hosts(config: NeoXConfig) -> Iterator[str]:

@@ -53,3 +53,7 @@ class DataConfig(Section):
 
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
+
+    reset_attention_mask: bool = False
+    """Attention and positions begin again after each end of a document: no token sees another document's. Without
+    pipeline stages, and not with the fused softmax."""
