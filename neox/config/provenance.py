@@ -14,9 +14,9 @@ from neox.config.sections import NeoXConfig
 def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
     """Return name -> (value, rule) of everything that follows from other values."""
     grid, batch, config = plan.grid, plan.batch, plan.config
-    source, asked = config.source, "global_num_gpus"
+    source, ranks = config.source, "global_num_gpus"
     rules: dict[str, tuple[Any, str]] = {
-        "world": (grid.world, source(asked) if getattr(config.runner, asked) == grid.world else "the hosts"),
+        "world": (grid.world, source(ranks) if getattr(config.runner, ranks) == grid.world else "the hosts"),
         "pp": (grid.pp, f"pipe_parallel_size ({source('pipe_parallel_size')}); 0 and 1 are one stage"),
         "mp": (grid.mp, f"model_parallel_size ({source('model_parallel_size')})"),
         "dp": (grid.dp, f"world {grid.world} / (pp {grid.pp} x mp {grid.mp})"),
