@@ -4,6 +4,11 @@ python benchmarks/train.py                          # CPU: 27M in fp32 and bf16,
 python benchmarks/train.py --shape 1.3B --compile   # GPU: bf16, flash attention
 python benchmarks/train.py --shape 6.9B --compile --json out.json
 
+Sides: "neox" is what a user gets, `initialize_engine` and its `train_batch` through DeepSpeed, in one process (ZeRO 0
+in fp32; in bf16 ZeRO 1, which accumulates gradients in fp32); "model" is the bare network in a plain loop, so that the
+difference is DeepSpeed's cost; "transformers" is their GPT-NeoX in its usual loop. A GPU run has "model" alone unless
+told otherwise.
+
 A step is the whole work of one: `accumulation` micro-batches forward and backward, clipping at 1.0, AdamW. Rounds go
 through all sides in turn and medians count, so that a machine that slows down slows all of them.
 
@@ -12,14 +17,15 @@ attention counted whole; recomputation never counts. MFU = model FLOPs/s over th
 sheet; on a CPU, and on a GPU not in the table, the matmul probe). "of probe" = over a large square matmul of the same
 dtype, measured in the same run between the rounds.
 
-bf16 trains bf16 weights with an fp32 master copy and fp32 Adam moments (16 bytes a parameter in all). Gradients
-accumulate over micro-batches in bf16, in place: no separate fp32 gradient. No recomputation unless --recompute.
-The loss is computed in chunks without whole logits (`GPT.loss`); transformers' side uses its own.
+bf16 trains bf16 weights with an fp32 master copy and fp32 Adam moments (16 bytes a parameter in all). Gradients of
+"model" accumulate over micro-batches in bf16, in place: no separate fp32 gradient. No recomputation unless --recompute.
+The loss is computed in chunks without whole logits (`GPT.loss`); transformers' side uses its own, and bf16 throughout.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import platform
@@ -28,6 +34,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +46,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.config import NeoXConfig, RunPlan, resolve
+from neox.engine import initialize_distributed, initialize_engine
 from neox.model import GPT
 from neox.ops import linear
 from neox.optim import parameter_groups
@@ -137,9 +146,14 @@ def make_plan(shape: Shape, args: argparse.Namespace, dtype: str) -> RunPlan:
         "precision": "bfloat16" if dtype == "bf16" else "fp32",
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "gradient_accumulation_steps": shape.accumulation,
-        "train_iters": 1,
-        "lr_decay_iters": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1 if dtype == "bf16" else 0},
+        "compile_layers": args.compile,
+        "train_iters": 1000,
+        "lr_decay_style": "constant",
+        "warmup": 0.0,
+        "weight_decay": 0.1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
     }
     return resolve(NeoXConfig.from_flat(flat), 1, shape.vocab)
 
@@ -181,7 +195,28 @@ def build_model(plan: RunPlan, device: torch.device, dtype: torch.dtype) -> GPT:
     return model
 
 
-def our_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
+def engine_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
+    """What a user gets: the engine, through DeepSpeed, on one rank."""
+    plan = make_plan(shape, args, dtype)
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    mask = torch.ones(shape.micro_batch, shape.seq)
+    micro = [
+        {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(), "loss_mask": mask}
+        for ids in batches(shape, torch.device("cpu"))
+    ]
+    endless = cycle(micro)
+
+    def step() -> Tensor:
+        result = engine.train_batch(endless)
+        assert not result.skipped
+        return torch.tensor(result.loss)
+
+    return Side(f"neox {dtype}", step)
+
+
+def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
+    """The bare network in a plain loop."""
     model = build_model(make_plan(shape, args, dtype), device, DTYPES[dtype])
     if args.compile:
         for block in model.blocks:  # one block at a time: all share one compiled graph
@@ -198,10 +233,10 @@ def our_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.d
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             return train_step(micro, loss_of, optimizer)
 
-    return Side(f"ours {dtype}", step)
+    return Side(f"model {dtype}", step)
 
 
-def their_side(shape: Shape, dtype: str, device: torch.device) -> Side:
+def their_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
     """transformers' model in its usual loop: its own loss, clip_grad_norm_, torch's fused AdamW (Trainer's default)."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -234,6 +269,13 @@ def their_side(shape: Shape, dtype: str, device: torch.device) -> Side:
         return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
 
     return Side(f"transformers {dtype}", lambda: train_step(micro, loss_of, Clipped))
+
+
+SIDES: dict[str, Callable[[Shape, argparse.Namespace, str, torch.device], Side]] = {
+    "neox": engine_side,
+    "model": model_side,
+    "transformers": their_side,
+}
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -285,15 +327,14 @@ def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> 
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Time all sides in turn; return one row of figures for each."""
     dtypes = args.dtype or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
-    peers = not args.no_peer and device.type == "cpu"
+    kinds = args.sides or (["model"] if device.type == "cuda" else list(SIDES))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     sides: list[tuple[str, Side]] = []
     for dtype in dtypes:
-        shape, side = fits(shape, lambda s, d=dtype: our_side(s, args, d, device), device)
-        sides.append((dtype, side))
-        if peers:
-            sides.append((dtype, their_side(shape, dtype, device)))
+        for kind in kinds:
+            shape, side = fits(shape, lambda s, k=kind, d=dtype: SIDES[k](s, args, d, device), device)
+            sides.append((dtype, side))
     seconds: dict[str, list[float]] = {side.name: [] for _, side in sides}
     losses: dict[str, float] = {}
     probes: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
@@ -350,17 +391,29 @@ def row_of(
         "cudnn": args.cudnn,
         "compile": args.compile,
         "recompute": args.recompute,
-        "gradient_accumulation_dtype": dtype,
+        "gradient_accumulation_dtype": "fp32" if name == "neox bf16" else dtype,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     }
+
+
+def cpu_name() -> str:
+    """Return the processor's name where Linux tells it, else its family."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
-        what = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
-    return {"device": what, "torch": torch.__version__, "python": platform.python_version()}
+        what = f"CPU ({cpu_name()}), {torch.get_num_threads()} threads"
+    versions = {"torch": torch.__version__, "deepspeed": metadata.version("deepspeed")}
+    if device.type == "cpu":
+        versions["transformers"] = metadata.version("transformers")
+    today = datetime.date.today().isoformat()
+    return {"date": today, "device": what, **versions, "python": platform.python_version()}
 
 
 def main() -> None:
@@ -373,7 +426,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, help="micro-batches in one step, in place of the shape's")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers out (a GPU run always does)")
+    parser.add_argument("--sides", choices=SIDES, nargs="+", help="default: all on a CPU, model on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU")

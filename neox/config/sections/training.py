@@ -38,8 +38,8 @@ class TrainingConfig(Section):
     """Layers recomputed together."""
 
     compile_layers: bool = False
-    """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of about a minute;
-    losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
+    """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a
+    minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
 
     max_nonfinite_steps: int = Field(0, ge=0)
     """Steps in a row whose loss or gradient norm is not finite that are skipped and counted before training stops; 0
