@@ -1,0 +1,145 @@
+"""The loop with an engine that computes nothing: when it evaluates, saves, and ends."""
+
+import os
+import signal
+
+import pytest
+
+from neox.config import NeoXConfig, resolve
+from neox.data import DataIterators
+from neox.engine import StepResult
+from neox.errors import TrainingError
+from neox.train import Trainer
+from neox.train.callbacks import Callback
+
+
+class IdleEngine:
+    """Counts instead of training. at: what to do when a training step or an evaluation batch comes to this number."""
+
+    def __init__(self, iteration=0, at_step=None, at_evaluation=None):
+        self.iteration, self.evaluated = iteration, 0
+        self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
+
+    def train_batch(self, batches):
+        next(batches)
+        self.iteration += 1
+        self.at_step.get(self.iteration, lambda: None)()
+        return StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
+
+    def eval_batch(self, batches):
+        next(batches)
+        self.evaluated += 1
+        self.at_evaluation.get(self.evaluated, lambda: None)()
+        return 3.0
+
+    def any_rank(self, flag):
+        return flag
+
+
+class Diary(Callback):
+    """What happened, in order."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_start(self, state):
+        self.lines.append("start")
+
+    def on_evaluation(self, state, name, scalars):
+        self.lines.append(f"{name} {state.iteration}")
+        self.scalars = scalars
+
+    def on_step(self, state, report):
+        self.report = report
+
+    def on_save(self, state, path):
+        self.lines.append(f"save {state.iteration}")
+
+    def on_end(self, state):
+        self.lines.append("end")
+
+    def on_failure(self, state):
+        self.lines.append("failure")
+
+
+@pytest.fixture
+def fit(monkeypatch, tmp_path):
+    """Fit an engine; return (exit code, diary)."""
+    monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda engine, save: save / str(engine.iteration))
+
+    def run(engine, **keys):
+        flat = {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "pos_emb": "rotary",
+            "train_micro_batch_size_per_gpu": 3,
+            "train_iters": 6,
+            "eval_interval": 2,
+            "eval_iters": 2,
+            "save": str(tmp_path),
+            "checkpoint_factor": 4,
+            **keys,
+        }
+        diary = Diary()
+        data = DataIterators(*(iter(range(1000)) for _ in range(3)))
+        return Trainer(resolve(NeoXConfig.from_flat(flat), 1, 100), engine, data, [diary]).fit(), diary
+
+    return run
+
+
+def interrupt(signum=signal.SIGTERM):
+    return lambda: os.kill(os.getpid(), signum)
+
+
+def test_a_whole_run_evaluates_and_saves_each_once(fit):
+    code, diary = fit(IdleEngine())
+    assert code == 0
+    assert diary.lines == [
+        *("start", "validation 2", "validation 4", "save 4", "validation 6", "save 6", "test 6", "end"),
+    ]
+    assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
+    assert 0.0 <= diary.report.reading <= diary.report.seconds
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_after_the_step(fit, signum, code):
+    assert fit(IdleEngine(at_step={3: interrupt(signum)}))[0] == code
+    assert fit(IdleEngine(at_step={3: interrupt(signum)}))[1].lines == ["start", "validation 2", "save 3", "end"]
+
+
+def test_a_signal_cuts_an_evaluation_off(fit):
+    _, diary = fit(IdleEngine(at_evaluation={1: interrupt()}), eval_iters=50)
+    assert diary.lines == ["start", "save 2", "end"]
+    engine = IdleEngine(at_evaluation={151: interrupt()})  # the first batch of the test
+    _, diary = fit(engine, eval_iters=50)
+    assert diary.lines[-3:] == ["validation 6", "save 6", "end"]
+    assert engine.evaluated == 151
+
+
+def test_exit_interval_saves_and_ends(fit):
+    code, diary = fit(IdleEngine(), exit_interval=5)
+    assert code == 0
+    assert diary.lines[-3:] == ["save 4", "save 5", "end"]
+    _, diary = fit(IdleEngine(iteration=5), exit_interval=5)
+    assert diary.lines == ["start", "validation 6", "save 6", "test 6", "end"]
+
+
+@pytest.mark.parametrize("iteration", [6, 9])
+def test_a_finished_run_only_evaluates(fit, iteration):
+    _, diary = fit(IdleEngine(iteration=iteration))
+    assert diary.lines == ["start", f"validation {iteration}", f"test {iteration}", "end"]
+
+
+def test_an_error_ends_what_watches(fit):
+    def fail():
+        raise TrainingError("no")
+
+    diaries = []
+    engine = IdleEngine(at_step={3: fail})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Diary, "on_failure", lambda self, state: diaries.append((state.iteration, self.lines)))
+        with pytest.raises(TrainingError):
+            fit(engine)
+    assert diaries == [(2, ["start", "validation 2"])]
