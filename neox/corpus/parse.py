@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -32,12 +32,15 @@ def parse_records(block: LineBlock) -> Iterator[tuple[int, int, Any] | BadInput]
         offset += len(data) + 1
 
 
-def parse_texts(block: LineBlock, keys: Sequence[str]) -> tuple[list[list[str]], list[BadInput]]:
+def parse_texts(
+    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+) -> tuple[list[list[str]], list[BadInput]]:
     """Return the texts of a block for each key, and the bad lines. A document with no text under a key
     is left out there.
 
     A line that is a JSON string is a document itself (lm-dataformat's old form), for the key `text` only. A list of
     strings is joined by blank lines, as lm-dataformat does. A line that is bad for one key is left out for every key.
+    problem: says what is wrong with a text, None if nothing is.
     """
     columns: list[list[str]] = [[] for _ in keys]
     bad: list[BadInput] = []
@@ -48,6 +51,8 @@ def parse_texts(block: LineBlock, keys: Sequence[str]) -> tuple[list[list[str]],
         line, offset, record = found
         try:
             texts = [text_of(record, key) for key in keys]
+            if problem is not None:
+                _check(texts, problem)
         except BadRecord as error:
             bad.append(BadInput(block.file, line, offset, str(error)))
             continue
@@ -55,6 +60,12 @@ def parse_texts(block: LineBlock, keys: Sequence[str]) -> tuple[list[list[str]],
             if text:
                 column.append(text)
     return columns, bad
+
+
+def _check(texts: list[str], problem: Callable[[str], str | None]) -> None:
+    for text in texts:
+        if (found := problem(text)) is not None:
+            raise BadRecord(found)
 
 
 def text_of(record: Any, key: str) -> str:

@@ -111,7 +111,9 @@ class _Run:
     def _job(self) -> EncodeJob:
         s = self.settings
         sample = tuple(self._sample())
-        return EncodeJob(s.tokenizer, s.accelerator, s.keys, s.append_eod, s.ftfy, self.dtype.str, sample)
+        return EncodeJob(
+            s.tokenizer, s.accelerator, s.keys, s.append_eod, s.ftfy, self.dtype.str, sample, self.shares.piece_bytes
+        )
 
     def finished(self) -> PreprocessReport | None:
         """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""

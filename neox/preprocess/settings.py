@@ -16,6 +16,7 @@ from neox.tokenizer import Tokenizer, build_tokenizer
 _MIB = 1 << 20
 _PROCESS_MIB = 160  # a process with its imports and a vocabulary of 50,000
 _COPIES = 20  # bytes of memory for each byte of text on its way: raw, lines, strings, ids, ids again
+_COPIES_OF_A_PIECE = 130  # the same, for a piece of text that a tokenizer has to take at once
 _LARGEST_BLOCK = 4 * _MIB
 _SMALLEST_BLOCK = 256 << 10
 
@@ -70,11 +71,13 @@ class PreprocessSettings:
 @dataclass(frozen=True)
 class MemoryShares:
     """workers: processes. block_bytes: text handed to a worker at once. in_flight_bytes: text that may be anywhere
-    between reading and writing; a longer line is refused."""
+    between reading and writing; a longer line is refused. piece_bytes: text that a tokenizer has to take at once, for
+    want of a place to cut it; a longer piece is refused."""
 
     workers: int
     block_bytes: int
     in_flight_bytes: int
+    piece_bytes: int
 
 
 def share_memory(workers: int, memory_mb: int) -> MemoryShares:
@@ -90,7 +93,8 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
             f"{total} MiB are too little for {workers} workers: give --memory-mb {need}, or fewer --workers"
         )
     block = min(_LARGEST_BLOCK, in_flight // (2 * workers + 2))
-    return MemoryShares(workers, max(_SMALLEST_BLOCK, block), in_flight)
+    piece = in_flight * _COPIES // _COPIES_OF_A_PIECE // workers
+    return MemoryShares(workers, max(_SMALLEST_BLOCK, block), in_flight, piece)
 
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,7 +18,8 @@ from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.errors import NeoXError, TokenizerError
 from neox.preprocess.settings import TokenizerSpec
 from neox.tokenizer import Tokenizer
-from neox.tokenizer.flat import choose_encoder, first_difference
+from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
+from neox.tokenizer.words import cut_reason
 
 _CHECKED_CHARS = 2048  # the tokenizer itself takes about a hundred times as long, so a check must stay small
 _CHECKED_AMONG = 16
@@ -28,7 +30,7 @@ class EncodeJob:
     """What a worker does to each block.
 
     dtype: of the ids it returns. sample: texts to check the accelerator with, the same for every worker, so that all
-    choose the same one.
+    choose the same one. piece_bytes: of text in one piece; a longer one is a bad input.
     """
 
     tokenizer: TokenizerSpec
@@ -38,6 +40,7 @@ class EncodeJob:
     ftfy: bool
     dtype: str
     sample: tuple[str, ...] = ()
+    piece_bytes: int = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,26 @@ class BlockEncoder:
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Parse, repair, encode and close each document; documents without ids are left out."""
-        columns, bad = parse_texts(block, self.job.keys)
+        columns, bad = parse_texts(block, self.job.keys, self._problem if self.encoder.needs_cuts else None)
         keys = tuple(self._encode_key(texts) for texts in columns)
         return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
+
+    def _problem(self, text: str) -> str | None:
+        """Refuse a text that would take too much memory at once."""
+        allowed = self.job.piece_bytes
+        if 4 * len(text) <= allowed:
+            return None
+        size = longest_piece(text, allowed // 8, may_cut=self._may_cut)
+        if size <= allowed:
+            return None
+        return (
+            f"{size:,} bytes of text without a place where they may be cut, more than the {allowed:,} that memory "
+            "allows (--memory-mb; fastokens, where it serves the tokenizer, needs no such place)"
+        )
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        return cut_reason(self.tokenizer) is None
 
     def _encode_key(self, texts: list[str]) -> EncodedKey:
         if self.fix is not None:

@@ -31,9 +31,13 @@ _TRICKY = (
 
 
 class FlatEncoder(Protocol):
-    """Encode texts into one array: (ids uint32 [all tokens], lengths int64 [texts])."""
+    """Encode texts into one array: (ids uint32 [all tokens], lengths int64 [texts]).
+
+    needs_cuts: whether memory is bounded only for a text that can be cut, about 110 bytes for each byte in one piece.
+    """
 
     name: str
+    needs_cuts: bool
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -43,6 +47,7 @@ class PlainEncoder:
     that changes nothing."""
 
     name = "off"
+    needs_cuts = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -77,6 +82,7 @@ class FastokensEncoder:
     """The package `fastokens` on the same `tokenizer.json`: flat buffers, words remembered."""
 
     name = "fastokens"
+    needs_cuts = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from neox.tokenizer.huggingface import HFTokenizer
@@ -150,6 +156,13 @@ def _note(name: str, passed_over: Sequence[str]) -> str | None:
         return None
     speed = {"words": "several times slower than with fastokens", "off": "many times slower than with an accelerator"}
     return f"tokenizing {speed[name]}: {'; '.join(passed_over)}"
+
+
+def longest_piece(text: str, size: int, *, may_cut: bool) -> int:
+    """Return the bytes of the longest piece of a text that has to be encoded at once, where pieces are cut at the first
+    place after `size` characters. may_cut: whether the tokenizer's texts may be (`cut_reason`)."""
+    pieces = cut(text, size) if may_cut else (text,)
+    return max(len(piece.encode()) for piece in pieces)
 
 
 def first_difference(encoder: FlatEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:

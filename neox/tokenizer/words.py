@@ -77,6 +77,7 @@ class WordEncoder:
     """Words looked up, new ones encoded by `tokenizers`; the memory of words is bounded."""
 
     name = "words"
+    needs_cuts = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         reason = cut_reason(tokenizer)

@@ -335,3 +335,16 @@ def test_the_first_ids_are_on_disk_before_a_worker_starts(tmp_path: Path, monkey
     monkeypatch.undo()
     preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
     assert result(tmp_path / "out") == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("accelerator", ["off", "words"])
+def test_text_without_a_place_to_cut_is_refused_by_the_memory_flag(tmp_path: Path, accelerator: str) -> None:
+    chance = random.Random(0)
+    solid = "".join(chr(chance.randrange(0x4E00, 0x9F00)) for _ in range(200_000))
+    (tmp_path / "a.jsonl").write_bytes(as_lines(["one", "two"] * 4000 + [solid, solid[:20_000] + " " + solid[:20_000]]))
+    asked = settings(tmp_path, tmp_path / "a.jsonl", memory_mb=350, accelerator=accelerator)
+    with pytest.raises(DataError, match=r"a\.jsonl:8001 .* 600,000 bytes of text without a place .*--memory-mb"):
+        preprocess(asked)
+    assert preprocess(replace(asked, skip_bad=1)).documents == {"text": 8001}
+    more = replace(asked, memory_mb=1500, restart=True)
+    assert preprocess(more).documents == {"text": 8002}
