@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,8 @@ _ASSUMED_OTHERWISE = 50257
 _MOST_IMAGINED = 2**20
 # Scripts that only run a model: on any number of ranks, whatever was trained on.
 _INFERENCE = ("generate", "evaluate")
+
+_SCRIPTS = ("train.py", "generate.py", "evaluate.py", "preprocess_data.py")
 
 _FLAGS_OF_KEYS = (
     "hostfile",
@@ -117,7 +120,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wandb_team", help="wandb team (entity)")
     parser.add_argument("--autotuning", choices=["tune", "run"], dest="autotuning_run", help="DeepSpeed's autotuner")
     parser.add_argument("--version", action="version", version=f"neox {neox.__version__}")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        keys = [text.lstrip("-").replace("-", "_").split("=")[0] for text in unknown if text.startswith("--")]
+        hint = f"; a configuration's key is given as `--set {keys[0]}=VALUE`" if keys else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not arguments.conf_file and arguments.script != "doctor":
         parser.error("at least one configuration file is needed")
     if (arguments.json or arguments.hosts or arguments.gpus) and not arguments.dry_run:
@@ -144,8 +151,9 @@ def find_script(name: str) -> Path:
     for candidate in (Path(path), code_root() / path, code_root() / "tools" / path):
         if candidate.is_file():
             return candidate.absolute()
-    known = sorted(p.name for p in [*code_root().glob("train.py"), *code_root().glob("tools/*.py")])
-    raise LaunchError(f"script {name} does not exist, here or in the project; there are {', '.join(known)}")
+    if close := get_close_matches(Path(path).name, _SCRIPTS, n=1):
+        raise LaunchError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
+    raise LaunchError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
 
 
 def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
@@ -158,10 +166,10 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
         return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
         problem = str(error)
+        if "train_tokenizer" not in problem:
+            problem += " (`python tools/train_tokenizer.py` makes one)"
     except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
         problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
-    if "train_tokenizer" not in problem:
-        problem += " (`python tools/train_tokenizer.py` makes one)"
     where = f"{config.source('vocab_file')}: " if config.given("vocab_file") else ""
     return _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE), None, [where + problem]
 

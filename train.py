@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 
 from neox.config import decode_payload
 from neox.errors import run_script
@@ -13,9 +15,11 @@ from neox.log import setup_logging
 def main() -> int:
     """Read the plan that deepy.py made, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--payload", required=True, help="the plan, as deepy.py encodes it")
+    parser.add_argument("--payload", help="the plan, as deepy.py encodes it")
     parser.add_argument("--local_rank", type=int, help="set by some launchers; LOCAL_RANK is what counts")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
+    if arguments.payload is None or others:
+        parser.error(f"deepy.py starts this script: python deepy.py {shlex.join(['train.py', *sys.argv[1:]])}")
     setup_logging()
     plan = decode_payload(arguments.payload)
     from neox.train import pretrain  # seconds of imports, after the plan is known to be sound

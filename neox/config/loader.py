@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,27 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
             return candidate
     if path.exists():
         return path
-    there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES) if path.parent.is_dir() else []
-    hint = f"; {path.parent} has {', '.join(there[:40])}" if there else ""
-    raise ConfigError(f"{tried[0]}: no such file{hint}")
+    raise ConfigError(f"{tried[0]}: no such file{_where_else(path, Path(file))}")
+
+
+def _where_else(path: Path, file: Path) -> str:
+    """What may have been meant by a configuration file that is not there."""
+    there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES and ".schema" not in p.suffixes)
+    if close := get_close_matches(path.name, [*there, *(Path(name).stem for name in there)], n=1, cutoff=0.75):
+        return f"; did you mean {close[0]}?"
+    if directory := _shipped_directory(file):
+        return f"; {directory} has it: did you forget `-d {directory}`?"
+    if not path.parent.is_dir():
+        return f"; there is no directory {path.parent}"
+    return f"; {path.parent} has {', '.join(there[:40])}" if there else ""
+
+
+def _shipped_directory(file: Path) -> str:
+    """The project's configs/ as typed from here, where `file` is in it; else nothing."""
+    shipped = Path(__file__).resolve().parents[2] / "configs"
+    if not any(not file.is_absolute() and (shipped / f"{file}{suffix}").is_file() for suffix in ("", *_SUFFIXES)):
+        return ""
+    return os.path.relpath(shipped)
 
 
 def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[str]]:

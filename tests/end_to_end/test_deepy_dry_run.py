@@ -76,6 +76,20 @@ def test_a_plan_needs_pydantic_and_yaml_alone(tiny: Path) -> None:
     assert json.loads(done.stdout)["grid"]["world"] == 2
 
 
+def test_what_a_newcomer_types(tiny: Path) -> None:
+    assert "did you mean train.py?" in deepy("trian.py", "tiny.yml", cwd=tiny, code=1).stderr
+    assert "`--set train_iters=VALUE`" in deepy("train.py", "tiny.yml", "--train-iters", "9", cwd=tiny, code=2).stderr
+    command = [sys.executable, str(ROOT / "train.py"), "tiny.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny)
+    assert done.returncode == 2
+    assert "python deepy.py train.py tiny.yml" in done.stderr
+    command = [sys.executable, "-S", str(ROOT / "tools" / "convert_to_hf.py"), "--help"]  # -S: no package is found
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny)
+    assert done.returncode == 1
+    assert "`make install`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_imagined_hosts(tiny: Path) -> None:
     flags = ("--dry-run", "--json", "--hosts", "512", "--gpus", "8")
     plan = json.loads(deepy("train.py", "tiny.yml", *flags, cwd=tiny).stdout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +80,16 @@ def test_suffix_and_directory(tmp_path):
     message = problems(["b"], conf_dir=tmp_path)
     assert "b.yml: no such file" in message
     assert "1-3B.yml, a.yml" in message
+
+
+def test_a_file_that_is_not_there(tmp_path, monkeypatch):
+    write(tmp_path / "quickstart.yml", TINY)
+    assert "did you mean quickstart.yml?" in problems(["quikstart.yml"], conf_dir=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert "there is no directory none" in problems(["x.yml"], conf_dir="none")
+    shipped = os.path.relpath(Path(__file__).parents[3] / "configs")
+    assert f"did you forget `-d {shipped}`?" in problems(["one_gpu"])
+    assert f"did you forget `-d {shipped}`?" in problems(["pythia/14M.yml"])
 
 
 def test_duplicate_in_one_file_and_across_files(tmp_path):
