@@ -4,7 +4,8 @@
 
 A layout is (pp, mp, dp, ZeRO stage); all legal ones of each number of ranks are trained for three steps, saved, and go
 on for `--steps`; then each loads each of those checkpoints and does the same steps. fp32, tied embeddings, clipping on.
-Prints the largest relative difference of a loss by numbers of ranks, and the worst pair.
+Prints the largest relative difference of a loss by numbers of ranks, and the worst pair. An engine is made once a
+layout and takes up one checkpoint after the other, weights and all, as a resumed run's does.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from neox.config import RunPlan
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_any_degrees import pairs, plan_of, worst
-from tests.distributed.training_runs import TINY, legal_layouts
+from tests.distributed.training_runs import FULL_MATRIX, batches, legal_layouts, tiny_plan
 
 LIMIT = 1e-6  # relative, over the steps
+SAVED_AT = 3  # steps before the save
+AT_ONCE = 6  # layouts in one set of processes: each leaves its process groups behind
 
 
 def layouts_of(world: int) -> list[dict[str, Any]]:
-    """Legal layouts of that many ranks; tensor ranks must divide the model's heads."""
-    legal = [layout for layout in legal_layouts(world) if TINY["num_attention_heads"] % layout["mp"] == 0]
-    return [{**layout, "world": world} for layout in legal]
+    """Legal layouts of that many ranks."""
+    return [{**layout, "world": world} for layout in legal_layouts(world)]
 
 
 def name(layout: dict[str, Any]) -> str:
@@ -38,26 +41,77 @@ def name(layout: dict[str, Any]) -> str:
     return f"pp{layout['pp']} mp{layout['mp']} dp{dp} zero{layout['zero']}"
 
 
+def plan_of(layout: dict[str, Any], steps: int, save: str) -> RunPlan:
+    """The layout's plan: few and large micro batches, which changes the rounding of sums alone."""
+    world, pp, mp = layout["world"], layout["pp"], layout["mp"]
+    micro = FULL_MATRIX["train_batch_size"] * pp * mp // world // (2 if pp > 1 else 1)
+    keys = {**FULL_MATRIX, "train_micro_batch_size_per_gpu": micro, "train_iters": SAVED_AT + steps + 10}
+    keys |= {"lr_decay_iters": 100, "save": save}
+    return tiny_plan(world, pp=pp if pp > 1 else 0, mp=mp, zero=layout["zero"], **keys)
+
+
+def save_and_go_on(plans: Sequence[RunPlan], steps: int) -> list[list[float]]:
+    """Train and save under each plan; the losses of the steps after the save."""
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+
+    rows = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = batches(plan, grid.dp_rank)
+        for _ in range(SAVED_AT):
+            engine.train_batch(data)
+        save_checkpoint(engine, plan.config.checkpoint.save)
+        rows.append([engine.train_batch(data).loss for _ in range(steps)])
+    return rows
+
+
+def load_each(plans: Sequence[RunPlan], saves: Sequence[str], steps: int) -> list[list[list[float]]]:
+    """For each plan and each checkpoint directory, the losses of the steps after loading it."""
+    from neox.engine import initialize_distributed, initialize_engine
+    from neox.engine.loading import choose_start, take_up
+
+    rows = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        row = []
+        for save in saves:
+            take_up(engine, choose_start(plan, Path(save)))
+            data = batches(plan, grid.dp_rank, engine.iteration * plan.batch.gradient_accumulation_steps)
+            row.append([engine.train_batch(data).loss for _ in range(steps)])
+        rows.append(row)
+    return rows
+
+
+def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
 def run(worlds: list[int], steps: int, directory: Path) -> dict[tuple[str, str], float]:
     """(saved, loading) -> largest relative difference of a loss."""
     layouts = [layout for world in worlds for layout in layouts_of(world)]
-    keys = {"train_iters": 3 + steps + 10, "lr_decay_iters": 100, "train_batch_size": 12}
     saves = {name(layout): str(directory / str(number)) for number, layout in enumerate(layouts)}
     expected: dict[str, list[float]] = {}
-    for world in worlds:
-        here = [layout for layout in layouts if layout["world"] == world]
-        plans = [plan_of(world, layout, save=saves[name(layout)], **keys) for layout in here]
-        rows = run_ranks(world, pairs, plans, [], steps, timeout=1200)[0]
-        expected |= dict(zip(map(name, here), rows, strict=True))
+    for world, some in _portions(layouts, worlds):
+        plans = [plan_of(layout, steps, saves[name(layout)]) for layout in some]
+        expected |= dict(
+            zip(map(name, some), run_ranks(world, save_and_go_on, plans, steps, timeout=1200)[0], strict=True)
+        )
     found = {}
-    for target in layouts:
-        world = target["world"]
-        plans = [plan_of(world, target, load=save, **keys) for save in saves.values()]
-        rows = run_ranks(world, pairs, [], plans, steps, timeout=1200)[0]
-        for source, row in zip(saves, rows, strict=True):
-            found[source, name(target)] = worst(row, expected[source])
-        print(f"{name(target)}: largest {max(found[source, name(target)] for source in saves):.1e}", flush=True)
+    for world, some in _portions(layouts, worlds):
+        plans = [plan_of(layout, steps, saves[name(layout)]) for layout in some]
+        rows = run_ranks(world, load_each, plans, list(saves.values()), steps, timeout=3600)[0]
+        for target, row in zip(map(name, some), rows, strict=True):
+            found |= {(source, target): worst(got, expected[source]) for source, got in zip(saves, row, strict=True)}
+            print(f"{target}: largest {max(found[source, target] for source in saves):.1e}", flush=True)
     return found
+
+
+def _portions(layouts: list[dict[str, Any]], worlds: list[int]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Layouts of one number of ranks, a few at a time."""
+    by_world = [(world, [layout for layout in layouts if layout["world"] == world]) for world in worlds]
+    return [(world, here[i : i + AT_ONCE]) for world, here in by_world for i in range(0, len(here), AT_ONCE)]
 
 
 def main() -> int:

@@ -40,6 +40,7 @@ LATER = frozenset(
 )
 OWN = frozenset(
     {
+        "async_save",
         "checkpoint_verify",
         "eval_limit",
         "eval_num_fewshot",

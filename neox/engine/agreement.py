@@ -12,10 +12,10 @@ from neox.errors import CheckpointError, NeoXError
 T = TypeVar("T")
 
 
-def all_succeeded(action: Callable[[], object], what: str) -> None:
+def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGroup | None = None) -> None:
     """Run `action` on this rank and raise CheckpointError on every rank if it failed on any, naming the first.
 
-    action must not leave collectives unfinished when it fails.
+    action must not leave collectives unfinished when it fails. group: of all ranks, for threads beside training's.
     """
     problem: str | None = None
     try:
@@ -23,7 +23,7 @@ def all_succeeded(action: Callable[[], object], what: str) -> None:
     except (NeoXError, OSError, RuntimeError) as error:
         problem = str(error) or type(error).__name__
     answers: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, problem)
+    dist.all_gather_object(answers, problem, group=group)
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
     if failed:
         rank, answer = failed[0]
@@ -31,7 +31,7 @@ def all_succeeded(action: Callable[[], object], what: str) -> None:
         raise CheckpointError(f"{what} failed on rank {rank}{others}: {answer}")
 
 
-def from_first_rank(action: Callable[[], T]) -> T:
+def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on rank 0 and return its result on every rank; a NeoXError is raised on every rank."""
     answer: list[tuple[T | None, NeoXError | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -39,7 +39,7 @@ def from_first_rank(action: Callable[[], T]) -> T:
             answer[0] = (action(), None)
         except NeoXError as error:
             answer[0] = (None, error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=group)
     result, error = answer[0]
     if error is not None:
         raise error

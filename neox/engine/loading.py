@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from neox.checkpoint import (
     CheckpointReader,
@@ -25,6 +26,7 @@ from neox.engine.any_degrees import read_optimizer_any, read_weights_fp32
 from neox.engine.bodies import build_body, build_model
 from neox.engine.deepspeed_log import unprinted
 from neox.engine.engine import Engine
+from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.saving import layout_of
 from neox.engine.weights import read_weights
 from neox.errors import CheckpointError
@@ -55,28 +57,46 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     start = from_first_rank(lambda: choose_start(plan))
     model = build_model(plan, grid, device)
     if start.checkpoint is not None:
-        path = start.checkpoint
-        # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
-        read = read_weights_fp32 if "precision" in start.changed else read_weights
-        all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
+        _read_model(model, plan, grid, start, start.checkpoint)
     body, adamw = build_body(plan, grid, model)
     engine = Engine(plan, grid, device, body, adamw)
-    if start.checkpoint is not None and start.with_optimizer:
-        path = start.checkpoint
-        take_up = read_optimizer_any if start.changed else read_optimizer
-        all_succeeded(lambda: take_up(engine, path), f"loading the optimizer's state from {path}")
-    engine.iteration = start.iteration
-    if not start.with_optimizer:
-        engine.schedule.seek(start.iteration)
+    _read_rest(engine, start)
     return engine
 
 
-def choose_start(plan: RunPlan) -> Start:
-    """Decide from the configuration and the disk how the run starts; call on one rank."""
+def take_up(engine: Engine, start: Start) -> None:
+    """Put an engine where `start` says, whatever it did before; all ranks call it together. Raises CheckpointError."""
+    assert start.checkpoint is not None
+    assert start.with_optimizer, "without its state an optimizer that has already moved cannot start anew"
+    _read_model(engine.body.module, engine.plan, engine.grid, start, start.checkpoint)
+    _read_rest(engine, start)
+
+
+def _read_model(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
+    # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
+    read = read_weights_fp32 if "precision" in start.changed else read_weights
+    all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
+
+
+def _read_rest(engine: Engine, start: Start) -> None:
+    if start.checkpoint is not None and start.with_optimizer:
+        path = start.checkpoint
+        read = read_optimizer_any if start.changed else read_optimizer
+        all_succeeded(lambda: read(engine, path), f"loading the optimizer's state from {path}")
+    engine.iteration = start.iteration
+    if not start.with_optimizer:
+        engine.schedule.seek(start.iteration)
+    if start.checkpoint is not None and engine.plan.config.checkpoint.checkpoint_validation_with_forward_pass:
+        path, logits = start.checkpoint, fixed_logits(engine)
+        all_succeeded(lambda: compare_logits(path, logits, engine), f"checking the forward pass of {path}")
+
+
+def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
+    """Decide from the configuration and the disk how the run starts; call on one rank. load: in place of the key's."""
     keys = plan.config.checkpoint
-    if keys.load is None:
+    if load is None and keys.load is None:
         return Start()
-    load = Path(keys.load)
+    load = load or Path(str(keys.load))
     if keys.save is not None and load.absolute() == Path(keys.save).absolute() and _holds_nothing(load):
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from neox.checkpoint import (
     ORDER,
@@ -19,9 +20,7 @@ from neox.checkpoint import (
     discard,
     identity_state,
     keep_last,
-    load_file,
     record_share,
-    save_file,
     stage_directory,
     staging_path,
     write_config,
@@ -30,40 +29,12 @@ from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
 from neox.engine.any_degrees import optimizer_order
 from neox.engine.engine import Engine
+from neox.engine.file_writer import FileWriter
+from neox.engine.forward_check import FILE as LOGITS
+from neox.engine.forward_check import fixed_logits
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
-
-
-class FileWriter(CheckpointEngine):
-    """Where DeepSpeed's own files go: a failure is kept for later, because it raises between collectives otherwise.
-
-    with_optimizer: False leaves the optimizer's state out.
-    """
-
-    def __init__(self, with_optimizer: bool) -> None:
-        self.name = "layer-files"
-        self.with_optimizer = with_optimizer
-        self.failure: CheckpointError | None = None
-
-    def create(self, info: CheckpointCommitInfo) -> None:
-        self.failure = None
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        if not self.with_optimizer:
-            if path.endswith("optim_states.pt"):
-                return
-            state_dict = {**state_dict, "optimizer": None}
-        try:
-            save_file(Path(path), state_dict)
-        except CheckpointError as error:
-            self.failure = error
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return load_file(Path(path))
-
-    def commit(self, info: CheckpointCommitInfo) -> bool:
-        return True
 
 
 def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
@@ -71,55 +42,83 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
 
     Raises CheckpointError on every rank when any rank could not write; earlier checkpoints are then untouched.
     """
-    plan, grid = engine.plan, engine.grid
+    writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim)
+    staged = stage_files(engine, save, writer, client_state)
+    return commit_files(engine.plan, engine.grid, writer, staged)
+
+
+def stage_files(
+    engine: Engine, save: str | Path, writer: FileWriter, client_state: Mapping[str, Any] | None = None
+) -> Path:
+    """Give `writer` everything that a checkpoint of the engine's iteration holds; return the staging directory.
+
+    Raises CheckpointError on every rank when any rank could not write.
+    """
+    plan, grid, body = engine.plan, engine.grid, engine.body
     staged = staging_path(save, engine.iteration)
     from_first_rank(lambda: stage_directory(save, engine.iteration))
-    writer = FileWriter(with_optimizer=not plan.config.checkpoint.no_save_optim)
-    engine.body.checkpoint_engine = writer
+    body.checkpoint_engine = writer
     state = {
         **neox_client_state(plan, grid, engine.iteration),
-        ORDER: optimizer_order(engine.body.module),
+        ORDER: optimizer_order(body.module),
         **(client_state or {}),
     }
+    checked = plan.config.checkpoint.checkpoint_validation_with_forward_pass
+    logits = fixed_logits(engine) if checked else None
 
     def write() -> None:
         problem: CheckpointError | None = None
         try:
-            write_weights(engine.body.module, plan.layers, grid, staged)
+            write_weights(body.module, plan.layers, grid, partial(writer.put_layer, staged, tp_rank=grid.tp_rank))
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
         except CheckpointError as error:
             problem = error
-        engine.body.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)
+        if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
+            writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
+        body.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)
         if problem or writer.failure:
             raise problem or writer.failure  # type: ignore[misc]
 
-    try:
+    with _discarded_on_failure(staged, grid):
         all_succeeded(write, f"saving iteration {engine.iteration}")
-    except CheckpointError:
-        if grid.rank == 0:
-            discard(staged)
-        raise
-    records = _record_together(staged, grid)
-    final = from_first_rank(lambda: commit(staged, records))
+    return staged
+
+
+def commit_files(
+    plan: RunPlan, grid: ParallelGrid, writer: FileWriter, staged: Path, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write what `writer` still holds, hash it, and make it the newest checkpoint; return its path.
+
+    group: of all ranks, when this does not run in training's thread. Raises CheckpointError on every rank.
+    """
+    with _discarded_on_failure(staged, grid):
+        if writer.later:
+            all_succeeded(writer.write_queued, f"saving {staged}", group)
+        records = _record_together(staged, grid, group)
+    final = from_first_rank(lambda: commit(staged, records), group)
     keep = plan.config.checkpoint.keep_last_n_checkpoints
     if keep is not None:
-        from_first_rank(lambda: keep_last(save, keep))
-    dist.barrier()
+        from_first_rank(lambda: keep_last(staged.parent, keep), group)
     return final
 
 
-def _record_together(staged: Path, grid: ParallelGrid) -> dict[str, FileRecord]:
-    """Hash the staged files, each rank a share of them; the records of all files on every rank."""
-    share: dict[str, FileRecord] = {}
+@contextmanager
+def _discarded_on_failure(staged: Path, grid: ParallelGrid) -> Iterator[None]:
     try:
-        all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}")
+        yield
     except CheckpointError:
         if grid.rank == 0:
             discard(staged)
         raise
+
+
+def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Hash the staged files, each rank a share of them; the records of all files on every rank."""
+    share: dict[str, FileRecord] = {}
+    all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}", group)
     shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
-    dist.all_gather_object(shares, share)
+    dist.all_gather_object(shares, share, group=group)
     return {name: record for part in shares for name, record in part.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
-from neox.checkpoint import CheckpointReader, neox_state, write_layer
+from neox.checkpoint import CheckpointReader, neox_state
 from neox.config import LayerPlan
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT
@@ -31,8 +31,10 @@ def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
             yield index, layer
 
 
-def write_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, directory: Path) -> None:
-    """Write this rank's layer files; data rank 0 writes, the others take part in gathering (ZeRO-3).
+def write_weights(
+    model: nn.Module, layers: LayerPlan, grid: ParallelGrid, write: Callable[[int, Mapping[str, Tensor]], object]
+) -> None:
+    """Give `write` this rank's layers by index; data rank 0 writes, the others take part in gathering (ZeRO-3).
 
     Raises CheckpointError when the disk refuses; the collectives of all layers are finished first.
     """
@@ -43,7 +45,7 @@ def write_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, direc
                 continue
             state = {name: p.detach() for name, p in layer.named_parameters()}
             try:
-                write_layer(directory, index, grid.tp_rank, neox_state(layers[index], state, grid.tp_rank))
+                write(index, neox_state(layers[index], state, grid.tp_rank))
             except Exception as error:
                 failure = error
     if failure is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.config import RunPlan
+from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError
 from neox.train.callbacks import Callback, StepReport
 from neox.train.state import TrainState
@@ -45,6 +46,9 @@ class TensorBoard(Callback):
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         self._write(state, scalars)
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        self._write(state, report.scalars())
 
     def on_end(self, state: TrainState) -> None:
         self._writer.close()
@@ -109,6 +113,9 @@ class WandB(Callback):
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         self._run.log({"iteration": state.iteration, **scalars})
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        self._run.log({"iteration": state.iteration, **report.scalars()})
 
     def on_end(self, state: TrainState) -> None:
         self._run.finish()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from neox.engine import StepResult
+from neox.engine import SaveReport, StepResult
 from neox.train.state import TrainState
 
 
@@ -54,8 +53,8 @@ class Callback:
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         """After an evaluation; name: `validation`, `test` or `tasks`."""
 
-    def on_save(self, state: TrainState, path: Path) -> None:
-        """After a committed checkpoint."""
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        """After a committed checkpoint; with `async_save` of an earlier iteration than the state's."""
 
     def on_end(self, state: TrainState) -> None:
         """After the last step, also when the run ends early."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from neox.engine import SaveReport
 from neox.errors import TrainingError
 from neox.train.callbacks import Callback, StepReport
 from neox.train.state import TrainState
@@ -38,6 +39,9 @@ class MetricsFile(Callback):
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         self._write(state, scalars)
 
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        self._write(state, report.scalars())
+
     def on_end(self, state: TrainState) -> None:
         self._stream.close()
 
@@ -63,7 +67,7 @@ class LossPicture(Callback):
     def __init__(self, log_dir: str | Path) -> None:
         self.directory = Path(log_dir)
 
-    def on_save(self, state: TrainState, path: Path) -> None:
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
         draw_losses(self.directory / METRICS_FILE, self.directory / PICTURE)
 
     def on_end(self, state: TrainState) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
+from neox.engine import SaveReport
 from neox.train.callbacks import Callback, StepReport
 from neox.train.state import TrainState
 
@@ -33,8 +33,9 @@ class TerminalLine(Callback):
         values = " | ".join(f"{key}: {value:.6E}" for key, value in shown.items())
         print(f" {name} at iteration {state.iteration} | {values}", flush=True)
 
-    def on_save(self, state: TrainState, path: Path) -> None:
-        print(f" saved {path}", flush=True)
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        waited = f"training waited {report.stall:.2f} s"
+        print(f" saved {report.path} | {waited}, committed after {report.seconds:.2f} s", flush=True)
 
     def _line(self, state: TrainState) -> str:
         count = len(self._reports)

@@ -12,7 +12,7 @@ import torch
 
 from neox.config import RunPlan
 from neox.data import Batch, BatchIterator, DataIterators
-from neox.engine import Engine, save_checkpoint
+from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.launch import report_progress
 from neox.log import get_logger
 from neox.train.callbacks import Callback, StepReport
@@ -49,6 +49,8 @@ class Trainer:
         self._flops = flops_per_iteration(plan, recompute=True)
         self._saved: int | None = None
         self._evaluated: int | None = None
+        keys = plan.config.checkpoint
+        self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
 
@@ -74,6 +76,7 @@ class Trainer:
             self.save()
         while state.iteration < self.train_iters and not self._should_stop():
             self.step()
+            self._follow_background_save()
             if state.iteration % training.eval_interval == 0:
                 self.evaluate("validation", self.data.valid)
                 self.score_tasks()
@@ -90,6 +93,9 @@ class Trainer:
             self.save()
         else:
             _log.warning("no `save` directory is set: iteration %d is not saved", self.state.iteration)
+        if self._background is not None:
+            self._background.wait()
+            self._report_saves(self._background)
 
     def step(self) -> None:
         """Do one step and report it. Raises TrainingError by the non-finite rule."""
@@ -145,14 +151,33 @@ class Trainer:
         report_progress()
 
     def save(self) -> None:
-        """Write a checkpoint of this iteration, once. Raises CheckpointError."""
+        """Write a checkpoint of this iteration, once; with `async_save`, begin to. Raises CheckpointError, with
+        `async_save` also for the save before."""
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
             return
-        path = save_checkpoint(self.engine, Path(save))
+        started = time.perf_counter()
         self._saved = self.state.iteration
-        self._notify("on_save", self.state, path)
+        if self._background is not None:
+            self._background.start(Path(save))
+            self._report_saves(self._background)
+        else:
+            path = save_checkpoint(self.engine, Path(save))
+            seconds = time.perf_counter() - started
+            self._notify("on_save", self.state, SaveReport(path, self.state.iteration, seconds, seconds))
         report_progress()
+
+    def _follow_background_save(self) -> None:
+        """Report a save that has ended meanwhile. Raises CheckpointError, on all ranks after the same step."""
+        if self._background is None:
+            return
+        if self.engine.any_rank(self._background.failed):
+            self._background.wait()
+        self._report_saves(self._background)
+
+    def _report_saves(self, background: BackgroundSaves) -> None:
+        for report in background.take_reports():
+            self._notify("on_save", self.state, report)
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank got a signal; the same answer on every rank, which all ask together."""

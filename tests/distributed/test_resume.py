@@ -146,7 +146,7 @@ def test_where_nothing_is_to_load(tmp_path):
 
 def save_onto_a_full_disk(plan):
     """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
-    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, weights
+    from neox.engine import file_writer, initialize_distributed, initialize_engine, save_checkpoint
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
@@ -158,7 +158,7 @@ def save_onto_a_full_disk(plan):
         def full(*_):
             raise CheckpointError("No space left on device")
 
-        weights.write_layer = full
+        file_writer.write_layer = full
     try:
         save_checkpoint(engine, plan.config.checkpoint.save)
     except CheckpointError as error:

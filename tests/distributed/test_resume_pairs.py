@@ -10,6 +10,6 @@ from benchmarks.resume_pairs import LIMIT, run
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_pairs(tmp_path):
-    found = run([1, 2, 4], 20, tmp_path)
-    assert len(found) == 32**2
+    found = run([1, 2, 3, 4], 20, tmp_path)
+    assert len(found) == 42**2
     assert max(found.values()) <= LIMIT, {pair: value for pair, value in found.items() if value > LIMIT}

@@ -39,6 +39,12 @@ class CheckpointConfig(Section):
     keep_last_n_checkpoints: int | None = Field(None, ge=1)
     """Delete older checkpoints, keeping this many."""
 
+    async_save: bool = False
+    """Copy a checkpoint to CPU memory and write it while training goes on; a rank's whole state must fit there."""
+
+    checkpoint_validation_with_forward_pass: bool = False
+    """Keep the logits of a fixed input in checkpoints, and compare them after loading."""
+
     no_save_optim: bool = False
     """Leave the optimizer's state out of checkpoints."""
 

@@ -97,13 +97,6 @@ def training() -> Iterator[UnsupportedKey]:
         ("checkpoint_in_cpu", "bool", False),
     )
     yield from keys(section, "v2.0", "refused", "perplexity is reported per token", ("char_level_ppl", "bool", False))
-    yield from keys(
-        section,
-        "v2.0",
-        "no effect",
-        "every checkpoint is verified by its manifest's checksums",
-        ("checkpoint_validation_with_forward_pass", "bool", False),
-    )
     yield from keys(section, "v2.0", "refused", "ADLR's scheduler is not known", ("adlr_autoresume", "bool", False))
     yield from keys(section, "v2.0", "dormant", "used with adlr_autoresume", ("adlr_autoresume_interval", "int", 1000))
     yield from keys(
