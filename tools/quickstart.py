@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
     args = parser.parse_args()
+    text = args.text.absolute() if args.text else None
     os.chdir(Path(__file__).resolve().parent.parent)
     started = time.monotonic()
 
@@ -143,7 +144,7 @@ def main() -> None:
     save = Path(config.checkpoint.save or "")
     runs = save.parent
 
-    shards = make_corpus(prefix.parent, args.text, runs)
+    shards = make_corpus(prefix.parent, text, runs)
     if newer(tokenizer, *shards):
         reuse(tokenizer)
     else:
@@ -171,6 +172,8 @@ def main() -> None:
         reuse(checkpoint)
     else:
         run("deepy.py", "train.py", "-d", "configs", CONFIG, *settings)
+    if not checkpoint.is_dir():  # a signal asked the ranks to end: they saved, and left with exit code 0
+        raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
 
     hf = runs / "hf"
     if newer(hf / "config.json", checkpoint):

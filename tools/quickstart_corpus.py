@@ -73,6 +73,8 @@ def write_shards(documents: Iterable[Document], out: Path) -> list[Path]:
     if not any(shards):
         raise DataError("no text found: the corpus would be empty")
     out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("quickstart-*.jsonl.zst"):  # of another text, which may have filled more shards
+        old.unlink()
     paths = []
     for number, shard in enumerate(shards):
         if not shard:  # a single document fills one shard

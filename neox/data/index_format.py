@@ -9,6 +9,7 @@ cached and lazy (fairseq): `TNTIDX\\0\\0`, u64 version 1, u64 dtype code, u64 el
 
 from __future__ import annotations
 
+import glob
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,8 +93,12 @@ def read_index(prefix: str | Path) -> Index:
     path, data = idx_path(prefix), bin_path(prefix)
     missing = [str(p) for p in (path, data) if not p.is_file()]
     if missing:
+        there = sorted(
+            str(p.with_suffix("")) for p in Path(prefix).parent.glob(f"{glob.escape(Path(prefix).stem)}*.idx")
+        )
         raise DataError(
-            f"{' and '.join(missing)} not found. A dataset is named by its prefix, without .bin or .idx; make one with "
+            f"{' and '.join(missing)} not found{'; there is ' + there[0] if there else ''}. "
+            "A dataset is named by its prefix, without .bin or .idx; make one with "
             "tools/preprocess_data.py --input FILES --output-prefix PREFIX (it writes PREFIX_text_document.bin, .idx)."
         )
     raw = _map_bytes(path)
