@@ -6,7 +6,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 TEXT   ?=
-# another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126
+# another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
 # how many tests run at once, and which
 TEST_JOBS ?= 2
@@ -18,6 +18,7 @@ export PYTHONPYCACHEPREFIX    := $(CACHE)/pycache
 export TORCH_EXTENSIONS_DIR   := $(CURDIR)/$(VENV)/torch_extensions
 export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 export TRITON_CACHE_DIR       := $(CACHE)/triton
+export PIP_CACHE_DIR          ?= $(CACHE)/pip
 export MPLCONFIGDIR           := $(CACHE)/matplotlib
 export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
@@ -35,17 +36,18 @@ install-dev: $(VENV)/.installed-dev  ## the same, and what the tests need
 $(VENV)/.installed: requirements/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@command -v c++ >/dev/null || command -v g++ >/dev/null \
-	  || { echo "error: a C++ compiler is needed (DeepSpeed compiles an extension at its first start); on Debian: apt install g++" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
 	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
+	@echo "# installing into $(VENV): torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/requirements.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install -q -r requirements/requirements.txt
-	$(PY) -m neox.launch.extensions
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
+	@command -v c++ >/dev/null || command -v g++ >/dev/null \
+	  || { echo "error: the tests need a C++ compiler (DeepSpeed compiles an extension); on Debian: apt install g++" >&2; exit 1; }
 	$(PIP) install -q -r requirements/requirements-dev.txt
+	$(PY) -m neox.launch.extensions
 	@touch $@
 
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own)
