@@ -20,7 +20,15 @@ from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
 from neox.engine.distributed import initialize_distributed
 from neox.errors import run_script
-from neox.evaluation import TaskResult, evaluate_tasks, flat_metrics, format_table, parse_tasks, write_results
+from neox.evaluation import (
+    TaskResult,
+    check_writable,
+    evaluate_tasks,
+    flat_metrics,
+    format_table,
+    parse_tasks,
+    write_results,
+)
 from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
 from neox.log import setup_logging
 from neox.train.boards import TensorBoard, WandB
@@ -61,6 +69,8 @@ def main() -> None:
     checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
+    if grid.rank == 0:
+        check_writable(keys.eval_results_prefix)
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:

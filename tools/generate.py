@@ -18,6 +18,7 @@ from neox.errors import run_script
 from neox.generation import (
     add_plan_arguments,
     check_generation,
+    check_output,
     choose_checkpoint,
     load_model,
     plan_from_arguments,
@@ -43,6 +44,8 @@ def main() -> None:
     checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
+    if grid.rank == 0:
+        check_output(plan.config)
     if os.isatty(0) and not os.isatty(1):
         # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,6 +24,8 @@ from neox.generation.completions_api import Limits
 from neox.generation.server import make_app
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
+
+_CONNECTIONS = 256  # open at once, before further ones are refused
 
 
 def main() -> None:
@@ -53,11 +56,17 @@ def main() -> None:
         model,
         tokenizer,
         name=checkpoint.resolve().name,
-        limits=Limits(args.max_tokens, args.max_sequences, limits.body_bytes, args.max_seconds, args.max_waiting),
+        limits=replace(
+            limits,
+            max_tokens=args.max_tokens,
+            sequences=args.max_sequences,
+            seconds=args.max_seconds,
+            waiting=args.max_waiting,
+        ),
         hosts=(args.host, *args.allow_host),
     )
     get_logger(f"neox.{Path(__file__).stem}").info("http://%s:%d/ serves %s", args.host, args.port, checkpoint)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", limit_concurrency=_CONNECTIONS)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from neox.evaluation.in_training import evaluate_in_training
 from neox.evaluation.job import evaluate_tasks, parse_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import Scoring, corpus_perplexity, wikitext
-from neox.evaluation.result import TaskResult, flat_metrics, format_table, write_results
+from neox.evaluation.result import TaskResult, check_writable, flat_metrics, format_table, write_results
 from neox.evaluation.scoring import ScoringModel, Span, SpanScore, score_spans, windows
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Span",
     "SpanScore",
     "TaskResult",
+    "check_writable",
     "corpus_perplexity",
     "evaluate_in_training",
     "evaluate_tasks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -45,13 +46,30 @@ def format_table(results: Sequence[TaskResult]) -> str:
     return "\n".join(lines)
 
 
+def results_path(prefix: str, now: datetime) -> Path:
+    """Return where results of a moment go."""
+    name = f"eval_results_{now:%m-%d-%Y-%H-%M-%S}.json"
+    return Path(f"{prefix}_{name}" if prefix else name)
+
+
+def check_writable(prefix: str) -> None:
+    """Raise EvaluationError where results could not be written, before hours of scoring; makes their directory."""
+    directory = results_path(prefix, datetime.now()).parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise EvaluationError(
+            f"eval_results_prefix {prefix}: nothing can be written in {directory} ({error})"
+        ) from error
+
+
 def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str, Any], now: datetime) -> Path:
     """Write everything as one JSON object to `PREFIX_eval_results_DATE.json` (gpt-neox's name) and return its path.
 
     about: what was evaluated. The file appears whole or not at all. Raises EvaluationError where it cannot be written.
     """
-    name = f"eval_results_{now:%m-%d-%Y-%H-%M-%S}.json"
-    path = Path(f"{prefix}_{name}" if prefix else name)
+    path = results_path(prefix, now)
     record = {
         "results": {result.task: dict(result.metrics) for result in results},
         "counts": {result.task: dict(result.counts) for result in results},

@@ -2,7 +2,7 @@
 
 from neox.generation.completion import Completion, generate
 from neox.generation.decoding import Continuation, LanguageModel, decode
-from neox.generation.job import check_generation, generate_all, run_generation, sampling_params
+from neox.generation.job import check_generation, check_output, generate_all, run_generation, sampling_params
 from neox.generation.load import choose_checkpoint, load_model, runner_of_forward, runner_of_layers
 from neox.generation.params import SamplingParams
 from neox.generation.plan_arguments import add_plan_arguments, one_process, plan_from_arguments, tokenizer_of
@@ -18,6 +18,7 @@ __all__ = [
     "Stage",
     "add_plan_arguments",
     "check_generation",
+    "check_output",
     "choose_checkpoint",
     "decode",
     "generate",

@@ -13,7 +13,7 @@ from typing import Any
 from neox.errors import GenerationError
 from neox.generation.decoding import Continuation, LanguageModel, room
 from neox.generation.params import SamplingParams
-from neox.generation.text_stream import TextCodec
+from neox.generation.text_stream import TextCodec, is_text
 
 # Fields of the protocol that change nothing at these values, and that we do not have at others.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -36,13 +36,15 @@ class BadRequest(GenerationError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. seconds: of its generation; waiting: requests in line before others are refused."""
+    """What one request may ask for. seconds: of its generation; waiting: requests in line before others are refused;
+    body_bytes, body_seconds: of what it sends."""
 
     max_tokens: int = 1024
     sequences: int = 8
     body_bytes: int = 1 << 20
     seconds: float = 120.0
     waiting: int = 8
+    body_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
     stream = _boolean(fields, "stream")
     params = _params(fields, limits)
     if fields:
-        raise BadRequest(f"unknown: {', '.join(sorted(fields))}")
+        raise BadRequest(f"unknown: {', '.join(map(_shown, sorted(fields)))}")
     for prompt in prompts:
         try:
             room(model, prompt, params)
@@ -124,12 +126,19 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
     prompts = []
     for prompt in value:
         if isinstance(prompt, str):
+            if not is_text(prompt):
+                raise BadRequest("`prompt` holds half of a UTF-16 pair (\\ud800 to \\udfff), which is no text")
             prompts.append(tuple(codec.encode(prompt) if prompt else [codec.eod]))
         elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
             prompts.append(tuple(prompt))
         else:
             raise BadRequest("`prompt` must hold texts or lists of token ids")
     return prompts
+
+
+def _shown(name: str) -> str:
+    """Return a field's name as an answer may hold it."""
+    return name[:80] if is_text(name) else ascii(name[:80])
 
 
 def _is_id(value: Any) -> bool:

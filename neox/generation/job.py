@@ -11,7 +11,7 @@ from neox.generation.completion import Completion, encode_prompts, generate
 from neox.generation.decoding import LanguageModel
 from neox.generation.interactive import interact
 from neox.generation.params import SamplingParams
-from neox.generation.prompt_file import read_prompts, write_completions
+from neox.generation.prompt_file import check_writable, read_prompts, write_completions
 from neox.generation.replicas import over_replicas
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
@@ -75,8 +75,19 @@ def check_generation(config: NeoXConfig) -> None:
     sampling_params(config)
     if mode(config) != "interactive":
         prompts_of(config)
-        if Path(config.generation.sample_output_file).is_dir():
-            raise GenerationError(f"sample_output_file: {config.generation.sample_output_file} is a directory")
+        prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
+        if out.is_dir():
+            raise GenerationError(f"sample_output_file: {out} is a directory")
+        if prompts is not None and out.exists() and out.samefile(prompts):
+            raise GenerationError(
+                f"sample_output_file {out} is the file of prompts (-i): name another, it would be lost"
+            )
+
+
+def check_output(config: NeoXConfig) -> None:
+    """Raise GenerationError where completions could not be written; for rank 0, before minutes of work."""
+    if mode(config) != "interactive":
+        check_writable(config.generation.sample_output_file)
 
 
 def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid) -> list[Completion]:

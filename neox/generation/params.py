@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from neox.errors import GenerationError
 
+_COLDEST = 1e-20
+"""A temperature as good as 0: the most probable token has all the probability, and float32 overflows dividing by it."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -68,4 +71,4 @@ class SamplingParams:
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
-        return self.temperature > 0
+        return self.temperature > _COLDEST

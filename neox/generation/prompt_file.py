@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from neox.errors import GenerationError
 from neox.generation.completion import Completion
+from neox.generation.text_stream import is_text
 
 _TEXT_KEYS = ("context", "prompt", "text")
 
@@ -21,7 +23,7 @@ def read_prompts(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise GenerationError(f"{path}: cannot be read as a file of prompts ({_reason(error)})") from error
     while lines and not lines[-1].strip():
@@ -56,6 +58,20 @@ def write_completions(path: str | Path, completions: Iterable[Completion]) -> No
         unfinished.unlink(missing_ok=True)
 
 
+def check_writable(path: str | Path) -> None:
+    """Raise GenerationError where a file could not be written; makes its directory."""
+    path = Path(path)
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError as error:
+        raise GenerationError(f"{path}: cannot be written ({_reason(error)})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
 def _plain_prompt(line: str) -> str:
     if not line.strip():
         raise ValueError("empty prompt: remove the line, or choose text_gen_type: unconditional")
@@ -67,7 +83,7 @@ def _json_prompt(line: str) -> str:
         raise ValueError("empty line")
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if isinstance(record, str):
         text: object = record
@@ -79,6 +95,8 @@ def _json_prompt(line: str) -> str:
         raise ValueError(
             f"no prompt: expected a string, or an object with a string under one of {', '.join(_TEXT_KEYS)}"
         )
+    if not is_text(text):
+        raise ValueError("the prompt holds half of a UTF-16 pair (\\ud800 to \\udfff), which is no text")
     return _plain_prompt(text)
 
 

@@ -105,7 +105,8 @@ def make_app(
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     limits = limits or Limits()
@@ -114,11 +115,13 @@ def make_app(
 
     async def completions(http: Request) -> Response:
         try:
-            body = await _read_json(http, limits.body_bytes)
+            body = await _read_json(http, limits)
             request = parse_request(body, model, codec, limits)
             desk.check_line()
         except BadRequest as error:
             return JSONResponse(error_body(str(error)), error.status)
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
         if request.stream:
             events = _stream(desk, request, name)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -145,21 +148,25 @@ def make_app(
     )
 
 
-async def _read_json(http: Request, most: int) -> Any:
-    """Return the body. Raises BadRequest for one that is too large or not JSON.
+async def _read_json(http: Request, limits: Limits) -> Any:
+    """Return the body. Raises BadRequest for one that is too large, too slow or not JSON.
 
     The content type is insisted on: browsers do not send it to other sites without asking them first.
     """
     if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise BadRequest("the content type must be application/json", status=415)
-    body = b""
-    async for part in http.stream():
-        body += part
-        if len(body) > most:
-            raise BadRequest(f"the body is larger than {most:,} bytes", status=413)
+    body = bytearray()
     try:
-        return json.loads(body)
-    except ValueError as error:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in http.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise BadRequest(f"the body is larger than {limits.body_bytes:,} bytes", status=413)
+    except TimeoutError as error:
+        raise BadRequest(f"the body did not arrive in {limits.body_seconds:g} s", status=408) from error
+    try:
+        return json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON ({error})") from error
 
 

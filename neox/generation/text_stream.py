@@ -18,6 +18,11 @@ class TextCodec(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON can also spell halves of pairs, which no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 class TextStream:
     """Text of one continuation, growing token by token.
 

@@ -19,6 +19,11 @@ def test_one_prompt_a_line(tmp_path):
     assert read_prompts(write(tmp_path, "p.txt", "one\r\n two \n漢\n\n\n")) == ["one", " two ", "漢"]
 
 
+def test_the_mark_that_some_editors_begin_a_file_with_is_no_text(tmp_path):
+    assert read_prompts(write(tmp_path, "p.txt", "\ufeffone\n")) == ["one"]
+    assert read_prompts(write(tmp_path, "p.jsonl", '\ufeff{"text": "one"}\n')) == ["one"]
+
+
 def test_jsonl(tmp_path):
     text = '{"context": "a\\nb"}\n{"prompt": "c", "id": 1}\n{"text": "d"}\n"e"\n'
     assert read_prompts(write(tmp_path, "p.jsonl", text)) == ["a\nb", "c", "d", "e"]
@@ -32,6 +37,8 @@ def test_jsonl(tmp_path):
         ("p.txt", "a\n\nb\n", r"p.txt:2: empty prompt"),
         ("p.jsonl", '{"text": "a"}\n{"text": \n', r"p.jsonl:2: not JSON"),
         ("p.jsonl", '{"question": "a"}\n', r"p.jsonl:1: no prompt"),
+        ("p.jsonl", '{"text": "\\ud800"}\n', r"p.jsonl:1: the prompt holds half"),
+        ("p.jsonl", "[" * 100_000, r"p.jsonl:1: not JSON"),
         ("p.jsonl", '{"text": 3}\n[]\n', r"(?s)p.jsonl:1: no prompt.*p.jsonl:2: no prompt"),
     ],
 )

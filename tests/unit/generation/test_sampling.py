@@ -112,3 +112,10 @@ def test_logits_that_are_not_numbers_are_refused(bad):
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(GenerationError, match=message):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-19, 1e-45, 1e-300])
+def test_next_to_no_temperature_takes_the_most_probable(temperature):
+    params = SamplingParams(temperature=temperature, max_new_tokens=2, top_p=0.9)
+    chooser = TokenChooser(params, [[0]], [0], 4, 0, torch.device("cpu"))
+    assert chooser(torch.tensor([[1.0, 30.0, -2.0, 29.9]])).tolist() == [1]

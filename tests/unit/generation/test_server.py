@@ -126,6 +126,50 @@ def test_large_and_foreign_requests_are_turned_away():
     assert post({"prompt": "a"}, headers={"host": "evil.example"}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a":' * 50_000, "not JSON"),
+        (b'{"prompt": "\\ud800"}', "UTF-16"),
+        (b'{"prompt": "a", "\\ud800": 1}', "unknown: '\\ud800'"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "`temperature`"),
+        (b'{"prompt": "a", "max_tokens": 1e400}', "`max_tokens`"),
+    ],
+)
+def test_hostile_bodies_are_refused_and_not_an_error_of_the_server(body, message):
+    async def call():
+        async with client() as http:
+            return await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+
+    answer = asyncio.run(call())
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_come_and_a_sender_that_leaves():
+    def answer(*messages, **limits):
+        """Speak ASGI by hand: the messages, then silence; return the status of the answer."""
+        app = make_app(ToyModel(next_letter), CODEC, name="toy", limits=Limits(**limits))
+        left, sent = list(messages), []
+
+        async def receive():
+            return left.pop(0) if left else await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        asyncio.run(app(scope, receive, send))
+        return sent[0]["status"]
+
+    begun = {"type": "http.request", "body": b'{"pro', "more_body": True}
+    assert answer(begun, body_seconds=0.05) == 408
+    assert answer(begun, {"type": "http.disconnect"}) == 400
+
+
 def test_nan_is_an_error_of_the_server_and_it_lives_on():
     model = ToyModel(lambda ids: next_letter(ids) * (float("nan") if ids[-1] == 3 else 1))
 

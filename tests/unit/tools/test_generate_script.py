@@ -42,6 +42,24 @@ def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, prompts, argument
     assert not out.exists()
 
 
+def test_the_file_of_prompts_is_not_written_over(tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n")
+    (tmp_path / "link").symlink_to(prompts)
+    code, said = generate(monkeypatch, capsys, "-i", prompts, "-o", tmp_path / "link")
+    assert code == 1
+    assert "is the file of prompts" in said
+    assert prompts.read_text() == "a\n"
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    code, said = generate(monkeypatch, capsys, "-o", tmp_path / "file" / "out.jsonl")
+    assert code == 1
+    assert "out.jsonl: cannot be written" in said
+    assert "weights of" not in said
+
+
 def test_unknown_settings_are_the_configurations_to_refuse(monkeypatch, capsys):
     code, said = generate(monkeypatch, capsys, "--set", "temprature=1")
     assert code == 2
