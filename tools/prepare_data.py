@@ -3,8 +3,9 @@
     python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
     python tools/prepare_data.py pile_subset=/data/pile/00.jsonl.zst wikipedia=/data/wiki --combine mix
 
-A corpus is one of the known names, or NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs
-of a known name. Downloads and tokenizing go on where they were interrupted.
+A corpus is one of the known names, the name of a folder of files in the data directory (`wikipedia`, `webtext`), or
+NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs of a known name. Downloads and
+tokenizing go on where they were interrupted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> int:
     args = parser().parse_args()
     setup_logging()
     data_dir = Path(args.data_dir)
-    corpora = [find_corpus(request) for request in args.dataset]
+    corpora = [find_corpus(request, data_dir) for request in args.dataset]
     digests = read_digests(args.sha256)
     inputs = {corpus.name: fetch(corpus, data_dir / corpus.name, digests, args.force_redownload) for corpus in corpora}
     if args.download_only:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from neox.corpus.document import BadInput
-from neox.corpus.streams import CorruptInput, read_bytes
+from neox.corpus.document import BadInput, CorruptInput
+from neox.corpus.streams import read_bytes
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
 _FIRST_BYTES = 1 << 16

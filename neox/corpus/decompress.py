@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from neox.corpus.streams import CorruptInput, decompress_zstd
+from neox.corpus.document import CorruptInput
+from neox.corpus.streams import decompress_zstd
 from neox.errors import DataError
 
 _SUFFIX = ".zst"

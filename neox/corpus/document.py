@@ -9,6 +9,10 @@ from typing import Any
 from neox.errors import DataError
 
 
+class CorruptInput(Exception):
+    """A stream that ends early or whose bytes are damaged; the message says which."""
+
+
 @dataclass(frozen=True)
 class Document:
     """One text with what its corpus says about it (`meta` as in the Pile: a JSON object)."""

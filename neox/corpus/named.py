@@ -64,6 +64,9 @@ CORPORA: Mapping[str, NamedCorpus] = {
     )
 }
 
+# Names that the field gives to files of one's own: nobody serves them under a fixed address.
+LOCAL_CORPORA = ("wikipedia", "webtext")
+
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
 GPT2_MERGES = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt"
 
@@ -73,11 +76,12 @@ def is_url(source: str) -> bool:
     return urlsplit(source).scheme in ("http", "https", "file")
 
 
-def find_corpus(request: str) -> NamedCorpus:
+def find_corpus(request: str, data_dir: Path | None = None) -> NamedCorpus:
     """Return the corpus that a request means: `enron`, or `NAME=SOURCE[,SOURCE...]` with URLs or local paths.
 
     With `=` a known name gets other sources (`pile_subset=/data/pile/00.jsonl.zst`), and a new one is made
-    (`wikipedia=/data/wiki`). Raises DataError for an unknown name without sources, naming the nearest one.
+    (`wikipedia=/data/wiki`). Any other name is the local files in `data_dir/NAME`. Raises DataError for an unknown
+    name without sources, naming the nearest one, and for `wikipedia` or `webtext` where to put the files.
     """
     name, equals, given = request.partition("=")
     if not name or name in (".", "..") or "/" in name or not name.isprintable():
@@ -87,6 +91,12 @@ def find_corpus(request: str) -> NamedCorpus:
         if not sources:
             raise DataError(f"{request!r}: no source behind the =; give a path or a URL")
         return NamedCorpus(name, sources)
+    if name not in CORPORA and data_dir is not None and (data_dir / name).is_dir():
+        return NamedCorpus(name, (str(data_dir / name),))
+    if name in LOCAL_CORPORA and data_dir is not None:
+        raise DataError(
+            f"{name} is a corpus of local files: put them into {data_dir / name}, or give {name}=PATH_OR_URL"
+        )
     if name not in CORPORA:
         near = difflib.get_close_matches(name, CORPORA, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

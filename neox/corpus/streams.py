@@ -1,7 +1,8 @@
 """The bytes of an input, decompressed piece by piece, with truncation and corruption noticed.
 
 Every format becomes JSON lines here: `.jsonl` and its compressed forms as they are, and what `lm-dataformat` reads
-besides (text, zip, tar, ...) as lines that are one JSON string each (lm-dataformat's own old form of a document).
+besides (text, zip, tar, ...) as lines that are one JSON string each (lm-dataformat's own old form of a document), by
+`archives`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
-import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,16 @@ from typing import IO
 import orjson
 import zstandard
 
+from neox.corpus.archives import (
+    array_elements,
+    each_line,
+    length_prefixed,
+    tar_members,
+    tar_of_tars,
+    tar_texts,
+    zip_texts,
+)
+from neox.corpus.document import CorruptInput
 from neox.errors import DataError
 
 CHUNK_BYTES = 1 << 18
@@ -27,6 +36,7 @@ TEXT_SUFFIXES = (
     ".txt",
     ".zip",
     ".tar.gz",
+    ".tar",
     ".json.gz",
     ".json.zst",
     ".dat.zst",
@@ -38,13 +48,9 @@ TEXT_SUFFIXES = (
 _NEWLINE = b"\n"
 
 
-class CorruptInput(Exception):
-    """A stream that ends early or whose bytes are damaged; the message says which."""
-
-
 def is_readable(name: str) -> bool:
-    """Whether a file of this name is an input."""
-    return name.endswith(LINE_SUFFIXES + TEXT_SUFFIXES)
+    """Whether a file of this name is an input (what stands beside a dataset is not)."""
+    return name.endswith(LINE_SUFFIXES + TEXT_SUFFIXES) and not name.endswith(("_document.json", ".progress.json"))
 
 
 def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
@@ -98,10 +104,28 @@ def _chunks(path: Path, file: _Counting) -> Iterator[bytes]:
         yield from _gzip(file)
     elif name.endswith(".txt"):
         yield from _text_file(path, file)
+    elif name.endswith(".json.gz"):
+        yield from _gzip(file)
+    elif name.endswith(".zip"):
+        yield from zip_texts(path)
     elif name.endswith(".tar.gz"):
-        yield from _tar_of_texts(file)
+        yield from tar_texts(gzip.GzipFile(fileobj=file))  # type: ignore[arg-type]
+    elif name.endswith("openwebtext.tar.xz"):
+        with lzma.LZMAFile(file) as plain:  # type: ignore[arg-type]
+            yield from tar_of_tars(plain)
+    elif name.endswith("_data.xz"):
+        with lzma.LZMAFile(file) as plain:  # type: ignore[arg-type]
+            yield from tar_texts(plain)
+    elif name.endswith(".tar"):
+        yield from tar_texts(file)
+    elif name.endswith(".gz"):
+        with gzip.open(file, "rb") as stream:  # type: ignore[call-overload]
+            yield from each_line(stream)
+    elif name.endswith(".dat.zst"):
+        yield from length_prefixed(decompress_zstd(file))
     else:
-        yield from _strings_as_lines(path)
+        assert name.endswith(".json.zst"), name
+        yield from array_elements(decompress_zstd(file))
 
 
 class _Counting:
@@ -178,19 +202,12 @@ def _gzip(file: _Counting) -> Iterator[bytes]:
 
 
 def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
-    try:
-        with tarfile.open(fileobj=file, mode="r|") as archive:  # type: ignore[call-overload]
-            for member in archive:
-                inner = archive.extractfile(member)
-                if inner is None:
-                    continue
-                last = _NEWLINE
-                for last in decompress_zstd(inner):
-                    yield last
-                if not last.endswith(_NEWLINE):
-                    yield _NEWLINE
-    except tarfile.TarError as error:
-        raise CorruptInput(f"tar archive is damaged or truncated ({error})") from error
+    for inner in tar_members(file):
+        last = _NEWLINE
+        for last in decompress_zstd(inner):
+            yield last
+        if not last.endswith(_NEWLINE):
+            yield _NEWLINE
 
 
 def _text_file(path: Path, file: _Counting) -> Iterator[bytes]:
@@ -206,40 +223,6 @@ def _text_file(path: Path, file: _Counting) -> Iterator[bytes]:
                 yield b'"\n'
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason})") from error
-
-
-def _tar_of_texts(file: _Counting) -> Iterator[bytes]:
-    """Yield each file of an archive as a document; lm-dataformat's own reader fails on today's default tar headers."""
-    try:
-        with tarfile.open(fileobj=file, mode="r|gz") as archive:  # type: ignore[call-overload]
-            for member in archive:
-                inner = archive.extractfile(member)
-                if inner is not None:
-                    yield _json_line(inner.read().decode("utf-8"))
-    except (tarfile.TarError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise CorruptInput(f"tar archive is damaged, truncated or not text ({error})") from error
-
-
-def _strings_as_lines(path: Path) -> Iterator[bytes]:
-    """Yield each document that lm-dataformat finds as a line of its own."""
-    import lm_dataformat
-
-    try:
-        reader = lm_dataformat.Reader(str(path))
-        # its own stream_data knows this archive only by a bare name in the current directory
-        for text in reader.read_owt(str(path)) if path.name == "openwebtext.tar.xz" else reader.stream_data():
-            yield _json_line(text)
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-        raise CorruptInput(f"the archive is damaged ({error})") from error
-    except (EOFError, ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
-        raise CorruptInput(f"lm-dataformat cannot read it ({type(error).__name__}: {error})") from error
-
-
-def _json_line(text: object) -> bytes:
-    try:
-        return orjson.dumps(text) + _NEWLINE
-    except TypeError as error:  # a lone surrogate, say
-        raise CorruptInput(f"a document that is not text ({error})") from error
 
 
 def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:

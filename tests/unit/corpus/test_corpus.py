@@ -5,6 +5,7 @@ import io
 import json
 import random
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -84,10 +85,52 @@ def test_formats_of_lm_dataformat(tmp_path: Path) -> None:
     (tmp_path / "e.json.zst").write_bytes(zstd(json.dumps(["p", "q"]).encode()))
     (tmp_path / "f.dat.zst").write_bytes(zstd(b"".join(b"%016d" % len(t) + t for t in (b"dat 1", b"dat 2"))))
     (tmp_path / "g.jsonl").write_bytes(lines(["plain"]) + b'"bare string"\n')
+    (tmp_path / "h.json.gz").write_bytes(gzip.compress(b'"json 1"\n"json 2"\n'))
+    long = "é" * 300_000  # a piece ends inside a character
+    with zipfile.ZipFile(tmp_path / "i.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", long)
+    (tmp_path / "j.gz").write_bytes(gzip.compress(long.encode() + b"\nlast"))
+    (tmp_path / "k.dat.zst").write_bytes(zstd(b"%016d" % (2 * len(long)) + long.encode() + b"%016d" % 1 + b"x"))
     (tmp_path / "ignored.bin").write_bytes(b"\0")
+    (tmp_path / "x_text_document.json").write_bytes(b"{}")  # a dataset's description
     expected = [text for text in lm_dataformat.Reader(str(tmp_path)).stream_data() if text]
     assert read(tmp_path) == expected
-    assert len(expected) == 12
+    assert len(expected) == 19
+
+
+def test_archives_of_archives(tmp_path: Path) -> None:
+    def packed(members: dict[str, bytes], mode: str) -> bytes:
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+            for name, data in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+        return file.getvalue()
+
+    inner = [packed({f"{n}.txt": f"text {n}".encode()}, "w:xz") for n in range(3)]
+    cases = {
+        "openwebtext.tar.xz": packed({f"{n}.xz": data for n, data in enumerate(inner)}, "w:xz"),
+        "urlsf_subset00_data.xz": packed({f"{n}": f"text {n}".encode() for n in range(3)}, "w:xz"),
+        "stack.tar": packed({f"{n}": f"text {n}".encode() for n in range(3)}, "w"),
+    }
+    for name, data in cases.items():
+        (tmp_path / name).write_bytes(data)
+        assert read(tmp_path / name) == ["text 0", "text 1", "text 2"], name
+        (tmp_path / name).write_bytes(data[: 1300 if name == "stack.tar" else len(data) // 2])
+        with pytest.raises(DataError, match=name):
+            read(tmp_path / name)
+
+
+def test_no_member_of_an_archive_is_held_whole(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", b"word " * 6_000_000)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"a\.zip:1 .* the line has 30,000,002 bytes, more than the 1,000,000"):
+        read(tmp_path / "a.zip", max_line_bytes=1_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000
 
 
 def test_what_lm_dataformat_accepts_in_a_line(tmp_path: Path) -> None:
@@ -148,6 +191,10 @@ def test_damage_to_whole_files(tmp_path: Path) -> None:
         "empty.jsonl": (b"", "empty"),
         "cut.jsonl.gz": (gzip.compress(lines())[:-20], "truncated"),
         "bad.zip": (b"PK\x03\x04 nothing", "damaged"),
+        "cut.dat.zst": (zstd(b"%016d" % 9 + b"short"), "inside a document"),
+        "bad.dat.zst": (zstd(b"not a length at all"), "no length of a document"),
+        "object.json.zst": (zstd(b"{}"), "one JSON array"),
+        "cut.gz": (gzip.compress(b"line\n" * 99)[:-12], "gzip data is damaged"),
         "cut.tar.gz": (b"\x1f\x8b\x08\x00", "tar archive"),
         "cut.jsonl.zst.tar": (b"x" * 700, "tar archive"),
         "bytes.txt": (b"\xff\xfe\x00", "not UTF-8"),

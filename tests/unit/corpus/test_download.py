@@ -109,6 +109,15 @@ def test_names() -> None:
     assert clashing_names(["http://a/x.zst", "http://b/x.zst", "/local/x.zst"]) == ["x.zst"]
 
 
+def test_a_folder_in_the_data_directory_is_a_corpus(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"put them into .*wikipedia, or give wikipedia=PATH_OR_URL"):
+        find_corpus("wikipedia", tmp_path)
+    (tmp_path / "webtext").mkdir()
+    assert find_corpus("webtext", tmp_path).sources == (str(tmp_path / "webtext"),)
+    (tmp_path / "enron").mkdir()  # where its download is kept
+    assert not find_corpus("enron", tmp_path).is_local
+
+
 def test_the_tool_combines_local_corpora(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_documents(tmp_path / f"{name}.jsonl.zst", [Document(f"text of {name}")] * 3)
