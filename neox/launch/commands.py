@@ -17,7 +17,7 @@ _LONGEST_ARGUMENT = 120_000  # Linux refuses single arguments over 128 KiB; a re
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",
-    "-oServerAliveInterval=5",  # a cut network is noticed after 30 seconds, as by the agents (`neox.launch.pulse`)
+    "-oServerAliveInterval=5",  # a cut network is noticed after 30 seconds, as by the agents (`neox.launch.connection`)
     "-oServerAliveCountMax=5",
 )
 

@@ -2,10 +2,10 @@
 
 `python -m neox.launch.node SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
 (`neox.launch.events`) to the head process. Nothing of a run outlives it: it kills the ranks when the first of them
-fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, or output that cannot be
-written, or no pulse), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks: those that
-answer (`acknowledge_stop`) have `stop_timeout` to save, those that neither answer nor end are killed after eight
-seconds. SIGUSR1 shows every rank's stacks.
+fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, output that cannot be
+written, a network that is cut), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks:
+those that answer (`acknowledge_stop`) have `stop_timeout` to save, those that neither answer nor end are killed after
+eight seconds. SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 from neox.errors import LaunchError, run_script
 from neox.launch.accelerators import count_accelerators
 from neox.launch.commands import deepspeed_launch
+from neox.launch.connection import follow_head, ssh_ports, unanswered
 from neox.launch.environment import child_environment
 from neox.launch.events import Event, LineBuffer, decode_event, encode_event, text_events
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signal_group
 from neox.launch.plain import PlainOutput
 from neox.launch.progress import Progress
-from neox.launch.pulse import follow_pulse
 from neox.launch.rendezvous import CPU_RANKS_VARIABLE, PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
@@ -138,7 +138,8 @@ class NodeAgent:
                 listener.listen(len(self.ranks) + 8)
                 self.selector.register(listener, selectors.EVENT_READ, ("listener", None))
                 if self.lifeline:
-                    follow_pulse(sys.stdin.fileno(), self.end_now)
+                    ports = ssh_ports(os.environ)
+                    follow_head(sys.stdin.fileno(), self.end_now, lambda: ports is not None and unanswered(ports))
                 for lock in break_stale_locks():
                     self.say(f"{self.host.name}: removed {lock}, left by a build whose process is gone")
                 self.launcher = subprocess.Popen(

@@ -173,18 +173,32 @@ def master_address(placement: Placement, request: Request) -> str:
 def master_port(placement: Placement, request: Request) -> int:
     """Port of the rendezvous: as asked, else one that is free here (on another machine: one that is likely free)."""
     asked = request.master_port
-    if not is_this_machine(placement.hosts[0].name):
-        return asked or random.SystemRandom().randint(20000, 32000)  # below Linux's ports for outgoing connections
+    here = is_this_machine(placement.hosts[0].name)
+    if asked:
+        problem = _binding_problem(asked) if here else None
+        if problem is not None:
+            raise LaunchError(
+                f"master_port {asked} is taken ({problem}): another run on this machine? "
+                "Leave master_port out for a free one"
+            )
+        return asked
+    # Below the ports of outgoing connections, one of which could take a port until rank 0 listens; and at random, so
+    # that runs that start together choose different ones.
+    for _ in range(100):
+        port = random.SystemRandom().randint(20000, 32000)
+        if not here or _binding_problem(port) is None:
+            return port
+    raise LaunchError("no free port between 20000 and 32000: set master_port")
+
+
+def _binding_problem(port: int) -> str | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", asked or 0))
+            probe.bind(("", port))
         except OSError as error:
-            raise LaunchError(
-                f"master_port {asked} is taken ({error.strerror}): another run on this machine? "
-                "Leave master_port out for a free one"
-            ) from None
-        return int(probe.getsockname()[1])
+            return error.strerror or str(error)
+    return None
 
 
 def code_root() -> Path:

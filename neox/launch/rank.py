@@ -36,8 +36,9 @@ class RankKeeper:
     def __init__(self, agent: socket.socket, rank: int, log_path: Path) -> None:
         self.agent, self.rank = agent, rank
         self.log: BinaryIO = open(log_path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
+        self.log_failed = False
         if log_path.stat().st_size:
-            self.log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+            self._write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.buffers: dict[str, LineBuffer] = {"out": LineBuffer(), "err": LineBuffer()}
         self.shown = {"out": 0, "err": 0}  # characters of an unfinished line that people have seen already
@@ -95,8 +96,18 @@ class RankKeeper:
             if not data:
                 self._lines(name, self.buffers[name].flush())
                 return False
-            self.log.write(data)
+            self._write(data)
             self._lines(name, self.buffers[name].feed(data))
+
+    def _write(self, data: bytes) -> None:
+        """Add to the log; a full disk costs the log, not the run."""
+        try:
+            self.log.write(data)
+        except OSError as error:
+            if not self.log_failed:
+                self.log_failed = True
+                text = f"[rank {self.rank}] its log cannot be written, the run goes on: {error}"
+                self.tell({"kind": "line", "stream": "err", "text": text, "more": False})
 
     def _lines(self, name: str, lines: list[str]) -> None:
         """Keep lines for a traceback; show rank 0's, and what other ranks marked as theirs."""

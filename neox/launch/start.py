@@ -80,7 +80,7 @@ def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
         signalling.append(subprocess.Popen(command, env=dict(environment), stdin=quiet, stdout=quiet, stderr=quiet))
 
     try:
-        return Supervisor(spec, [pdsh_launch(spec)], tell, over_network=True).run(environment)
+        return Supervisor(spec, [pdsh_launch(spec)], tell).run(environment)
     finally:
         for process in signalling:
             process.kill()

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
+from neox.launch.connection import LOST_SECONDS
 from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.lifeline import exit_status, parent_death_hook
 from neox.launch.progress import ANSWER_SECONDS
-from neox.launch.pulse import LOST_SECONDS, Pulse
 from neox.launch.spec import LaunchSpec
 from neox.launch.tracebacks import is_secondary
 
@@ -49,14 +49,8 @@ class _Failure:
 class Supervisor:
     """One run, seen from the head process."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        commands: Sequence[Sequence[str]],
-        tell_agents: Tell | None = None,
-        over_network: bool = False,  # agents hear a pulse on their standard input (`neox.launch.pulse`)
-    ) -> None:
-        self.spec, self.commands, self.over_network = spec, commands, over_network
+    def __init__(self, spec: LaunchSpec, commands: Sequence[Sequence[str]], tell_agents: Tell | None = None) -> None:
+        self.spec, self.commands = spec, commands
         self.tell_agents = tell_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
         self.buffers: dict[int, LineBuffer] = {}
@@ -79,8 +73,7 @@ class Supervisor:
             with selectors.DefaultSelector() as selector:
                 for command in self.commands:
                     self._start(list(command), selector, environment)
-                with self._pulse():
-                    self._watch(selector)
+                self._watch(selector)
         finally:
             self._end_all()
             for number, handler in previous.items():
@@ -103,10 +96,6 @@ class Supervisor:
             os.set_blocking(pipe.fileno(), False)
             self.buffers[pipe.fileno()] = LineBuffer()
             selector.register(pipe, selectors.EVENT_READ)
-
-    def _pulse(self) -> contextlib.AbstractContextManager[object]:
-        pipes = [process.stdin.fileno() for process in self.processes if process.stdin is not None]
-        return Pulse(pipes) if self.over_network else contextlib.nullcontext()
 
     # -- watching
 

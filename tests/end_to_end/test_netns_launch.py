@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,26 @@ def test_a_signal_and_a_stopped_rank(machines: TwoMachines, tmp_path: Path) -> N
     assert output.count("dummy.py") == 3
     assert "the process is stopped" in output
     wait_until_gone(machines, 2)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut(machines: TwoMachines, tmp_path: Path) -> None:
+    """No end of any connection arrives: both sides give up after 30 seconds."""
+    run = launch(machines, tmp_path)
+    run.wait_up(4, 90)
+    cut = time.monotonic()
+    cable = ["ip", "-n", machines.names[1], "link", "set", "eth0"]
+    subprocess.run([*cable, "down"], check=True)
+    try:
+        while [pid for pid in machines.pids() if "sshd: " not in command_line(pid)]:  # those wait for the network
+            assert time.monotonic() - cut < 45
+            time.sleep(0.1)
+        assert time.monotonic() - cut > 20  # a switch that restarts quickly ends nothing
+        assert f"error: lost {machines.hosts[1]}" in run.output(10)
+        assert run.process.returncode == 1
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    wait_until_gone(machines, 60)
 
 
 def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(LaunchError, match=f"master_port {port} is taken"):
             master_port(here, Request(master_port=port))
     assert master_port(here, Request(master_port=port)) == port
+    assert all(20000 <= master_port(here, Request()) <= 32000 for _ in range(20))  # not one for outgoing connections
 
 
 def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
