@@ -278,22 +278,25 @@ SIDES: dict[str, Callable[[Shape, argparse.Namespace, str, torch.device], Side]]
 }
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = clock()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def matmul_probe(dtype: str, device: torch.device) -> float:
+def matmul_probe(dtype: str, device: torch.device, clock: Callable[[], float]) -> float:
     """Return FLOP/s of a large square matmul by the fastest product this project knows, the median of several runs."""
     size, repeats = (8192, 20) if device.type == "cuda" else (1024, 4)
     a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
-    seconds_of(lambda: linear(a, b), device)
-    tries = [seconds_of(lambda: [linear(a, b) for _ in range(repeats)], device) for _ in range(3)]
+    seconds_of(lambda: linear(a, b), device, clock)
+    tries = [seconds_of(lambda: [linear(a, b) for _ in range(repeats)], device, clock) for _ in range(3)]
     return 2 * size**3 * repeats / statistics.median(tries)
 
 
@@ -327,6 +330,7 @@ def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> 
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Time all sides in turn; return one row of figures for each."""
     dtypes = args.dtype or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
+    clock = CLOCKS[args.clock]
     kinds = args.sides or (["model"] if device.type == "cuda" else list(SIDES))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -340,12 +344,12 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
     probes: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     for round_number in range(args.warmup + args.rounds):
         for _, side in sides:
-            taken = seconds_of(lambda s=side: losses.__setitem__(s.name, float(s.step())), device)
+            taken = seconds_of(lambda s=side: losses.__setitem__(s.name, float(s.step())), device, clock)
             if round_number >= args.warmup:
                 seconds[side.name].append(taken)
         if round_number >= args.warmup:
             for dtype in dtypes:
-                probes[dtype].append(matmul_probe(dtype, device))
+                probes[dtype].append(matmul_probe(dtype, device, clock))
     return [row_of(shape, args, device, dtype, side.name, seconds, losses, probes) for dtype, side in sides]
 
 
@@ -430,6 +434,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: processor seconds instead, for a machine that others use meanwhile; with --threads 1, since threads "
+        "that wait for each other use the processor too",
+    )
     parser.add_argument("--json", type=Path, help="write everything to this file too")
     args = parser.parse_args()
     if args.threads:
@@ -441,7 +452,9 @@ def main() -> None:
         micro_batch=args.micro_batch or shape.micro_batch,
         accumulation=args.accumulation or shape.accumulation,
     )
-    where = describe(device)
+    if args.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
+        parser.error("--clock cpu is for CPUs, with --threads 1")
+    where = {**describe(device), "clock": args.clock}
     rows = measure(shape, args, device)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
