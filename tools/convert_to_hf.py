@@ -43,9 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def saved_config(checkpoint: str) -> Path:
-    """The config that a checkpoint of ours carries."""
-    path = Path(checkpoint) / CONFIG
+    """The config that a checkpoint of ours carries, or that `convert_from_hf.py` wrote beside it."""
+    path, imported = Path(checkpoint) / CONFIG, Path(checkpoint).parent / "config.yml"
     if not path.is_file():
+        if imported.is_file():
+            return imported
         raise ConversionError(f"{path} does not exist (gpt-neox's checkpoints carry none): give --config_file")
     return path
 

@@ -41,9 +41,9 @@ def run(*command: str) -> None:
         except KeyboardInterrupt:
             continue
     if code != 0:
-        error = LaunchError(
-            f"`python {shlex.join(command)}` ended with exit code {code}; run `make quickstart` again to go on"
-        )
+        interrupted = code < 0 or code >= 128
+        again = "run `make quickstart` again" if interrupted else "with that put right, run `make quickstart` again"
+        error = LaunchError(f"`python {shlex.join(command)}` ended with exit code {code}; {again} to go on")
         error.exit_code = code if code > 0 else 128 - code
         raise error
 
