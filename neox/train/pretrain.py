@@ -17,6 +17,7 @@ from neox.parallel import ParallelGrid
 from neox.train.boards import TensorBoard, WandB
 from neox.train.callbacks import Callback
 from neox.train.metrics_file import LossPicture, MetricsFile
+from neox.train.stopping import ignore_signals
 from neox.train.terminal import TerminalLine
 from neox.train.trainer import Trainer
 
@@ -29,6 +30,9 @@ def pretrain(plan: RunPlan) -> int:
     engine = open_engine(plan, grid, device)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
+    if code:
+        # The first rank to be gone with such a status makes DeepSpeed's launcher end the others, who have done all too.
+        ignore_signals()
     leave()
     return code
 

@@ -44,3 +44,9 @@ class StopSignals:
         self.received = signal.Signals(signum)
         acknowledge_stop()  # the launcher leaves time to save to those who say this
         _log.warning("%s: ending after this step; once more ends at once", self.received.name)
+
+
+def ignore_signals() -> None:
+    """Ignore SIGTERM and SIGINT from here on: this process is about to end by itself, with an exit code of its own."""
+    for signum in _EXIT_CODES:
+        signal.signal(signum, signal.SIG_IGN)

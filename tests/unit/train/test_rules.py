@@ -11,7 +11,7 @@ from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.train.flops import flops_per_iteration
 from neox.train.nonfinite import NonFiniteRule
-from neox.train.stopping import StopSignals
+from neox.train.stopping import StopSignals, ignore_signals
 
 GOOD = StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
 
@@ -85,3 +85,14 @@ def test_flops_are_six_per_parameter_and_token_plus_attention():
     assert flops_per_iteration(p, recompute=False) == pytest.approx(tokens * (6 * matrices + attention))
     recomputed = tokens * (8 * layers * 12 * hidden**2 + attention * 4 / 3 + 6 * vocab * hidden)
     assert flops_per_iteration(plan(checkpoint_activations=True), recompute=True) == pytest.approx(recomputed)
+
+
+def test_a_process_that_is_about_to_end_ignores_signals():
+    former = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ignore_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
