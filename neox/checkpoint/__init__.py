@@ -1,6 +1,7 @@
 """Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
 
 from neox.checkpoint.finding import find_checkpoint, why_not_whole
+from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
 from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
@@ -15,7 +16,7 @@ from neox.checkpoint.names import (
     step_directory,
 )
 from neox.checkpoint.optimizer_forms import ORDER
-from neox.checkpoint.optimizer_state import OptimizerReader
+from neox.checkpoint.optimizer_state import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
 from neox.checkpoint.resharding import reshard
@@ -42,6 +43,7 @@ __all__ = [
     "LATEST",
     "MANIFEST",
     "ORDER",
+    "WRITER",
     "CheckpointReader",
     "FileRecord",
     "Manifest",
@@ -69,6 +71,7 @@ __all__ = [
     "record_share",
     "reshard",
     "save_file",
+    "saved_layout",
     "stage_directory",
     "staging_path",
     "step_directory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zipfile
 from pathlib import Path
 
@@ -57,7 +58,12 @@ def why_not_whole(path: Path, *, hashes: bool = True) -> list[str]:
     try:
         manifest = read_manifest(path)
         if manifest is not None:
-            return check_manifest(path, manifest, hashes=hashes)
+            started = time.perf_counter()
+            problems = check_manifest(path, manifest, hashes=hashes)
+            if hashes and not problems:
+                size, seconds = sum(r.size for r in manifest.files.values()) / 1e6, time.perf_counter() - started
+                _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, size, size / max(seconds, 1e-9))
+            return problems
         open_source(path)  # complete over tensor ranks?
         return _broken_archives(path, hashes)
     except CheckpointError as error:

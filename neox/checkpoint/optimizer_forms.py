@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from neox.checkpoint.names import canonical_parameter
 from neox.checkpoint.reading import load_file
 from neox.errors import CheckpointError
 
@@ -81,14 +82,21 @@ class WholeState:
         inner = state.get("optimizer_state_dict", state)
         numbers = [number for group in inner["param_groups"] for number in group["params"]]
         masters = [tensor for group in state["fp32_groups"] for tensor in group] if "fp32_groups" in state else None
-        self._state = {key: inner["state"][number] for key, number in zip(shapes, numbers, strict=True)}
+        self._shapes = shapes
+        self._state = {key: inner["state"].get(number, {}) for key, number in zip(shapes, numbers, strict=True)}
         self._masters = dict(zip(shapes, masters, strict=True)) if masters is not None else None
-        self.step = float(next(iter(self._state.values()))["step"])
+        self.step = adam_step(inner)
+        for key, saved in self._state.items():
+            if saved and tuple(saved["exp_avg"].shape) != tuple(shapes[key]):
+                raise CheckpointError(
+                    f"optimizer state of layer {key.layer} {key.name} has shape {list(saved['exp_avg'].shape)}, the "
+                    f"parameter {list(shapes[key])}: it belongs to another one; set no_load_optim"
+                )
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
         if kind != "fp32":
-            moment: Tensor = self._state[key][kind]
-            return moment
+            moment: Tensor | None = self._state[key].get(kind)
+            return torch.zeros(self._shapes[key]) if moment is None else moment
         return None if self._masters is None else self._masters[key]
 
 
@@ -107,7 +115,7 @@ class FlatPartitions:
                 for name, fragment in fragments.items():
                     piece = (rank, group, fragment.start, fragment.numel)
                     self._pieces.setdefault(parse_name(name), []).append(piece)
-        self.step = float(_moments(states[0])[0]["step"])
+        self.step = adam_step(states[0]["base_optimizer_state"])
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
         pieces = [
@@ -117,10 +125,8 @@ class FlatPartitions:
 
     def _flat(self, rank: int, group: int, kind: Kind) -> Tensor:
         state = self._states[rank]
-        flat: Tensor = (
-            state["single_partition_of_fp32_groups"][group] if kind == "fp32" else _moments(state)[group][kind]
-        )
-        return flat
+        fp32: Tensor = state["single_partition_of_fp32_groups"][group]
+        return fp32 if kind == "fp32" else _moment(state["base_optimizer_state"], group, kind, fp32)
 
 
 class ParameterPartitions:
@@ -138,7 +144,7 @@ class ParameterPartitions:
             flat = next(i for i, end in enumerate(ends) if position < end)
             self._where[key] = (flat, position - (ends[flat] - flats[flat]), part)
             position += part
-        self.step = float(states[0]["optimizer_state_dict"]["state"][0]["step"])
+        self.step = adam_step(states[0]["optimizer_state_dict"])
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
         flat, start, part = self._where[key]
@@ -147,22 +153,36 @@ class ParameterPartitions:
         return torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
 
     def _flat(self, state: Mapping[str, Any], flat: int, kind: Kind) -> Tensor:
-        found: Tensor = (
-            state["fp32_flat_groups"][flat] if kind == "fp32" else state["optimizer_state_dict"]["state"][flat][kind]
-        )
-        return found
+        fp32: Tensor = state["fp32_flat_groups"][flat]
+        return fp32 if kind == "fp32" else _moment(state["optimizer_state_dict"], flat, kind, fp32)
 
 
 def parse_name(name: str) -> Key:
     """Layer and name of a parameter as DeepSpeed's modules name it (`sequential.3.x`, `3.x`, `tied_modules.T.x`)."""
     if match := _TIED.match(name):
-        return Key(0, match[1])
+        return Key(0, canonical_parameter(match[1]))
     match = _NAME.match(name)
     if match is None:
         raise CheckpointError(f"optimizer state names a parameter {name!r} that no layer has")
-    return Key(int(match[1]), match[2])
+    return Key(int(match[1]), canonical_parameter(match[2]))
 
 
-def _moments(state: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
-    found: Mapping[int, Mapping[str, Any]] = state["base_optimizer_state"]["state"]
-    return found
+def adam_step(state: Mapping[str, Any]) -> float:
+    """Adam's counter in an optimizer's state dict. torch counts by parameter, DeepSpeed's own Adam by group or, in
+    some versions, by whatever parameter comes last: the largest is the true one; 0 before the first step.
+
+    Raises CheckpointError.
+    """
+    holders = [*state["state"].values(), *state.get("param_groups", ())]
+    steps = [float(holder["step"]) for holder in holders if "step" in holder]
+    if not state["state"]:
+        return 0.0
+    if not steps:
+        raise CheckpointError("the optimizer's state does not say how many steps it has taken; set no_load_optim")
+    return max(steps)
+
+
+def _moment(state: Mapping[str, Any], number: int, kind: Kind, fp32: Tensor) -> Tensor:
+    """A moment of the tensor of that number; zero before the first step, when there is none yet."""
+    found: Tensor | None = state["state"].get(number, {}).get(kind)
+    return torch.zeros_like(fp32) if found is None else found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
 from neox.checkpoint.joining import VOCABULARY, fit_vocabulary, join_range, joined_shape, shard, shard_range
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
-from neox.checkpoint.optimizer_forms import Key, Kind, StageState, open_stage, read_order
+from neox.checkpoint.optimizer_forms import Key, Kind, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
 from neox.config import LayerPlan, ParameterSpec
@@ -19,7 +20,7 @@ from neox.errors import CheckpointError
 
 
 class OptimizerReader:
-    """The optimizer's state of a checkpoint that this program wrote, readable at any degrees.
+    """The optimizer's state of a checkpoint that this program or gpt-neox wrote, readable at any degrees.
 
     layers: the model that reads. Raises CheckpointError when there is no optimizer state, or a file is missing.
 
@@ -32,14 +33,12 @@ class OptimizerReader:
         self.layers = layers
         self._weights = CheckpointReader(path, layers)
         self.client_state = self._weights.client_state
-        layout = self.client_state.get("layout")
-        if not isinstance(layout, Mapping):
-            raise CheckpointError(f"{path}: its optimizer state was not written by this program")
-        self.layout: Mapping[str, Any] = layout
+        self.layout = saved_layout(path, self.client_state)
+        self._by_gpt_neox = WRITER in self.layout
         self._place: dict[Key, int] = {}
         self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)
-        self.scaler = _scaler(path) if layout["precision"] == "fp16" else None
+        self.scaler = _scaler(path) if self.layout["precision"] == "fp16" else None
 
     def full(self, index: int, name: str, kind: Kind) -> Tensor:
         """The whole parameter's fp32 weights or moment, the vocabulary fitted to the plan's padding."""
@@ -70,7 +69,12 @@ class OptimizerReader:
         if key not in self._place:
             raise CheckpointError(f"{self.path}: no optimizer state for layer {key.layer} {key.name}")
         parts = [stage.get(key, kind) for stage in self._stages[self._place[key]]]
-        return None if parts[0] is None else [part for part in parts if part is not None]
+        if parts[0] is None:
+            return None
+        found = [part for part in parts if part is not None]
+        if self._by_gpt_neox and kind == "fp32" and len(found) > 1 and self._spec(*key).summed_in_neox:
+            return [torch.stack(found).sum(0)]  # each rank owns a bias there; their gradients, and moments, are equal
+        return found
 
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)
@@ -85,17 +89,35 @@ class OptimizerReader:
             for tp_rank in range(mp):
                 file = clients[stage * mp + tp_rank]
                 client = load_file(file)
-                shapes = {key: self._stored_shape(key, mp) for key in read_order(file, client)}
-                ranks.append(open_stage(file, client, divided.get(stage * mp + tp_rank, []), shapes))
+                parts = divided.get(stage * mp + tp_rank, [])
+                order = self._gpt_neox_order(stage, parts) if self._by_gpt_neox else read_order(file, client)
+                shapes = {key: self._stored_shape(key, mp) for key in order}
+                ranks.append(open_stage(file, client, parts, shapes))
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
                 self._place.setdefault(key, stage)
         return stages
 
+    def _gpt_neox_order(self, stage: int, files: Sequence[Path]) -> list[Key]:
+        if files:
+            states = [load_file(file)["optimizer_state_dict"] for file in files]
+            return [parse_name(name) for name in divided_keys(files[0], states)]
+        pp, mp = int(self.layout["pp"]), int(self.layout["mp"])
+        return stage_order(self.path, stage, group_counts(self.path, pp, mp), self._weights)
+
     def _stored_shape(self, key: Key, tp_size: int) -> tuple[int, ...]:
         if key.name in VOCABULARY:  # may be padded otherwise than the plan's
             return tuple(self._weights.parts(*key)[0].shape)
         return self._spec(*key).shard_shape(tp_size)
+
+
+def saved_layout(path: Path, client_state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The layout that a checkpoint's optimizer state was written in; gpt-neox's files do not store it as such.
+
+    Raises CheckpointError for a state that cannot be read.
+    """
+    layout = client_state.get("layout")
+    return layout if isinstance(layout, Mapping) else gpt_neox_layout(path)
 
 
 def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from neox.checkpoint import (
+    WRITER,
     CheckpointReader,
     check_same_model,
     checkpoint_directories,
@@ -19,6 +20,7 @@ from neox.checkpoint import (
     load_file,
     mp_rank_file,
     padding_note,
+    saved_layout,
 )
 from neox.config import RunPlan
 from neox.engine.agreement import all_succeeded, from_first_rank
@@ -111,7 +113,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts anew at iteration %d", reader.iteration)
         return Start(path, reader.iteration)
-    changed = _changed_layout(plan, path, reader.client_state.get("layout"))
+    changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if changed:
         _log.info("the checkpoint was saved with another layout: %s", ", ".join(f"{k} {v}" for k, v in changed.items()))
     return Start(path, reader.iteration, with_optimizer=True, changed=changed)
@@ -122,18 +124,11 @@ def _holds_nothing(load: Path) -> bool:
     return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
 
 
-def _changed_layout(plan: RunPlan, path: Path, saved: Any) -> dict[str, str]:
-    """What differs between the saved layout and this run's: `saved -> here` by name, empty if they are the same.
-
-    Raises CheckpointError for an optimizer state that this program did not write.
-    """
-    if not isinstance(saved, dict):
-        raise CheckpointError(
-            f"{path}: its optimizer state was not written by this program; "
-            "set finetune (weights, iteration 0) or no_load_optim (weights and iteration, a new optimizer)"
-        )
-    here = layout_of(plan)
-    return {key: f"{saved.get(key)} -> {here[key]}" for key in here if saved.get(key) != here[key]}
+def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between the saved layout and this run's: `saved -> here` by name, empty if they are the same."""
+    here = {WRITER: "neox", **layout_of(plan)}
+    there = {WRITER: "neox", **saved}
+    return {key: f"{there.get(key)} -> {here[key]}" for key in here if there.get(key) != here[key]}
 
 
 def read_optimizer(engine: Engine, path: Path) -> None:

@@ -37,8 +37,11 @@ def golden_plan(name, directory):
     return resolve(config, flat["global_num_gpus"], size)
 
 
-def train_and_compute_logits(plan, tokens):
-    """Train as planned; return the logits of `tokens` afterwards (of the last stage's tensor rank 0, else None)."""
+def train_and_compute_logits(plan, tokens, go_on=None):
+    """Train as planned; return the logits of `tokens` afterwards (of the last stage's tensor rank 0, else None).
+
+    go_on: a plan that resumes gpt-neox's own checkpoint of the end; further steps must be the same under both.
+    """
     from neox.data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
     from neox.parallel import gather_last_dim
@@ -59,8 +62,17 @@ def train_and_compute_logits(plan, tokens):
         x = module(x)
         if grid.pp_rank < grid.pp_size - 1:
             dist.send(x, grid.rank + grid.dp_size * grid.tp_size)
-            return None
-        return gather_last_dim(x, grid).numpy()
+    if go_on is not None:
+        resumed = open_engine(go_on, grid, device)
+        assert resumed.iteration == engine.iteration == 30
+        batches = build_data_iterators(go_on, grid.dp_rank, 30).train
+        ours = [engine.train_batch(data.train) for _ in range(3)]
+        theirs = [resumed.train_batch(batches) for _ in range(3)]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=2e-6)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+            assert one.lr == other.lr
+    return gather_last_dim(x, grid).numpy() if grid.pp_rank == grid.pp_size - 1 else None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -68,7 +80,10 @@ def test_losses_evaluations_and_logits(name, tmp_path):
     shutil.copytree(GOLDEN / "data", tmp_path / "data")
     recorded = json.loads((GOLDEN / "loss_curves.json").read_text())[name]
     stored = np.load(GOLDEN / name / "logits_step30.npz")
-    answers = run_ranks(LAYOUTS[name], train_and_compute_logits, golden_plan(name, tmp_path), stored["tokens"])
+    plan, keeps_adam = golden_plan(name, tmp_path), name == "v2_pp2_mp1_dp1_fp32"
+    further = {"load": str(GOLDEN / name / "global_step30"), "finetune": False, "log_dir": None}
+    go_on = resolve(NeoXConfig.from_flat({**plan.config.to_flat(), **further}), plan.grid.world, plan.vocab_size)
+    answers = run_ranks(LAYOUTS[name], train_and_compute_logits, plan, stored["tokens"], go_on if keeps_adam else None)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     losses = {line["iteration"]: line["train/lm_loss"] for line in lines if "train/lm_loss" in line}
     assert list(losses) == list(range(1, 31))

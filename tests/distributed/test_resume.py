@@ -1,11 +1,14 @@
 """Saving and resuming: bit for bit in the same layout, refused with reasons in another, weights alone in any."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
-from neox.checkpoint import CheckpointReader, find_checkpoint
+from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
+from neox.checkpoint.gpt_neox_optimizer import divided_keys
+from neox.engine.file_writer import snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
@@ -116,18 +119,58 @@ def test_weights_alone(tmp_path):
     assert finetuned[2] == pytest.approx(loss, rel=1e-5)
 
 
-def test_an_optimizer_state_of_another_program_is_refused_with_ways_out(tmp_path):
+def save_trained(plans):
+    """Take a step under each plan and save."""
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        engine.train_batch(batches(plan, grid.dp_rank))
+        save_checkpoint(engine, plan.config.checkpoint.save)
+
+
+def as_gpt_neox_writes(path, **changed):
+    """Take out of a checkpoint what gpt-neox's do not have, and change what else the client states hold."""
+    (path / "manifest.json").unlink()
+    for file in path.glob("mp_rank_*"):
+        state = {key: value for key, value in load_file(file).items() if key not in ("layout", ORDER)}
+        file.unlink()  # still mapped
+        save_file(file, snapshot({**state, **changed}))
+
+
+def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
+    """The forms in which gpt-neox's DeepSpeed writes them: without ZeRO, and cut over data ranks."""
     from neox.engine.loading import choose_start
 
-    plan = tiny_plan(1, save=str(tmp_path))
-    run_ranks(1, save_initial, [plan])
-    path = tmp_path / "global_step0" / "mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=True)
-    del state["layout"]
-    torch.save(state, path)
-    (path.parent / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"not written by this program.*finetune.*no_load_optim"):
-        choose_start(tiny_plan(1, load=str(tmp_path)))
+    layouts = [{"pp": 2, "zero": 0}, {"zero": 1, **BF16}, {"mp": 2, "zero": 1, **FP16}, {"pp": 2, "zero": 1}]
+    layouts += [{"zero": 1, "no_save_optim": True}]
+    plans = [tiny_plan(2, save=str(tmp_path / str(n)), **layout) for n, layout in enumerate(layouts)]
+    run_ranks(2, save_trained, plans)
+    for n, plan in enumerate(plans[:4]):
+        ours = find_checkpoint(tmp_path / str(n))
+        theirs = shutil.copytree(ours, tmp_path / f"{n}-theirs" / ours.name)
+        as_gpt_neox_writes(theirs)
+        one, two = OptimizerReader(ours, plan.layers), OptimizerReader(theirs, plan.layers)
+        assert (one.step, one.scaler) == (two.step, two.scaler)
+        assert two.layout == {**{key: one.layout[key] for key in two.layout if key != WRITER}, WRITER: "gpt-neox"}
+        for layer in plan.layers.weight_layers:
+            for spec in layer.parameters:
+                for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+                    assert torch.equal(one.full(layer.index, spec.name, kind), two.full(layer.index, spec.name, kind))
+        start = choose_start(tiny_plan(2, load=str(theirs.parent)))
+        assert start.changed[WRITER] == "gpt-neox -> neox"
+
+    theirs = find_checkpoint(shutil.copytree(tmp_path / "0", tmp_path / "0-refused"))
+    as_gpt_neox_writes(theirs, optimizer=None)
+    with pytest.raises(CheckpointError, match=r"no optimizer state.*finetune.*no_load_optim"):
+        choose_start(tiny_plan(2, load=str(theirs.parent)))
+    with pytest.raises(CheckpointError, match=r"before 0\.7.*no_load_optim"):
+        divided_keys(theirs, [{"base_optimizer_state": []}])
+    bare = find_checkpoint(tmp_path / "4")
+    assert not list(bare.glob("*optim_states.pt"))
+    with pytest.raises(CheckpointError, match=r"without the optimizer's state \(no_save_optim\); set no_load_optim"):
+        OptimizerReader(bare, plans[4].layers)
 
 
 def test_where_nothing_is_to_load(tmp_path):
