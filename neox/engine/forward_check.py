@@ -57,9 +57,7 @@ def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:
     file = path / FILE
     if not file.is_file():
         if engine.grid.rank == 0:
-            _log.warning(
-                "%s holds no logits: it was saved without checkpoint_validation_with_forward_pass", path
-            )
+            _log.warning("%s holds no logits: it was saved without checkpoint_validation_with_forward_pass", path)
         return
     if logits is None:
         return
