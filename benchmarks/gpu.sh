@@ -54,6 +54,11 @@ for shape in "${shapes[@]}"; do
     run "train-$shape-compile" "${bench[@]}" --compile --json "$out/train-$shape-compile.json"
     run "train-$shape-compile-cudnn" "${bench[@]}" --compile --cudnn --json "$out/train-$shape-compile-cudnn.json"
 done
+# The engine as a user gets it, alone in its process: its speed, and its peak memory beside what the plan predicts.
+run train-1.3B-engine "$python" benchmarks/train.py --shape 1.3B --sides neox --rounds "$rounds" \
+    --json "$out/train-1.3B-engine.json"
+run train-1.3B-engine-recompute "$python" benchmarks/train.py --shape 1.3B --sides neox --recompute --rounds "$rounds" \
+    --json "$out/train-1.3B-engine-recompute.json"
 run train-1.3B-fused "$python" benchmarks/train.py --shape 1.3B --attention fused --micro-batch 4 --rounds "$rounds" \
     --json "$out/train-1.3B-fused.json"
 echo "results: $out"

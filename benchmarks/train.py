@@ -363,7 +363,8 @@ def row_of(
     losses: dict[str, float],
     probes: dict[str, list[float]],
 ) -> dict[str, Any]:
-    layers = make_plan(shape, args, dtype).layers
+    plan = make_plan(shape, args, dtype)
+    layers = plan.layers
     multiplied = layers.numel - layers.padded_vocab_size * layers.hidden_size
     per_token = 6 * multiplied + 12 * shape.layers * shape.seq * shape.hidden
     tokens = shape.micro_batch * shape.accumulation * shape.seq
@@ -397,6 +398,7 @@ def row_of(
         "recompute": args.recompute,
         "gradient_accumulation_dtype": "fp32" if name == "neox bf16" else dtype,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "predicted_memory_bytes": plan.memory.total if name.startswith("neox") else None,
     }
 
 
@@ -470,6 +472,7 @@ def main() -> None:
             f"  MFU {100 * row['mfu']:5.1f} %  of probe {row['of_probe']:.2f}"
             + (f"  {compared:.2f} x transformers fp32" if compared else "")
             + (f"  {memory / 2**30:.1f} GiB" if memory else "")
+            + (f" (plan: {row['predicted_memory_bytes'] / 2**30:.1f})" if row["predicted_memory_bytes"] else "")
         )
 
 
