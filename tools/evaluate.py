@@ -22,6 +22,7 @@ from neox.engine.distributed import initialize_distributed
 from neox.errors import run_script
 from neox.evaluation import (
     TaskResult,
+    check_tasks,
     check_writable,
     evaluate_tasks,
     flat_metrics,
@@ -64,13 +65,14 @@ def main() -> None:
     setup_logging()
     plan = plan_from_arguments(args)
     keys = plan.config.generation
-    parse_tasks(keys.eval_tasks or ())  # before the model is loaded
+    parse_tasks(keys.eval_tasks or ())  # before ranks meet
     tokenizer = tokenizer_of(plan.config)
     checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     if grid.rank == 0:
         check_writable(keys.eval_results_prefix)
+        check_tasks(keys.eval_tasks or ())  # takes seconds for the harness's names, but the model may take minutes
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:
@@ -82,8 +84,8 @@ def main() -> None:
             "config": plan.config.to_flat(),
         }
         path = write_results(keys.eval_results_prefix, results, about, datetime.now())
+        print(f"{format_table(results)}\n\nresults in {path}", flush=True)  # a board that fails costs no scores
         show_on_boards(plan, results, iteration)
-        print(f"{format_table(results)}\n\nresults in {path}")
 
 
 if __name__ == "__main__":

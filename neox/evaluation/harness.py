@@ -20,21 +20,18 @@ from neox.log import get_logger
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
 
 _log = get_logger(__name__)
 _DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that name no maximum
 
 
-def harness_tasks(
-    names: Sequence[str], scoring: Scoring, *, num_fewshot: int | None = None, limit: int | None = None
-) -> list[TaskResult]:
-    """Evaluate tasks by the harness's names, or by YAML files of tasks; all ranks together.
+def open_tasks(names: Sequence[str]) -> TaskManager:
+    """Return the harness's list of tasks, with all of `names` (or YAML files of tasks) in it.
 
-    num_fewshot: examples before each question, None for what the task says. limit: examples of each task.
     Raises EvaluationError when the package is missing or a task is unknown.
     """
     require_harness()
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
@@ -42,6 +39,23 @@ def harness_tasks(
     # Looking through the harness's thousands of own tasks takes seconds.
     manager = TaskManager(include_defaults=len(files) < len(names))
     check_names(names, manager)
+    return manager
+
+
+def harness_tasks(
+    names: Sequence[str],
+    manager: TaskManager,
+    scoring: Scoring,
+    *,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> list[TaskResult]:
+    """Evaluate tasks that `open_tasks` has found; all ranks together.
+
+    num_fewshot: examples before each question, None for what the task says. limit: examples of each task.
+    """
+    from lm_eval import simple_evaluate
+
     found = simple_evaluate(
         model=harness_model(scoring),
         tasks=list(names),

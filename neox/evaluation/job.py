@@ -9,7 +9,7 @@ from pathlib import Path
 
 from neox.config import NeoXConfig
 from neox.errors import EvaluationError
-from neox.evaluation.harness import harness_tasks, require_harness
+from neox.evaluation.harness import harness_tasks, open_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import Scoring, corpus_perplexity, wikitext
 from neox.evaluation.result import TaskResult
@@ -53,6 +53,13 @@ def parse_tasks(tasks: Sequence[str]) -> tuple[list[OwnTask], list[str]]:
     return named, [kind for kind, equals, _ in pairs if not equals]
 
 
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raise EvaluationError for tasks (as in `eval_tasks`) that do not exist, without a model."""
+    _, names = parse_tasks(tasks)
+    if names:
+        open_tasks(names)
+
+
 def evaluate_tasks(
     tasks: Sequence[str], model: ScoringModel, tokenizer: Tokenizer, grid: ParallelGrid, config: NeoXConfig
 ) -> list[TaskResult]:
@@ -61,16 +68,15 @@ def evaluate_tasks(
     Windows are `seq_length` long. Raises EvaluationError for tasks that do not exist before anything is scored.
     """
     own, names = parse_tasks(tasks)
-    if names:
-        require_harness()
+    manager = open_tasks(names) if names else None
     keys = config.generation
     assert config.model.seq_length
     scoring = Scoring(
         model, tokenizer, grid, config.model.seq_length, stride=keys.eval_stride, batch_size=keys.generation_batch_size
     )
     results = [_KINDS[task.kind](task.path, scoring, task.name) for task in own]
-    if names:
-        results += harness_tasks(names, scoring, num_fewshot=keys.eval_num_fewshot, limit=keys.eval_limit)
+    if manager is not None:
+        results += harness_tasks(names, manager, scoring, num_fewshot=keys.eval_num_fewshot, limit=keys.eval_limit)
     return results
 
 

@@ -1,5 +1,6 @@
-"""Generation and scores on several ranks equal those of one process; no rank waits for another that has left."""
+"""Generation and every score on several ranks equal those of one process; no rank waits for another that has left."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from neox.config import load_config, resolve
+from neox.evaluation import evaluate_tasks, flat_metrics
 from neox.generation import SamplingParams, generate_all, load_model
 from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
@@ -18,10 +20,27 @@ PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "one two three", 
 SETTINGS = ({}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"num_beams": 3})
 
 
-def outputs(pp: int, dp: int, tp: int, **changes: str) -> list:
+def write_texts(directory: Path) -> list[str]:
+    """Write texts in wikitext's, LAMBADA's and a corpus's form; return them as evaluation tasks."""
+    (directory / "wiki.raw").write_text("The old man , it 's well @-@ known , walked 3 @,@ 000 miles .\n" * 16)
+    passages = ["He said hello to the old man", "Nothing is as it was before", "a b c d", "def main(self): return self"]
+    (directory / "l.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+    return [
+        f"wikitext={directory / 'wiki.raw'}",
+        f"lambada={directory / 'l.jsonl'}",
+        f"perplexity={directory / 'l.jsonl'}",
+    ]
+
+
+def outputs(tasks: list[str], pp: int, dp: int, tp: int) -> list:
     """Generate and score with these degrees; called by every rank."""
     tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
-    degrees = {"pipe_parallel_size": pp, "model_parallel_size": tp, "global_num_gpus": pp * dp * tp, **changes}
+    degrees = {
+        "eval_stride": 24,
+        "pipe_parallel_size": pp,
+        "model_parallel_size": tp,
+        "global_num_gpus": pp * dp * tp,
+    }
     overrides = [f"{key}={value}" for key, value in degrees.items()]
     plan = resolve(
         load_config([GOLDEN / NAME / f"{NAME}.yml"], overrides=overrides), pp * dp * tp, tokenizer.vocab_size
@@ -34,19 +53,23 @@ def outputs(pp: int, dp: int, tp: int, **changes: str) -> list:
         results.append([c.tokens for c in generate_all(model, PROMPTS, params, tokenizer, grid, batch_size=3)])
     tokens = torch.tensor([[5, 9, 400, 27, 3], [1, 1, 2, 800, 999]])
     scores, top = model.score(tokens[:, :-1], tokens[:, 1:])
-    return [results, scores.tolist(), top.tolist()]
+    metrics = flat_metrics(evaluate_tasks(tasks, model, tokenizer, grid, plan.config))
+    return [results, scores.tolist(), top.tolist(), metrics]
 
 
-def several_layouts(layouts: list) -> list:
-    return [outputs(*layout) for layout in layouts]
+def several_layouts(tasks: list[str], layouts: list) -> list:
+    return [outputs(tasks, *layout) for layout in layouts]
 
 
 @pytest.mark.parametrize("layouts", [[(2, 1, 1), (1, 1, 2), (1, 2, 1)], [(2, 1, 2), (1, 2, 2)]])
-def test_every_layout_gives_the_text_and_scores_of_one_process(layouts):
-    texts, scores, top = outputs(1, 1, 1)
+def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, tmp_path):
+    tasks = write_texts(tmp_path)
+    texts, scores, top, metrics = outputs(tasks, 1, 1, 1)
+    assert len(metrics) == 11
     world = layouts[0][0] * layouts[0][1] * layouts[0][2]
-    for answers in run_ranks(world, several_layouts, layouts):
-        for layout, (their_texts, their_scores, their_top) in zip(layouts, answers, strict=True):
+    for answers in run_ranks(world, several_layouts, tasks, layouts):
+        for layout, (their_texts, their_scores, their_top, their_metrics) in zip(layouts, answers, strict=True):
             assert their_texts == texts, layout
             assert torch.allclose(torch.tensor(their_scores), torch.tensor(scores), atol=1e-5), layout
             assert their_top == top, layout
+            assert their_metrics == pytest.approx(metrics, rel=1e-5), layout

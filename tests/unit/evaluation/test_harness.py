@@ -9,7 +9,7 @@ import torch
 from neox.config import load_config, resolve
 from neox.convert import to_hf
 from neox.errors import EvaluationError
-from neox.evaluation import Scoring, harness_tasks
+from neox.evaluation import Scoring, evaluate_tasks, harness_tasks, open_tasks
 from neox.evaluation.harness import check_names, full_windows, sampling_params
 from neox.generation import SamplingParams, load_model, one_process
 from neox.parallel import ParallelGrid
@@ -86,7 +86,7 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
     from lm_eval.models.huggingface import HFLM
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    ours = {result.task: result for result in harness_tasks(tasks, scoring)}
+    ours = {result.task: result for result in harness_tasks(tasks, open_tasks(tasks), scoring)}
     to_hf(
         GOLDEN / NAME / "global_step30",
         load_config([GOLDEN / NAME / f"{NAME}.yml"]),
@@ -107,7 +107,7 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
                 assert ours[task].metrics[name] == pytest.approx(metrics[f"{name},none"], rel=1e-4), (task, name)
         assert ours[task].counts == {"examples": 3}
     assert ours["local_rolling"].metrics["word_perplexity"] > 1
-    limited = harness_tasks(tasks[:1], scoring, limit=2)
+    limited = harness_tasks(tasks[:1], open_tasks(tasks[:1]), scoring, limit=2)
     assert limited[0].counts == {"examples": 2}
 
 
@@ -118,11 +118,24 @@ class Manager:
         return [name for name in names if name == "arc_easy"]
 
 
-def test_unknown_tasks_are_named(scoring):
+def test_unknown_tasks_are_named():
     with pytest.raises(EvaluationError, match=r"'no_such_task' is unknown.*'nor_this'.*lm-eval ls tasks"):
         check_names(["no_such_task", "nor_this", "arc_easy"], Manager())
     with pytest.raises(EvaluationError, match=r"task file none\.yaml does not exist"):
-        harness_tasks(["none.yaml"], scoring)
+        open_tasks(["none.yaml"])
+
+
+def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
+    config = one_process(load_config([GOLDEN / NAME / f"{NAME}.yml"]))
+    with pytest.raises(EvaluationError, match=r"none\.yaml does not exist"):
+        evaluate_tasks(
+            [f"perplexity={tmp_path / 'text.jsonl'}", "none.yaml"],
+            None,  # no model is asked
+            scoring.tokenizer,
+            scoring.grid,
+            config,
+        )
 
 
 def test_generation_settings_of_tasks():
