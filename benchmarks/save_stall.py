@@ -2,7 +2,7 @@
 
     benchmarks/save_stall.py [--ranks 2] [--saves 3] [--dir DIRECTORY]
 
-A model of 98 million parameters in fp32 with AdamW, ZeRO 1 over the data ranks: 1.2 GB a checkpoint. Both kinds of save
+A model of 98 million parameters in fp32 with AdamW, ZeRO 1 over the data ranks: 1.6 GB a checkpoint. Both kinds of save
 take turns in one run, and a step of training follows each. Prints the stall, the time until the commit, and the size.
 """
 
