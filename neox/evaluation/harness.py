@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from neox.errors import EvaluationError
 from neox.evaluation.lambada import fit
 from neox.evaluation.perplexity import Scoring
@@ -16,6 +18,7 @@ from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import Span, windows
 from neox.generation import Completion, SamplingParams, generate, over_replicas
 from neox.log import get_logger
+from neox.parallel import ParallelGrid
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -65,8 +68,16 @@ def harness_tasks(
         bootstrap_iters=0,
         log_samples=False,
     )
-    assert found is not None, "the harness answers on its own rank 0, and every rank of ours is one"
-    return results_of(found)
+    return from_first_rank(None if found is None else results_of(found), scoring.grid)
+
+
+def from_first_rank(results: list[TaskResult] | None, grid: ParallelGrid) -> list[TaskResult]:
+    """Return rank 0's results on every rank: the harness answers only where LOCAL_RANK is 0."""
+    box = [results]
+    if grid.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
 
 
 def require_harness() -> None:

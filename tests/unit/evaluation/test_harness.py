@@ -9,11 +9,12 @@ import torch
 from neox.config import load_config, resolve
 from neox.convert import to_hf
 from neox.errors import EvaluationError
-from neox.evaluation import Scoring, evaluate_tasks, harness_tasks, open_tasks
-from neox.evaluation.harness import check_names, full_windows, sampling_params
+from neox.evaluation import Scoring, TaskResult, evaluate_tasks, harness_tasks, open_tasks
+from neox.evaluation.harness import check_names, from_first_rank, full_windows, sampling_params
 from neox.generation import SamplingParams, load_model, one_process
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import run_ranks
 
 pytest.importorskip("lm_eval", reason="lm-eval (requirements/requirements-eval.txt) is not installed")
 
@@ -155,3 +156,14 @@ def test_the_last_window_reaches_back():
         ((4, 5, 6, 7, 8), 1),
         ((5, 6, 7, 8, 9), 4),
     ]
+
+
+def answers_of_ranks() -> list:
+    """Ask for rank 0's results as a rank does for which the harness has none; called by every rank."""
+    grid = ParallelGrid.build(Topology(1, 2, 1))
+    own = [TaskResult("choice", {"acc": 0.5})] if grid.rank == 0 else None
+    return from_first_rank(own, grid)
+
+
+def test_ranks_to_which_the_harness_gives_no_results_get_the_first_ones():
+    assert run_ranks(2, answers_of_ranks) == [[TaskResult("choice", {"acc": 0.5})]] * 2
