@@ -108,6 +108,7 @@ def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, t
     __import__("wandb").teardown()  # a resume is another process
     (logs / "wandb").rename(logs / "wandb-first")  # whose directories are named by id and a second that may be the same
     run(WandB(asked), [2.5], resumed_from=2)
+    __import__("wandb").teardown()  # waits for what wandb's own process still has to write
     assert (logs / WANDB_RUN_ID_FILE).read_text().strip() == run_id
     directories = [*(logs / "wandb-first").glob("offline-run-*"), *(logs / "wandb").glob("offline-run-*")]
     rows, runs = [], []
