@@ -42,6 +42,7 @@ OWN = frozenset(
     {
         "async_save",
         "checkpoint_verify",
+        "compile_layers",
         "eval_limit",
         "eval_num_fewshot",
         "eval_stride",
@@ -58,6 +59,7 @@ OWN = frozenset(
         "num_beams",
         "num_return_sequences",
         "repetition_penalty",
+        "reset_attention_mask",
         "ssh_port",
         "stop_strings",
         "stop_timeout",

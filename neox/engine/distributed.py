@@ -34,7 +34,9 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     check_deepspeed(deepspeed.__version__)
     keys = plan.config.deepspeed
     let_deepspeed_speak(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
+    given = set(os.environ)
     world = _complete_environment()
+    invented = {"MASTER_ADDR", "MASTER_PORT"} - given
     if world != plan.grid.world:
         raise LaunchError(
             f"{world} ranks were started, the plan was made for {plan.grid.world} "
@@ -51,6 +53,8 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
     else:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    for name in invented:  # a child process must not take this process's port for its own
+        os.environ.pop(name, None)
     grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
     return grid, device
 

@@ -277,7 +277,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(as_lines(documents(6000)))
+    path.write_bytes(as_lines(documents(24000)))
     tool = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path), "--output-prefix", str(tmp_path / "out")]
     tool += ["--tokenizer-type", "HFTokenizer", "--vocab", VOCAB, "--append-eod", "--workers", "1"]
     command = [sys.executable, "-c", SIGNALLED, str(int(number)), *tool]
