@@ -76,7 +76,6 @@ def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None
     assert "rank 0 on localhost does not answer the signal: killed" in output
     assert stuck.process.returncode == 128 + signal.SIGTERM
     output = answering.output(60)
-    assert time.monotonic() - asked > 9
     assert answering.process.returncode == 0, output
     assert "[rank 1] saved" in output
     for run in runs:
