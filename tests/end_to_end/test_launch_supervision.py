@@ -56,9 +56,7 @@ def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[Laun
 def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     """What a signal ends, and in which time: ranks that save, that take long but answer, that are stuck."""
     cases = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 0}  # as the ranks, which train.py ends so
-    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and so would the runs
     saving = [LaunchedRun(tmp_path, NEOX_DUMMY="save") for _ in cases]
-    signal.signal(signal.SIGHUP, inherited)
     answering, stuck = LaunchedRun(tmp_path, NEOX_DUMMY="answer"), LaunchedRun(tmp_path, NEOX_DUMMY="stubborn")
     runs += [*saving, answering, stuck]
     for run, signum in zip(runs, [*cases, signal.SIGTERM, signal.SIGTERM], strict=True):
