@@ -88,8 +88,12 @@ def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def run(worlds: list[int], steps: int, directory: Path) -> dict[tuple[str, str], float]:
-    """(saved, loading) -> largest relative difference of a loss."""
+Pairs = dict[tuple[str, str], float]
+"""(saved, loading) -> largest relative difference of a loss."""
+
+
+def run(worlds: list[int], steps: int, directory: Path, out: Path | None = None) -> Pairs:
+    """All pairs; those that `out` holds already are not run again."""
     layouts = [layout for world in worlds for layout in layouts_of(world)]
     saves = {name(layout): str(directory / str(number)) for number, layout in enumerate(layouts)}
     expected: dict[str, list[float]] = {}
@@ -98,14 +102,34 @@ def run(worlds: list[int], steps: int, directory: Path) -> dict[tuple[str, str],
         expected |= dict(
             zip(map(name, some), run_ranks(world, save_and_go_on, plans, steps, timeout=1200)[0], strict=True)
         )
-    found = {}
-    for world, some in _portions(layouts, worlds):
+    found = read_pairs(out, steps)
+    done = {target for _, target in found}
+    for world, some in _portions([layout for layout in layouts if name(layout) not in done], worlds):
         plans = [plan_of(layout, steps, saves[name(layout)]) for layout in some]
         rows = run_ranks(world, load_each, plans, list(saves.values()), steps, timeout=3600)[0]
         for target, row in zip(map(name, some), rows, strict=True):
             found |= {(source, target): worst(got, expected[source]) for source, got in zip(saves, row, strict=True)}
             print(f"{target}: largest {max(found[source, target] for source in saves):.1e}", flush=True)
+        write_pairs(out, steps, found)
     return found
+
+
+def read_pairs(out: Path | None, steps: int) -> Pairs:
+    """Return what an earlier run with as many steps found."""
+    if out is None or not out.exists():
+        return {}
+    kept = json.loads(out.read_text())
+    if kept["steps"] != steps:
+        raise SystemExit(f"{out} holds losses of {kept['steps']} steps, not {steps}: give another file")
+    return {tuple(pair.split(" -> ")): value for pair, value in kept["pairs"].items()}
+
+
+def write_pairs(out: Path | None, steps: int, found: Pairs) -> None:
+    if out is None:
+        return
+    rows = {" -> ".join(pair): value for pair, value in found.items()}
+    head = {"date": time.strftime("%Y-%m-%d"), "steps": steps, "limit": LIMIT, "largest": max(found.values())}
+    out.write_text(json.dumps({**head, "pairs": rows}, indent=1) + "\n")
 
 
 def _portions(layouts: list[dict[str, Any]], worlds: list[int]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -118,21 +142,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write every pair as JSON")
+    parser.add_argument("--out", type=Path, help="JSON of every pair, so far")
     args = parser.parse_args()
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        found = run(args.worlds, args.steps, Path(directory))
+        found = run(args.worlds, args.steps, Path(directory), args.out)
     ranks = {name(layout): layout["world"] for world in args.worlds for layout in layouts_of(world)}
     for one, two in itertools.product(args.worlds, repeat=2):
         largest = max(value for (a, b), value in found.items() if (ranks[a], ranks[b]) == (one, two))
         print(f"saved on {one} ranks, loaded on {two}: {largest:.1e}")
     pair, largest = max(found.items(), key=lambda item: item[1])
     print(f"{len(found)} pairs, worst {largest:.1e}: {pair[0]} -> {pair[1]}; limit {LIMIT:.0e}")
-    if args.out:
-        head = {"date": time.strftime("%Y-%m-%d"), "steps": args.steps, "seconds": round(time.monotonic() - started)}
-        rows = {f"{a} -> {b}": value for (a, b), value in found.items()}
-        args.out.write_text(json.dumps({**head, "limit": LIMIT, "largest": largest, "pairs": rows}, indent=1) + "\n")
     return 0 if largest <= LIMIT else 1
 
 
