@@ -1,12 +1,14 @@
 """What checkpoints survive: processes killed at random, bits flipped, disks filled up.
 
-    benchmarks/checkpoint_faults.py [--kills 100] [--minutes M] [--bits 300] [--full 20] [--seed 0] [--out FILE.json]
+    benchmarks/checkpoint_faults.py [--async-save] [--kills 100] [--minutes M] [--bits 300] [--full 20] [--seed 0]
+                                    [--out FILE.json]
 
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
-at least as new as the last one known; at the end the loss curve must be an undisturbed run's, bit for bit.
+at least as new as the last one seen before it; at the end the loss curve must be an undisturbed run's, bit for bit.
 Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save that meets the end of the disk at some
-point must fail on all ranks with a message, and the checkpoint before it must still load.
+point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
+saves go on beside training, as the key `async_save` has them.
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """
@@ -56,7 +58,7 @@ class Kills:
     same_curve: bool = False
 
 
-def plan_for(save: Path, iterations: int) -> RunPlan:
+def plan_for(save: Path, iterations: int, async_save: bool) -> RunPlan:
     """A small tied model on two pipeline stages, ZeRO-1."""
     flat: dict[str, Any] = {
         "num_layers": 4,
@@ -73,6 +75,7 @@ def plan_for(save: Path, iterations: int) -> RunPlan:
         "lr_decay_style": "constant",  # the number of iterations is known only at the end
         "train_iters": iterations,
         "keep_last_n_checkpoints": 3,
+        "async_save": async_save,
         "save": str(save),
         "load": str(save),
     }
@@ -90,14 +93,15 @@ def batches(plan: RunPlan, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
         iteration += 1
 
 
-def train(save: Path, curve: Path, iterations: int) -> None:
+def train(save: Path, curve: Path, iterations: int, async_save: bool) -> None:
     """One rank: resume, train to the end, save every other step; rank 0 appends losses to `curve`."""
-    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.engine import BackgroundSaves, initialize_distributed, open_engine, save_checkpoint
 
     torch.set_num_threads(1)
-    plan = plan_for(save, iterations)
+    plan = plan_for(save, iterations, async_save)
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
+    background = BackgroundSaves(engine) if async_save else None
     data = batches(plan, engine.iteration)
     while engine.iteration < iterations:
         loss = engine.train_batch(data).loss
@@ -105,24 +109,35 @@ def train(save: Path, curve: Path, iterations: int) -> None:
             with open(curve, "a") as stream:
                 stream.write(json.dumps([engine.iteration, loss]) + "\n")
         if engine.iteration % SAVE_EVERY == 0:
-            save_checkpoint(engine, save)
+            background.start(save) if background else save_checkpoint(engine, save)
+    if background:
+        background.wait()
 
 
-def fill_and_save(save: Path, total: int, limit_files: bool) -> int:
+def fill_and_save(save: Path, total: int, limit_files: bool, async_save: bool) -> int:
     """One rank: save a good checkpoint, then try to save with less and less room until it failed `total` times; how
     often it failed with a message and left the checkpoint before as the one that loads.
 
     limit_files: limit the size of files instead of filling the file system that `save` is on.
     """
-    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.engine import BackgroundSaves, initialize_distributed, open_engine, save_checkpoint
 
     torch.set_num_threads(1)
-    plan = plan_for(save, 1000)
+    plan = plan_for(save, 1000, async_save)
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
+    background = BackgroundSaves(engine) if async_save else None
+
+    def save_now() -> Path:
+        if background is None:
+            return save_checkpoint(engine, save)
+        background.start(save)
+        background.wait()
+        return background.take_reports()[0].path
+
     data = batches(plan, 0)
     engine.train_batch(data)
-    good = save_checkpoint(engine, save)
+    good = save_now()
     size = sum(p.stat().st_size for p in good.iterdir())
     largest = max(p.stat().st_size for p in good.iterdir())
     fallbacks, points = 0, total
@@ -133,7 +148,7 @@ def fill_and_save(save: Path, total: int, limit_files: bool) -> int:
         with limited_files(int(room * largest)) if limit_files else filled(save, int(room * size), grid.rank):
             torch.distributed.barrier()
             try:
-                good = save_checkpoint(engine, save)
+                good = save_now()
                 points += 1  # it did fit: that was no full disk
             except CheckpointError as error:
                 whole = find_checkpoint(save) == good and not any(save.glob(".staging-*"))
@@ -221,17 +236,20 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def kill_often(work: Path, kills: int, generator: random.Random, minutes: float = math.inf) -> Kills:
+def kill_often(
+    work: Path, kills: int, generator: random.Random, minutes: float = math.inf, *, async_save: bool = False
+) -> Kills:
     """Train with that many kills (fewer when the minutes are over), then to the end; compare with a run without."""
     deadline = time.monotonic() + 60 * minutes
     save, curve, found = work / "killed", work / "killed.jsonl", Kills()
     newest, iterations = 0, 10**6
     save.mkdir()
     while found.kills < kills and time.monotonic() < deadline:
-        ranks = Ranks(work / "log", train, save, curve, iterations)
+        ranks = Ranks(work / "log", train, save, curve, iterations, async_save)
         inside = _wait_for_a_moment(ranks, save, newest, found.kills % 2 == 0, generator)
         if not ranks.alive():
             raise RuntimeError(f"the ranks ended by themselves; see {work / 'log'}")
+        newest = _newest(save)
         ranks.kill()
         found.kills += 1
         found.inside_a_save += inside()
@@ -242,7 +260,7 @@ def kill_often(work: Path, kills: int, generator: random.Random, minutes: float 
     iterations = newest + 6
     for directory, lines in ((save, curve), (work / "still", work / "still.jsonl")):
         directory.mkdir(exist_ok=True)
-        codes = Ranks(work / "log", train, directory, lines, iterations).join()
+        codes = Ranks(work / "log", train, directory, lines, iterations, async_save).join()
         if codes != [0, 0]:
             raise RuntimeError(f"a run ended with {codes}; see {work / 'log'}")
     found.same_curve = _losses(curve, iterations) == _losses(work / "still.jsonl", iterations)
@@ -310,12 +328,12 @@ def _flip(path: Path, offset: int, mask: int) -> None:
         stream.write(bytes([byte ^ mask]))
 
 
-def fill_disk(work: Path, points: int) -> tuple[int, str]:
+def fill_disk(work: Path, points: int, *, async_save: bool = False) -> tuple[int, str]:
     """How many of that many full disks were survived, and what stood for the disk."""
     with small_disk(work / "disk") as mounted:
         save = work / "disk" / "save"
         save.mkdir()
-        ranks = Ranks(work / "log", fill_and_save, save, points, not mounted)
+        ranks = Ranks(work / "log", fill_and_save, save, points, not mounted, async_save)
         if ranks.join() != [0, 0]:
             raise RuntimeError(f"the ranks failed; see {work / 'log'}")
         return ranks.results.get(), "a small tmpfs" if mounted else "a limit on file sizes"
@@ -337,6 +355,7 @@ def small_disk(path: Path) -> Iterator[bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--async-save", action="store_true", help="save beside training")
     parser.add_argument("--kills", type=int, default=100, help="0 leaves out kills and bits")
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
@@ -349,9 +368,10 @@ def main() -> int:
         work = Path(directory)
         started = time.monotonic()
         numbers: dict[str, Any] = {"seed": args.seed, "date": time.strftime("%Y-%m-%d")}
+        numbers["async_save"] = args.async_save
         fine = True
         if args.kills:
-            killed = kill_often(work, args.kills, generator, args.minutes)
+            killed = kill_often(work, args.kills, generator, args.minutes, async_save=args.async_save)
             curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"
             counts = f"{killed.lost} lost, {killed.corrupt} corrupt, {curve}"
             print(f"{killed.kills} kills, {killed.inside_a_save} inside a save: {counts}", flush=True)
@@ -360,7 +380,7 @@ def main() -> int:
             numbers |= {**asdict(killed), "bits": args.bits, "bits_found": bits}
             fine = killed.same_curve and not killed.lost + killed.corrupt and bits == args.bits
         if args.full:
-            good, disk = fill_disk(work, args.full)
+            good, disk = fill_disk(work, args.full, async_save=args.async_save)
             print(f"{args.full} points of a full disk ({disk}): {good} good fallbacks")
             numbers |= {"full_disks": args.full, "good_fallbacks": good, "disk": disk}
             fine = fine and good == args.full
