@@ -5,7 +5,7 @@
 fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, output that cannot be
 written, a network that is cut), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks:
 those that answer (`acknowledge_stop`) have `stop_timeout` to save, those that neither answer nor end are killed after
-eight seconds. SIGUSR1 shows every rank's stacks.
+six seconds. SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class NodeAgent:
         self.launcher: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
         self.answer_by: float | None = None  # when ranks must have answered a signal
+        self.patience = 0.0  # seconds they had for it
         self.stop_requested: int | None = None
         self.stacks_requested = self.stopping = self.showing_stacks = False
         self.code = 0
@@ -275,7 +276,8 @@ class NodeAgent:
     def _stop_gently(self, signum: int, now: float) -> None:
         self.stopping = True
         self._kill_in(self.spec.stop_timeout)
-        self.answer_by = now + self.progress.patience()
+        self.patience = self.progress.patience()
+        self.answer_by = now + self.patience
         for rank in self.ranks.values():
             if rank.pid is not None and rank.code is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -289,7 +291,8 @@ class NodeAgent:
         self.answer_by = None
         for rank in self.ranks.values():
             if rank.pid is not None and rank.code is None and not self.progress.answered(rank.rank):
-                self.say(f"rank {rank.rank} on {self.host.name} does not answer the signal: killed")
+                where = f"rank {rank.rank} on {self.host.name}"
+                self.say(f"{where} did not answer the signal within {self.patience:.0f} s: killed")
                 signal_group(rank.pid, signal.SIGKILL)
 
     def _kill_ranks(self) -> None:

@@ -43,6 +43,7 @@ if mode in ("save", "answer"):
     signal.signal(signal.SIGINT, stopped)
 if mode == "stubborn" and rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 if mode == "quick":
     sys.exit(0)
 if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
