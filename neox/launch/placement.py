@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -186,7 +187,7 @@ def master_port(placement: Placement, request: Request) -> int:
     # that runs that start together choose different ones.
     for _ in range(100):
         port = random.SystemRandom().randint(20000, 32000)
-        if not here or _binding_problem(port) is None:
+        if not here or (_binding_problem(port) is None and _reserve(port)):
             return port
     raise LaunchError("no free port between 20000 and 32000: set master_port")
 
@@ -199,6 +200,21 @@ def _binding_problem(port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+def _reserve(port: int) -> bool:
+    """Keep other runs of ours off the port until this process ends; rank 0 listens on it seconds after it was chosen.
+
+    What is held is a name in Linux' abstract namespace, which leaves the port itself to rank 0.
+    """
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0neox-master-port-{port}")
+    except OSError as error:
+        holder.close()
+        return error.errno != errno.EADDRINUSE
+    holder.detach()  # open as long as the process
+    return True
 
 
 def code_root() -> Path:

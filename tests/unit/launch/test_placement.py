@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,15 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
             master_port(here, Request(master_port=port))
     assert master_port(here, Request(master_port=port)) == port
     assert all(20000 <= master_port(here, Request()) <= 32000 for _ in range(20))  # not one for outgoing connections
+
+
+def test_runs_that_start_together_choose_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = iter([31001, 31001, 31002])
+    monkeypatch.setattr(
+        placement.random, "SystemRandom", lambda: SimpleNamespace(randint=lambda low, high: next(wanted))
+    )
+    here = place(Request(num_gpus=2))
+    assert [master_port(here, Request()) for _ in range(2)] == [31001, 31002]
 
 
 def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
