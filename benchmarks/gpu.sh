@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the GPU tests and the training benchmark on whatever GPU is there.
+# Run the GPU tests and the training and generation benchmarks on whatever GPU is there.
 #
 #   OUT=DIR benchmarks/gpu.sh [SHAPE ...]       shapes: 1.3B 2.8B 6.9B (default: 1.3B 6.9B)
 #
@@ -61,5 +61,8 @@ run train-1.3B-engine-recompute "$python" benchmarks/train.py --shape 1.3B --sid
     --json "$out/train-1.3B-engine-recompute.json"
 run train-1.3B-fused "$python" benchmarks/train.py --shape 1.3B --attention fused --micro-batch 4 --rounds "$rounds" \
     --json "$out/train-1.3B-fused.json"
+# Generation against transformers and the memory's bound; one JSON object a line, in the log.
+run generate-410M "$python" benchmarks/generate.py --dtype bf16 --layers 24 --hidden 1024 --heads 16 --vocab 50304 --json
+run generate-1.3B "$python" benchmarks/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 16 --vocab 50304 --json
 echo "results: $out"
 exit "$failed"
