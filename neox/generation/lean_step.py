@@ -3,7 +3,7 @@
 At one token, a matrix product takes microseconds, and what the modules do around it (tables per layer, views, joins,
 dropout that is off) as long again. The mathematics is that of `TransformerLayer`; tests compare the two.
 
-Legend: B batch, H hidden, N heads, D head dim, R rotary dims, T slots of the cache.
+Legend: B batch, H hidden, N heads, D head dim, R rotary dims.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.model import KVCache, TransformerLayer
+from neox.model import KVCache, LayerCache, TransformerLayer
 from neox.ops import rotary_tables
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the new tokens stand. slot: of the cache; mask: bool [B, 1, 1, slot + 1] where rows are padded; cos, sin:
-    [R], or [B, 1, 1, R], the second with the sign of the half it multiplies; None without rotary positions."""
+    """Where the new tokens stand. cos, sin: [R], or [B, 1, 1, R] where rows are padded, the second with the sign of the
+    half it multiplies; None without rotary positions."""
 
-    slot: int
-    mask: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
 
@@ -45,22 +43,22 @@ class LeanStep:
     def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
         """x [B, 1, H] -> [B, 1, H]; appends to the cache."""
         parts = cache.layers(1)  # refuses what does not fit
-        place = self._place(cache, parts[0].mask if parts else None)
+        place = self._place(cache)
         x = x.squeeze(1)
         for block, part in zip(self.blocks, parts, strict=True):
-            x = block(x, place, part.keys, part.values)
+            x = block(x, place, part)
         cache.advance(1)
         return x.unsqueeze(1)
 
-    def _place(self, cache: KVCache, mask: Tensor | None) -> Place:
+    def _place(self, cache: KVCache) -> Place:
         if self.cos is None or self.sin is None:
-            return Place(cache.length, mask, None, None)
+            return Place(None, None)
         positions = cache.positions(1)
         if cache.start is None:
-            return Place(cache.length, mask, self.cos[cache.length], self.sin[cache.length])
+            return Place(self.cos[cache.length], self.sin[cache.length])
         # A row that has reached the end of the context goes on unseen while others finish.
         rows = positions.view(-1, 1, 1).clamp(max=len(self.cos) - 1)
-        return Place(cache.length, mask, self.cos[rows], self.sin[rows])
+        return Place(self.cos[rows], self.sin[rows])
 
 
 class LeanBlock:
@@ -75,29 +73,25 @@ class LeanBlock:
         self.expand, self.contract, self.activation = mlp.dense_h_to_4h, mlp.dense_4h_to_h, mlp.activation
         self.norms = (_norm(block.input_layernorm), _norm(block.post_attention_layernorm))
 
-    def __call__(self, x: Tensor, place: Place, keys: Tensor, values: Tensor) -> Tensor:
-        """x [B, H] -> [B, H]; keys, values: the layer's cache [B, N, T, D], written at the place."""
+    def __call__(self, x: Tensor, place: Place, part: LayerCache) -> Tensor:
+        """x [B, H] -> [B, H]; part: the layer's cache."""
         first, second = self.norms
-        attended = _times(self.dense, self._attend(F.layer_norm(x, *first), place, keys, values))
+        attended = _times(self.dense, self._attend(F.layer_norm(x, *first), place, part))
         if self.parallel_residual:
             return (x + attended).add_(self._mlp(F.layer_norm(x, *second)))
         x = x + attended
         return x + self._mlp(F.layer_norm(x, *second))
 
-    def _attend(self, x: Tensor, place: Place, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, place: Place, part: LayerCache) -> Tensor:
         """Return the heads' outputs [B, N * D]."""
         qkv = _times(self.query_key_value, x).view(-1, self.heads, 3, self.head_dim)
         if place.cos is not None and place.sin is not None:
             turned = qkv[:, :, :2, : place.cos.size(-1)]  # of queries and keys, the part that rotates
             swapped = turned.roll(turned.size(-1) // 2, dims=-1)
             turned.mul_(place.cos).addcmul_(swapped, place.sin)
-        q, k, v = qkv.unbind(2)
-        end = place.slot + 1
-        keys[:, :, place.slot] = k
-        values[:, :, place.slot] = v
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys[:, :, :end], values[:, :, :end], attn_mask=place.mask, scale=self.scale
-        )
+        heads = qkv.unsqueeze(3)  # [B, N, 3, 1, D]
+        part.new.copy_(heads.narrow(2, 1, 2))
+        out = part.attend_appended(heads.select(2, 0), self.scale)
         return out.reshape(x.size(0), -1)
 
     def _mlp(self, x: Tensor) -> Tensor:

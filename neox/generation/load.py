@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
+from neox.generation.blocks import Blocks, ModuleBlocks
+from neox.generation.merged import MergedBlocks, can_merge
 from neox.generation.packed import PackedWeight, can_pack, pack_layers
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
-from neox.model import build_layer, tied_logits
+from neox.model import TransformerLayer, build_layer, tied_logits
 from neox.model.attention import RotaryEmbedding
 from neox.parallel import ParallelGrid
 
@@ -73,11 +75,19 @@ def load_model(
     }
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, precision, device)
-    stage = stage_of_layers(plan, layers, grid)
-    if can_pack(device, dtype):
-        pack_layers(layers.values())
-        if _has_tied_head(plan, grid):
-            stage = replace(stage, head=partial(PackedWeight(layers[0].word_embeddings.weight), weight=None, bias=None))
+    if not can_pack(device, dtype):
+        stage = stage_of_layers(plan, layers, grid, _module_blocks(plan, layers, device, dtype))
+        return _runner(plan, stage, grid, device, dtype, recompute)
+    blocks: Blocks
+    if can_merge(_blocks(plan, layers), dtype):
+        indices = [index for index in sorted(layers) if plan.layers[index].kind == "block"]
+        blocks = MergedBlocks((layers.pop(index) for index in indices), context_length(plan.config))
+    else:
+        blocks = _module_blocks(plan, layers, device, dtype)
+    pack_layers(layers.values())
+    stage = stage_of_layers(plan, layers, grid, blocks)
+    if _has_tied_head(plan, grid):
+        stage = replace(stage, head=partial(PackedWeight(layers[0].word_embeddings.weight), weight=None, bias=None))
     return _runner(plan, stage, grid, device, dtype, recompute)
 
 
@@ -88,14 +98,15 @@ def runner_of_layers(
 
     layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
     """
-    return _runner(plan, stage_of_layers(plan, layers, grid), grid, device, _DTYPES[plan.precision])
+    dtype = _DTYPES[plan.precision]
+    stage = stage_of_layers(plan, layers, grid, _module_blocks(plan, layers, device, dtype))
+    return _runner(plan, stage, grid, device, dtype)
 
 
-def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
-    """Sort this rank's layers by what they do."""
+def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, blocks: Blocks) -> Stage:
+    """Sort this rank's other layers by what they do."""
     bounds = plan.stages[grid.pp_rank]
     here = {plan.layers[index].kind: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
-    blocks = [layers[index] for index in sorted(layers) if plan.layers[index].kind == "block"]
     head: Callable[[Tensor], Tensor] | None = here.get("head")
     if _has_tied_head(plan, grid):
         head = partial(_tied_head, layers[0], grid)
@@ -107,8 +118,19 @@ def runner_of_forward(
 ) -> ModelRunner:
     """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
     are gathered when it is called (ZeRO-3). It has no cache."""
-    stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
+    blocks = ModuleBlocks((), context_length(plan.config), device, _DTYPES[plan.precision])
+    stage = Stage(blocks=blocks, embedding=forward, norm=nn.Identity(), head=nn.Identity())
     return _runner(plan, stage, grid, device, _DTYPES[plan.precision], recompute=True)
+
+
+def _blocks(plan: RunPlan, layers: Mapping[int, nn.Module]) -> list[TransformerLayer]:
+    return [layers[index] for index in sorted(layers) if plan.layers[index].kind == "block"]
+
+
+def _module_blocks(
+    plan: RunPlan, layers: Mapping[int, nn.Module], device: torch.device, dtype: torch.dtype
+) -> ModuleBlocks:
+    return ModuleBlocks(_blocks(plan, layers), context_length(plan.config), device, dtype)
 
 
 def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from neox.generation.lean_step import LeanStep
-from neox.model import KVCache, TransformerLayer
+from neox.generation.blocks import Blocks
+from neox.model import KVCache
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
@@ -27,7 +27,7 @@ _SCORED_LOGITS = 2**25
 class Stage:
     """The layers of one rank: all of them, or one pipeline stage's (embedding first, norm and head last)."""
 
-    blocks: Sequence[TransformerLayer]
+    blocks: Blocks
     embedding: Callable[[Tensor], Tensor] | None
     norm: nn.Module | None
     head: Callable[[Tensor], Tensor] | None
@@ -56,8 +56,6 @@ class ModelRunner:
         self.hidden_size, self.vocab_size, self.max_length = hidden_size, vocab_size, max_length
         self.device, self.dtype = device, dtype
         self.recompute = recompute
-        lean = grid.tp_size == 1 and not recompute
-        self.step = LeanStep(stage.blocks, max_length, device, dtype) if lean else None
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
         """Start a batch of prompts of `lengths` tokens that will be at most `capacity` tokens wide."""
@@ -100,17 +98,7 @@ class ModelRunner:
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
         else:
             x = stage.embedding(tokens)
-        if self.step is not None and cache is not None and length == 1:
-            x = self.step(x, cache)
-        elif cache is None:
-            positions = torch.arange(length, device=self.device)
-            for block in stage.blocks:
-                x = block(x, positions)
-        else:
-            positions = cache.positions(length)
-            for block, part in zip(stage.blocks, cache.layers(length), strict=True):
-                x = block(x, positions, part)
-            cache.advance(length)
+        x = stage.blocks(x, cache)
         if stage.norm is None:
             dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)
             return None
@@ -134,16 +122,7 @@ class CachedDecoding:
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
         self.runner = runner
-        attention = runner.stage.blocks[0].attention if runner.stage.blocks else None
-        self.cache = KVCache(
-            len(runner.stage.blocks),
-            len(lengths),
-            capacity,
-            attention.heads_here if attention else 0,
-            attention.head_dim if attention else 0,
-            device=runner.device,
-            dtype=runner.dtype,
-        )
+        self.cache = runner.stage.blocks.new_cache(len(lengths), capacity)
         width = max(lengths)
         if min(lengths) < width:
             self.cache.reset(torch.tensor([width - length for length in lengths], device=runner.device))

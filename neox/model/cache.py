@@ -5,7 +5,7 @@ Legend: L layers, B batch, N heads here, T slots, S new tokens, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from neox.errors import NeoXError
 
 
 class KVCache:
-    """Keys and values [L, B, N, T, D], of which the first `length` slots are filled.
+    """Keys and values, of which the first `length` slots are filled, side by side: pairs [L, B, N, 2, T, D].
 
     start: [B], the first slot of each row that holds a token (rows padded on the left), or None where all begin at 0.
     Positions count from there. `reset` makes it ready for other prompts without new memory.
@@ -31,9 +31,7 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (num_layers, batch, heads_here, max_length, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.pairs = torch.zeros(num_layers, batch, heads_here, 2, max_length, head_dim, device=device, dtype=dtype)
         self.max_length = max_length
         self.length = 0
         self.start: Tensor | None = None
@@ -45,22 +43,31 @@ class KVCache:
 
     def positions(self, new_tokens: int) -> Tensor:
         """Return the positions of the next tokens: [S], or [B, S] for padded rows (0 in the padding)."""
-        slots = torch.arange(self.length, self.length + new_tokens, device=self.keys.device)
+        slots = torch.arange(self.length, self.length + new_tokens, device=self.pairs.device)
         return slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp_(min=0)
 
     def layers(self, new_tokens: int) -> list[LayerCache]:
         """Return each layer's view for a forward of `new_tokens`; NeoXError where they do not fit."""
-        if self.length + new_tokens > self.max_length:
+        end = self.length + new_tokens
+        if end > self.max_length:
             raise NeoXError(
                 f"the KV cache has room for {self.max_length} tokens; {self.length} are in it and {new_tokens} more "
                 "do not fit: make max_length larger"
             )
         mask, causal = self._mask(new_tokens)
-        return [LayerCache(k, v, self.length, mask, causal) for k, v in zip(self.keys, self.values, strict=True)]
+        # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
+        new = self.pairs.narrow(4, self.length, new_tokens).unbind(0)
+        keys, values = self.pairs.narrow(4, 0, end).unbind(3)
+        return [
+            LayerCache(n, k, v, mask, causal) for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
+        ]
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows [B'] in this order, any of them several times, as beam search does."""
-        self.keys, self.values = self._reordered(self.keys, rows), self._reordered(self.values, rows)
+        filled = self.pairs[:, rows, ..., : self.length, :]
+        if len(rows) != self.pairs.shape[1]:  # new memory only where their number changes
+            self.pairs = self.pairs.new_zeros(self.pairs.shape[0], len(rows), *self.pairs.shape[2:])
+        self.pairs[..., : self.length, :] = filled
         if self.start is not None:
             self.start = self.start[rows]
 
@@ -68,19 +75,11 @@ class KVCache:
         """Count `new_tokens` slots as filled; called once after all layers have appended."""
         self.length += new_tokens
 
-    def _reordered(self, store: Tensor, rows: Tensor) -> Tensor:
-        """Move rows of the filled part; new memory only where their number changes."""
-        filled = store[:, rows, :, : self.length]
-        if len(rows) != store.shape[1]:
-            store = store.new_zeros(store.shape[0], len(rows), *store.shape[2:])
-        store[:, :, :, : self.length] = filled
-        return store
-
     def _mask(self, new_tokens: int) -> tuple[Tensor | None, bool]:
         """Return (boolean mask [B or 1, 1, S, length + S] or None, whether plain causality is all that is needed)."""
         if self.start is None and (new_tokens == 1 or self.length == 0):
             return None, new_tokens > 1
-        slots = torch.arange(self.length + new_tokens, device=self.keys.device)
+        slots = torch.arange(self.length + new_tokens, device=self.pairs.device)
         allowed = slots.unsqueeze(0) <= slots[self.length :].unsqueeze(1)  # [S, length + S]
         if self.start is None:
             return allowed[None, None], False
@@ -90,27 +89,27 @@ class KVCache:
         return ((allowed & seen.unsqueeze(1)) | itself).unsqueeze(1), False
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's part of a KVCache during one forward: keys, values [B, N, T, D] are views that `attend` writes."""
+class LayerCache(NamedTuple):
+    """One layer's part of a KVCache during one forward.
 
+    new: view [B, N, 2, S, D], where keys and values of the new tokens belong; keys, values: views [B, N, length + S, D]
+    of everything seen, the new tokens included.
+    """
+
+    new: Tensor
     keys: Tensor
     values: Tensor
-    length: int
     mask: Tensor | None
     causal: bool
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D]."""
-        end = self.length + q.shape[1]
-        self.keys[:, :, self.length : end] = k.transpose(1, 2)
-        self.values[:, :, self.length : end] = v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            self.keys[:, :, :end],
-            self.values[:, :, :end],
-            attn_mask=self.mask,
-            is_causal=self.causal,
-            scale=scale,
+        self.new[:, :, 0] = k.transpose(1, 2)
+        self.new[:, :, 1] = v.transpose(1, 2)
+        return self.attend_appended(q.transpose(1, 2), scale).transpose(1, 2)
+
+    def attend_appended(self, q: Tensor, scale: float) -> Tensor:
+        """Attend over everything seen, once `new` is written: q [B, N, S, D] -> [B, N, S, D]."""
+        return F.scaled_dot_product_attention(
+            q, self.keys, self.values, attn_mask=self.mask, is_causal=self.causal, scale=scale
         )
-        return out.transpose(1, 2)

@@ -1,0 +1,52 @@
+"""A small model with random weights, biases and norms, and the logits that it gives step by step."""
+
+import torch
+
+from neox.config import NeoXConfig, resolve
+from neox.generation.load import runner_of_layers
+from neox.model import build_layer
+from neox.parallel import ParallelGrid
+
+CPU = torch.device("cpu")
+
+
+def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32"):
+    flat = {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "seq_length": 32,
+        "pos_emb": "rotary" if rotary else "none",
+        "rotary_pct": 0.5,
+        "gpt_j_residual": parallel_residual,
+        "bias_gelu_fusion": tanh,
+        "no_weight_tying": True,
+        "init_method": "normal",
+        "init_method_std": 0.2,
+        "precision": dtype,
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    plan = resolve(NeoXConfig.from_flat(flat), 1, 100)
+    grid = ParallelGrid.single()
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    layers = {
+        entry.index: build_layer(plan, entry.index, grid, dtype=kinds[dtype]).eval()
+        for entry in plan.layers
+        if entry.kind != "identity"
+    }
+    with torch.no_grad():  # biases and norms that say something
+        for layer in layers.values():
+            for parameter in layer.parameters():
+                if parameter.dim() == 1:
+                    parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
+    return runner_of_layers(plan, layers, grid, CPU), layers
+
+
+def logits(model, lengths, steps):
+    """Read random prompts of these lengths and then `steps` tokens one by one; return the logits after each."""
+    generator = torch.Generator().manual_seed(5)
+    decoding = model.begin(lengths, max(lengths) + steps)
+    tokens = [torch.randint(0, 100, (len(lengths), max(lengths)), generator=generator)]
+    tokens += [torch.randint(0, 100, (len(lengths), 1), generator=generator) for _ in range(steps)]
+    with torch.inference_mode():
+        return torch.stack([decoding.feed(part) for part in tokens])
