@@ -64,5 +64,6 @@ run train-1.3B-fused "$python" benchmarks/train.py --shape 1.3B --attention fuse
 # Generation against transformers and the memory's bound; one JSON object a line, in the log.
 run generate-410M "$python" benchmarks/generate.py --dtype bf16 --layers 24 --hidden 1024 --heads 16 --vocab 50304 --json
 run generate-1.3B "$python" benchmarks/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 16 --vocab 50304 --json
+run memory "$python" benchmarks/memory_table.py "$out"
 echo "results: $out"
 exit "$failed"
