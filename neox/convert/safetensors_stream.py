@@ -23,6 +23,9 @@ from torch import Tensor
 
 _THREADS = 4
 _PAGE = 4096
+# Bytes of one write. A longer one takes the kernel's largest free pages, which on a virtual machine are those that the
+# host has taken back and gives again slowly (ten times the time of the copy, measured); and it holds the file's lock.
+_WRITE = 128 << 10
 _CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -94,8 +97,8 @@ class SafetensorsWriter:
 
     def _put(self, data: object, offset: int) -> None:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        while view:  # a write may be partial (2 GiB at most on Linux)
-            count = os.pwrite(self._descriptor, view, offset)
+        while view:  # a write may be partial
+            count = os.pwrite(self._descriptor, view[:_WRITE], offset)
             view, offset = view[count:], offset + count
 
 
