@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import neox
 from neox.config import (
+    Draft,
     NeoXConfig,
     RunPlan,
+    draft_config,
     encode_payload,
     for_inference,
     format_plan,
-    load_config,
+    further_problems,
     memory_problem,
     missing_for_training,
     plan_as_dict,
@@ -37,22 +39,21 @@ from neox.config import (
 from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
 from neox.launch.accelerators import smallest_memory
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
-from neox.launch.environment import FORWARDED, child_environment, environment_file, forwarded_environment
+from neox.launch.environment import FORWARDED, child_environment, environment_file, withheld_secrets
 from neox.launch.host_groups import host_groups, ranks_of_hosts
-from neox.launch.placement import (
-    Placement,
-    Request,
-    check_local_devices,
-    code_root,
-    master_address,
-    master_port,
-    place,
+from neox.launch.placement import UNCOUNTED, Placement, Request, check_local_devices, code_root, place
+from neox.launch.preflight import (
+    checkpoint_problems,
+    data_prefixes,
+    is_of_quickstart,
+    missing_data,
+    missing_packages,
 )
-from neox.launch.preflight import data_prefixes, missing_data
-from neox.launch.run_directory import new_run_id, run_directory, write_run_directory
+from neox.launch.run_directory import run_directory, write_run_directory
 from neox.launch.run_lock import reserve
+from neox.launch.shown import deepspeed_command, format_commands, host_commands
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import chosen_launcher, launch, shown_commands
+from neox.launch.start import chosen_launcher, head_command, launch, launcher_problem, new_spec
 from neox.launch.tool import TOOLS, launch_tool
 from neox.log import setup_logging
 
@@ -147,13 +148,28 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
 
 def find_script(name: str) -> Path:
     """Return the script's absolute path: as given, else in the project's root, else in its tools/."""
-    path = name if name.endswith(".py") else f"{name}.py"
-    for candidate in (Path(path), code_root() / path, code_root() / "tools" / path):
-        if candidate.is_file():
-            return candidate.absolute()
-    if close := get_close_matches(Path(path).name, _SCRIPTS, n=1):
+    if (path := _existing_script(name)) is not None:
+        return path
+    if close := get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1):
         raise LaunchError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
     raise LaunchError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
+
+
+def _existing_script(name: str) -> Path | None:
+    path = name if name.endswith(".py") else f"{name}.py"
+    candidates = (Path(path), code_root() / path, code_root() / "tools" / path)
+    return next((candidate.absolute() for candidate in candidates if candidate.is_file()), None)
+
+
+def refuse_lone_tool(name: str, *rest: str) -> None:
+    """Raise LaunchError for a tool of the project that runs by itself, in one process, with flags of its own."""
+    path = _existing_script(name)
+    root, tool = code_root(), code_root() / "tools" / Path(path or name).name
+    if path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS:
+        command = join(["python", os.path.relpath(tool), *rest])
+        raise LaunchError(
+            f"{tool.name} runs by itself, without a launcher: `{command}` (ranks run {', '.join(_SCRIPTS)})"
+        )
 
 
 def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
@@ -166,7 +182,9 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
         return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
         problem = str(error)
-        if "train_tokenizer" not in problem:
+        if is_of_quickstart(settings.vocab_file or ""):
+            problem += " (`make quickstart` makes it)"
+        elif "train_tokenizer" not in problem:
             problem += " (`python tools/train_tokenizer.py` makes one)"
     except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
         problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
@@ -206,26 +224,52 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         slots = tuple(range(gpus))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
         return Placement(hosts, "--hosts and --gpus", 0), []
-    request = Request.of(config.runner)
     try:
-        placement = place(request)
+        placement = place(Request.of(config.runner))
         if not arguments.dry_run:
             check_local_devices(placement)
+        elif placement.why == UNCOUNTED and one_copy(config) > 1:
+            return assumed_hosts(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
         return placement, []
     except LaunchError as error:
-        if not arguments.dry_run:
-            if problems := static_problems(config):
-                raise ConfigError([*problems, str(error)]) from None
-            raise
-        assumed = place(Request(num_gpus=request.num_gpus, global_num_gpus=request.global_num_gpus))
-        return assumed, [f"{error}; {assumed.world_size} ranks are assumed"]
+        if arguments.dry_run:
+            return assumed_hosts(config, str(error))
+        if problems := static_problems(config):
+            raise ConfigError([*problems, str(error)]) from None
+        raise
+
+
+def one_copy(config: NeoXConfig) -> int:
+    """Ranks that hold the model once: the fewest that can train it."""
+    return max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+
+
+def assumed_hosts(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
+    """Return the ranks that are counted, else those of one copy of the model, and the warning that says so."""
+    runner = config.runner
+    count = runner.global_num_gpus or runner.num_gpus or one_copy(config)
+    what = "" if runner.global_num_gpus or runner.num_gpus else ", one copy of the model"
+    return place(Request(global_num_gpus=count)), [f"{why}; {count} ranks are assumed{what}"]
 
 
 def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
     """Load the configuration with the command line's overrides, and more; for a script that only runs a model, without
-    what binds it to the ranks of training."""
-    config = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
-    return for_inference(config) if Path(arguments.script).stem in _INFERENCE else config
+    what binds it to the ranks of training. Raises ConfigError with every problem of keys, grid and batch."""
+    draft = draft_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=[*overrides(arguments), *more])
+    if Path(arguments.script).stem in _INFERENCE:
+        draft = replace(draft, config=for_inference(draft.config))
+    if draft.problems:
+        raise ConfigError([*draft.problems, *other_problems(draft, arguments)])
+    return draft.config
+
+
+def other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
+    """What else is wrong beside the keys that cannot be read, so that one run shows everything."""
+    try:
+        placement, _ = choose_hosts(draft.config, arguments)
+    except (LaunchError, ConfigError) as error:
+        return draft.certain(error.problems if isinstance(error, ConfigError) else [str(error)])
+    return further_problems(draft, placement.world_size, vocabulary(draft.config)[0])
 
 
 def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_run: bool) -> tuple[RunPlan, list[str]]:
@@ -239,8 +283,11 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         problems.append(
             f"{where}: `global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
         )
-    if script.stem == "train":
-        problems += unusable_data(config, tokenizer, dry_run)
+    training = script.stem == "train"
+    if training:
+        problems += [*unusable_data(config, tokenizer, dry_run), *missing_packages(config)]
+    if training or script.stem in _INFERENCE:
+        problems += checkpoint_problems(config, training=training)
     try:
         plan = resolve(config, world, size)
     except ConfigError as error:
@@ -269,51 +316,73 @@ def build_spec(
     environment: dict[str, str],
 ) -> LaunchSpec:
     """Describe the launch for every host."""
-    request = Request.of(config.runner)
-    return LaunchSpec(
-        run_id=new_run_id(),
-        hosts=placement.hosts,
-        master_addr=master_address(placement, request),
-        master_port=master_port(placement, request),
-        script=str(script),
-        arguments=script_arguments,
-        directory=str(Path.cwd()),
-        code_root=str(code_root()),
-        run_directory=str(directory),
-        python=sys.executable,
-        environment=forwarded_environment(environment, forwarded_names(config, environment)),
+    return new_spec(
+        placement,
+        config.runner,
+        script,
+        script_arguments,
+        directory,
+        environment,
+        forwarded_names(config, environment),
+        save=save_directory(config) if script.stem == "train" else None,
         hang_timeout=config.training.hang_timeout,
-        stop_timeout=config.runner.stop_timeout,
     )
 
 
-def show_plan(plan: RunPlan, placement: Placement, spec: LaunchSpec, warnings: list[str], as_json: bool) -> None:
+def save_directory(config: NeoXConfig) -> Path | None:
+    """Where checkpoints are written."""
+    return Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
+
+
+def commands_of(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, str]) -> dict[str, Any]:
+    """The command that this process runs, every host's, and what the first one's agent starts there."""
+    launcher = chosen_launcher(spec.hosts, config.runner)
+    head = head_command(spec, config.runner, withheld_secrets(environment, forwarded_names(config, environment)))
+    return {
+        "launcher": launcher,
+        "launch": None if head is None else join(head),
+        "commands": [vars(line) for line in host_commands(spec, launcher)],
+        "deepspeed_launcher": deepspeed_command(spec),
+    }
+
+
+def show_dry_run(
+    plan: RunPlan,
+    placement: Placement,
+    spec: LaunchSpec,
+    environment: dict[str, str],
+    warnings: list[str],
+    as_json: bool,
+) -> None:
     """Print what a dry run answers: one JSON object, or text; warnings go to stderr."""
+    try:
+        commands = commands_of(spec, plan.config, environment)
+    except LaunchError as error:  # too long, say
+        commands, warnings = {}, [*warnings, str(error)]
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    commands = shown_commands(spec)
     if as_json:
         hosts: list[dict[str, Any]] = [
             {"name": host.names[0], "slots": host.slots, "ranks": host.ranks, "stages": host.stages}
             for host in ranks_of_hosts(plan.grid, placement.hosts)
         ]
-        print(json.dumps({**plan_as_dict(plan), "hosts": hosts, "warnings": warnings, "commands": commands}))
+        print(json.dumps({**plan_as_dict(plan), "hosts": hosts, "warnings": warnings, **commands}))
         return
     print(format_plan(plan))
     print(f"hosts     {len(placement.hosts)} ({placement.why})")
     for group in host_groups(plan.grid, placement.hosts):
         print(f"          {group}")
-    print(f"command   on {commands[0]['host']}: {commands[0]['command']}")
-    if (others := len(spec.hosts) - 1) > 0:
-        print(f"          on {others} more hosts the same with --node_rank 1 to {others}")
+    for index, line in enumerate(format_commands(spec, chosen_launcher(spec.hosts, plan.config.runner))):
+        print(f"{'' if index else 'command':<10}{line}")
 
 
 def examine_hosts(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, str]) -> list[HostReport]:
     """Ask every host about itself, with the paths that this configuration uses."""
     checks = Checks(
-        save_paths=(str(Path(config.checkpoint.save).absolute()),) if config.checkpoint.save else (),
+        save_paths=tuple(str(path) for path in (save_directory(config),) if path is not None),
         data_paths=tuple(str(Path(prefix + ".bin").absolute()) for prefix in data_prefixes(config)),
         ssh_port=config.runner.ssh_port,
+        seconds=config.runner.doctor_timeout,
         always_ssh=len(spec.hosts) > 1,
     )
     return examine(spec, checks, environment)
@@ -347,13 +416,16 @@ def prepare(
 ) -> tuple[LaunchSpec, RunPlan]:
     """Check everything that can be known before ranks start, and write the run directory, this run's alone."""
     plan, problems = build_plan(config, placement, script, dry_run=False)
+    unable = launcher_problem(placement.hosts, config.runner, environment.get("PATH", os.defpath))
     if problems:
-        raise ConfigError(problems)
-    save = Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
-    directory = reserve(run_directory(config.logging.log_dir, arguments.conf_file[0]), save, script.name, held)
+        raise ConfigError([*problems, *([unable] if unable else [])])
+    if unable:
+        raise LaunchError(unable)
+    directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
+    directory = reserve(directory, save_directory(config), script.name, held)
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
     reports: list[HostReport] = []
-    if chosen_launcher(spec, config.runner) == "pdsh" and not config.runner.no_ssh_check:
+    if chosen_launcher(spec.hosts, config.runner) == "pdsh" and not config.runner.no_ssh_check:
         reports = examine_hosts(spec, config, environment)
         if any(report.problems for report in reports):
             raise LaunchError("nothing was started:\n" + format_reports(reports))
@@ -364,13 +436,17 @@ def prepare(
         spec = replace(spec, arguments=("--payload", encode_payload(plan)))
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
-    summary = plan_as_dict(plan)
+    summary, commands = plan_as_dict(plan), commands_of(spec, config, environment)
     write_run_directory(
         directory,
         plan=summary,
         deepspeed=summary["deepspeed"],
         config=plan.config.to_flat(),
-        commands=[join([sys.executable, *sys.argv]), *(line["command"] for line in shown_commands(spec))],
+        commands=[
+            join([sys.executable, *sys.argv]),
+            *filter(None, [commands["launch"]]),
+            *(f"# on {line['host']}\n{line['command']}" for line in commands["commands"]),
+        ],
     )
     return spec, plan
 
@@ -380,6 +456,8 @@ def main() -> int:
     setup_logging()
     if len(sys.argv) > 1 and Path(sys.argv[1]).stem in TOOLS:
         return launch_tool(find_script(sys.argv[1]), sys.argv[2:], child_environment())
+    if len(sys.argv) > 1:
+        refuse_lone_tool(*sys.argv[1:])
     arguments = parse_arguments()
     if arguments.script == "doctor":
         return doctor(arguments)
@@ -389,9 +467,12 @@ def main() -> int:
     environment = ranks_environment()
     if arguments.dry_run:
         plan, missing = build_plan(config, placement, script, dry_run=True)
-        warnings += missing
-        spec = build_spec(config, placement, script, (), Path.cwd(), environment)
-        show_plan(plan, placement, spec, warnings, arguments.json)
+        path = None if arguments.hosts or arguments.gpus else environment.get("PATH", os.defpath)
+        unable = launcher_problem(placement.hosts, config.runner, path)
+        directory = run_directory(config.logging.log_dir, arguments.conf_file[0])
+        spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
+        warnings += [*missing, *([unable] if unable else [])]
+        show_dry_run(plan, placement, spec, environment, warnings, arguments.json)
         return 0
     with ExitStack() as held:
         spec, plan = prepare(arguments, config, placement, script, environment, held)

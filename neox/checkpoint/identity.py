@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neox.config import RunPlan
+from neox.config import RunPlan, network_settings
 from neox.errors import CheckpointError
 
 # gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
 ARGS, MODEL = "args", "model_identity"
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # among gpt-neox's names
 
 
 class Difference(NamedTuple):
@@ -36,7 +37,7 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "model_parallel_size": plan.grid.mp,
         },
         MODEL: {
-            **_function(plan),
+            **{key: value for key, value in network_settings(plan.config).items() if key not in _SIZES},
             "vocab_size": plan.vocab_size,
             "pipe_parallel_size": plan.grid.pp,
             "data_parallel_size": plan.grid.dp,
@@ -51,16 +52,9 @@ def model_differences(args: Mapping[str, Any], plan: RunPlan) -> list[Difference
 
     Fields that the checkpoint does not store are not compared. Degrees, precision and vocabulary padding may differ.
     """
-    model = plan.config.model
-    wanted = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        **_function(plan),
-    }
     return [
         Difference(field, args[field], value)
-        for field, value in wanted.items()
+        for field, value in network_settings(plan.config).items()
         if field in args and args[field] != value
     ]
 
@@ -84,19 +78,3 @@ def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
     keep = saved % plan.grid.mp == 0 and saved >= plan.vocab_size
     advice = f"; `padded_vocab_size: {saved}` keeps them and the loss as they were" if keep else ""
     return f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which moves the loss{advice}"
-
-
-def _function(plan: RunPlan) -> dict[str, Any]:
-    """Settings besides the sizes that decide what the network computes."""
-    model = plan.config.model
-    return {
-        "gpt_j_residual": model.gpt_j_residual,
-        "no_weight_tying": model.no_weight_tying,
-        "norm": model.norm,
-        "layernorm_epsilon": model.layernorm_epsilon,
-        "pos_emb": model.pos_emb,
-        "rotary_pct": model.rotary_pct,
-        "rotary_emb_base": model.rotary_emb_base,
-        "bias_gelu_fusion": model.bias_gelu_fusion,
-        "activation": model.activation,
-    }

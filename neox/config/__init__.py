@@ -4,16 +4,18 @@ from neox.config.deepspeed_json import deepspeed_json
 from neox.config.inference import for_inference
 from neox.config.laws import missing_for_training, static_problems
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
-from neox.config.loader import load_config
+from neox.config.loader import Draft, draft_config, load_config
+from neox.config.network import network_settings
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision, RunPlan, StagePlan
 from neox.config.report import format_plan, memory_problem, plan_as_dict
-from neox.config.resolve import resolve
+from neox.config.resolve import further_problems, resolve
 from neox.config.sections import NeoXConfig
 
 __all__ = [
     "AttentionImpl",
     "BatchPlan",
+    "Draft",
     "GridPlan",
     "LayerEntry",
     "LayerPlan",
@@ -26,12 +28,15 @@ __all__ = [
     "build_layer_plan",
     "decode_payload",
     "deepspeed_json",
+    "draft_config",
     "encode_payload",
     "for_inference",
     "format_plan",
+    "further_problems",
     "load_config",
     "memory_problem",
     "missing_for_training",
+    "network_settings",
     "plan_as_dict",
     "resolve",
     "static_problems",

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from neox.config.aliases import ALIASES
+from neox.config.problem import Problem
 from neox.config.unsupported import UNSUPPORTED
 
 # What a type error means, in the words of someone who writes YAML.
@@ -41,11 +42,10 @@ _ELSEWHERE = {"optimizer.params.max_grad_norm": "; gradient_clipping is the key 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Flat keys grouped by section, and what is wrong with them: sentences, and the dotted paths they are about."""
+    """Flat keys grouped by section, and what is wrong with them."""
 
     sections: dict[str, dict[str, Any]]
-    problems: tuple[str, ...]
-    bad_keys: frozenset[str]
+    problems: tuple[Problem, ...]
 
 
 @cache
@@ -75,21 +75,21 @@ def is_text_key(root: type[BaseModel], key: str) -> bool:
     return section is not None and section_classes(root)[section].model_fields[key].annotation in (str, str | None)
 
 
-def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return flat keys spelled with `_`, without unset (None) ones, and a sentence for each key given twice."""
+def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return flat keys spelled with `_`, without unset (None) ones, and a problem for each key given twice."""
     result: dict[str, Any] = {}
     problems = []
     for written, value in flat.items():
         key = written.replace("-", "_")
         if key in result:
-            problems.append(f"`{key}` is given twice (`-` and `_` are the same); remove one")
+            problems.append(Problem(f"`{key}` is given twice (`-` and `_` are the same); remove one", (key,)))
         if value is not None:
             result[key] = value
     return result, problems
 
 
-def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterator[str]:
-    """Move the keys inside `deepspeed_extra_args` to the top level, in place; yield a sentence for each given twice."""
+def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterator[Problem]:
+    """Move the keys inside `deepspeed_extra_args` to the top level, in place; yield a problem for each given twice."""
     block = values.get(EXTRA_ARGS)
     if not isinstance(block, Mapping):
         return
@@ -98,7 +98,8 @@ def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterat
         sources.setdefault(path.removeprefix(f"{EXTRA_ARGS}."), sources.pop(path))
     for key, value in block.items():
         if key in values:
-            yield f"{at(key, sources)}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
+            text = f"{at(key, sources)}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
+            yield Problem(text, (key,))
         else:
             values[key] = value
 
@@ -108,11 +109,8 @@ def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, 
     owners, classes = key_sections(root), section_classes(root)
     nested = {key: value for key, value in flat.items() if key in owners}
     unknown = [key for key in flat if key not in owners and key not in ALIASES and key not in UNSUPPORTED]
-    problems = [_unknown(key, known_keys(root), sources) for key in unknown]
-    bad = set(unknown)
-    for name, problem in _translate_aliases(flat, nested, sources):
-        problems.append(problem)
-        bad.add(name)
+    problems = [_unknown(key, known_keys(root), flat, sources) for key in unknown]
+    problems += _translate_aliases(flat, nested, sources)
     grouped: dict[str, dict[str, Any]] = {name: {} for name in classes}
     for key, value in nested.items():
         grouped[owners[key]][key] = value
@@ -122,12 +120,11 @@ def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, 
         except ValidationError as error:
             for detail in error.errors():
                 problems.append(_type_problem(cls, dict(detail), sources))
-                bad.add(".".join(str(part) for part in detail["loc"]))
-    return Grouped(grouped, tuple(problems), frozenset(bad))
+    return Grouped(grouped, tuple(problems))
 
 
 def without(flat: Mapping[str, Any], bad: Collection[str]) -> dict[str, Any]:
-    """Return flat keys less the dotted paths in `bad`; a list with a bad item goes as a whole."""
+    """Return flat keys less the dotted paths in `bad`."""
     rest: dict[str, Any] = {}
     for key, value in flat.items():
         if key in bad:
@@ -156,16 +153,22 @@ def at(key: str, sources: Mapping[str, str]) -> str:
     return "" if inside is None else f"{inside}: "
 
 
-def _unknown(key: str, known: list[str], sources: Mapping[str, str]) -> str:
+def _unknown(key: str, known: list[str], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
-    return f"{at(key, sources)}unknown key `{key}`{hint}"
+    meant = (target_of(name) for name in near if name not in flat)
+    return Problem(f"{at(key, sources)}unknown key `{key}`{hint}", (key, *meant))
+
+
+def target_of(key: str) -> str:
+    """Return the dotted path that a key sets: another one than its name if it is an alias."""
+    return ALIASES[key].target if key in ALIASES else key
 
 
 def _translate_aliases(
     flat: Mapping[str, Any], nested: dict[str, Any], sources: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`; yield key and contradiction."""
+) -> Iterator[Problem]:
+    """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`; yield contradictions."""
     for name in flat:
         alias = ALIASES.get(name)
         if alias is None:
@@ -175,11 +178,11 @@ def _translate_aliases(
         if not agreeing or (present and value in agreeing):
             continue
         if present:
-            yield (
-                name,
+            text = (
                 f"{at(name, sources)}`{name}: {flat[name]}` contradicts `{alias.target}: {value}` "
-                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one",
+                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one"
             )
+            yield Problem(text, (name, alias.target))
             continue
         _put(nested, alias.target, agreeing[0])
 
@@ -207,19 +210,21 @@ def _put(nested: dict[str, Any], path: str, value: Any) -> None:
     place[last] = value
 
 
-def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
     """Turn one pydantic error into a sentence with place, key, value and rule."""
     path = [str(part) for part in detail["loc"]]
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(path[-1], _fields_beside(cls, path), n=1, cutoff=0.6)
         hint = f"; did you mean `{near[0]}`?" if near else _ELSEWHERE.get(key, "")
-        return f"{at(key, sources)}`{'.'.join(path[:-1])}` has no key `{path[-1]}`{hint}"
+        block = ".".join(path[:-1])
+        text = f"{at(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
+        return Problem(text, (key, *(f"{block}.{name}" for name in near)))
     if detail["type"] == "missing":  # a list that is too short names its first missing place
         key, rule = ".".join(path[:-1]), "has too few values"
     else:
         rule = _RULES.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
-    return f"{at(key, sources)}`{key}: {_shown(detail['input'])}` {rule}{_nearest_choice(detail)}"
+    return Problem(f"{at(key, sources)}`{key}: {_shown(detail['input'])}` {rule}{_nearest_choice(detail)}", (key,))
 
 
 def _shown(value: Any) -> str:

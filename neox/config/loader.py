@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from neox.config.aliases import ALIASES
 from neox.config.flat import group, is_text_key, normalise, spread_extra_args, without
 from neox.config.laws import static_problems
+from neox.config.problem import Problem, doubtful, texts
 from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import parse_value, read_file
 from neox.errors import ConfigError
 
 _SUFFIXES = (".yml", ".yaml", ".json")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Files and overrides as far as they can be read.
+
+    config: what the keys that are sound say. problems: what is wrong with the others. doubtful: dotted paths whose
+    value is not known therefore; what else is said about them may be wrong.
+    """
+
+    config: NeoXConfig
+    problems: tuple[str, ...] = ()
+    doubtful: frozenset[str] = frozenset()
+
+    def certain(self, problems: Iterable[str]) -> list[str]:
+        """Return the sentences that speak of no doubtful key."""
+        words = [re.compile(rf"(?<![\w.]){re.escape(path)}(?!\w)") for path in self.doubtful]
+        return [problem for problem in problems if not any(word.search(problem) for word in words)]
 
 
 def load_config(
@@ -27,28 +48,34 @@ def load_config(
     blocks (`optimizer.params.lr=1e-4`), `None` and `null` unset. A key may stand in one file only; overrides win over
     files. Raises ConfigError with every problem found.
     """
+    draft = draft_config(files, conf_dir=conf_dir, overrides=overrides)
+    if draft.problems:
+        raise ConfigError([*draft.problems, *draft.certain(static_problems(draft.config))])
+    return draft.config
+
+
+def draft_config(
+    files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
+) -> Draft:
+    """Read as `load_config` does; what is wrong with single keys is part of the result, so that more can be found.
+
+    Raises ConfigError when a file cannot be read or parsed.
+    """
     values, sources, problems = merge_files([find_file(file, conf_dir) for file in files])
     for override in overrides:
         try:
             apply_override(override, values, sources)
         except ConfigError as error:
-            problems.extend(error.problems)
+            key = override.partition("=")[0].strip().replace("-", "_")
+            problems.extend(Problem(text, (key,)) for text in error.problems)
     problems += spread_extra_args(values, sources)
     flat, _ = normalise(values)
-    grouped = group(NeoXConfig, flat, sources)
-    if problems or grouped.problems:
-        raise ConfigError([*problems, *grouped.problems, *_laws_of_the_rest(flat, sources, grouped.bad_keys)])
-    return NeoXConfig.from_flat(values, sources)
-
-
-def _laws_of_the_rest(flat: dict[str, Any], sources: dict[str, str], bad: frozenset[str]) -> list[str]:
-    """Return what else is wrong once the bad keys are left out, so that one run shows everything."""
-    rest = without(flat, bad)
-    remaining = group(NeoXConfig, rest, sources)
-    if remaining.problems:
-        return []
-    problems = static_problems(NeoXConfig.from_flat(rest, sources))
-    return [problem for problem in problems if not any(f"`{key}" in problem for key in bad)]
+    problems += group(NeoXConfig, flat, sources).problems
+    if not problems:
+        return Draft(NeoXConfig.from_flat(values, sources))
+    bad = doubtful(problems)
+    bad |= {name for name, alias in ALIASES.items() if alias.target in bad}
+    return Draft(NeoXConfig.from_flat(without(flat, bad), sources), tuple(texts(problems)), bad)
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
@@ -85,14 +112,14 @@ def _shipped_directory(file: Path) -> str:
     return os.path.relpath(shipped)
 
 
-def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return all keys of all files, `file:line` of each dotted path, and a sentence for each duplicate.
+def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Return all keys of all files, `file:line` of each dotted path, and a problem for each duplicate.
 
     Raises ConfigError when a file cannot be read or parsed: what it holds is then anybody's guess.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     unreadable: list[str] = []
     basenames: dict[str, Path] = {}
     for path in paths:
@@ -110,17 +137,15 @@ def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], 
         problems += parsed.problems
         for key, value in parsed.values.items():
             if key in values:
-                problems.append(
-                    f"{parsed.name}:{parsed.lines[key]}: `{key}` is also given at {sources[key]}; "
-                    "keep it in one file (or override it with --set)"
-                )
+                text = f"{parsed.name}:{parsed.lines[key]}: `{key}` is also given at {sources[key]}"
+                problems.append(Problem(f"{text}; keep it in one file (or override it with --set)", (key,)))
                 continue
             values[key] = value
             for dotted, line in parsed.lines.items():
                 if dotted == key or dotted.startswith(f"{key}."):
                     sources[dotted] = f"{parsed.name}:{line}"
     if unreadable:
-        raise ConfigError([*unreadable, *problems])
+        raise ConfigError([*unreadable, *texts(problems)])
     return values, sources, problems
 
 

@@ -43,6 +43,7 @@ OWN = frozenset(
         "async_save",
         "checkpoint_verify",
         "compile_layers",
+        "doctor_timeout",
         "eval_limit",
         "eval_num_fewshot",
         "eval_stride",

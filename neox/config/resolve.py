@@ -12,6 +12,7 @@ from neox.config.grid import solve_grid
 from neox.config.laws import static_problems
 from neox.config.laws.collect import unsupported_notes
 from neox.config.layer_plan import LayerPlan, build_layer_plan
+from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import GridPlan, RunPlan, StagePlan
 from neox.config.precision import choose_precision
@@ -21,6 +22,23 @@ from neox.config.stages import partition_layers
 from neox.config.wording import place, said
 from neox.errors import ConfigError
 
+# Where one of these is in doubt, so are the number of ranks, the degrees or the vocabulary.
+_DECIDING = {
+    *("pipe_parallel_size", "model_parallel_size", "global_num_gpus", "num_gpus", "num_nodes", "hostfile"),
+    *("include", "exclude", "launcher", "tokenizer_type", "vocab_file", "merge_file", "padded_vocab_size"),
+}
+
+
+def further_problems(draft: Draft, world_size: int, vocab_size: int) -> list[str]:
+    """Return the laws that a draft's sound keys break, beside its own problems: nothing that a bad key may cause."""
+    if draft.doubtful & _DECIDING:
+        return draft.certain(static_problems(draft.config))
+    try:
+        resolve(draft.config, world_size, vocab_size)
+    except ConfigError as error:
+        return draft.certain(error.problems)
+    return []
+
 
 def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     """Derive the run's plan for `world_size` ranks and a tokenizer of `vocab_size` ids.
@@ -29,7 +47,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     """
     problems = static_problems(config)
     grid = solve_grid(config, world_size, problems)
-    batch = solve_batch(config, grid.dp, problems) if grid else None
+    batch = solve_batch(config, grid.dp if grid else None, problems)
     precision = choose_precision(config, [])  # a contradiction is among the laws' problems
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from neox.config.problem import Problem, texts
 from neox.errors import ConfigError
 
 _MAX_BYTES = 1_000_000
@@ -67,7 +68,7 @@ class ParsedFile:
     name: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def parse_scalar(text: str) -> Any:
@@ -91,7 +92,7 @@ class _Builder:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[str, int] = {}
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.nodes = 0
 
     def build(self, node: yaml.Node, path: str = "", depth: int = 0) -> Any:
@@ -102,7 +103,8 @@ class _Builder:
         tag = str(node.tag)
         if tag not in _TAGS:
             line = node.start_mark.line + 1
-            self.problems.append(f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value")
+            text = f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value"
+            self.problems.append(Problem(text, (path,)))
             return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
@@ -119,17 +121,18 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(f"{self.name}:{line}: a key must be a word, not a list or a mapping")
+                text = f"{self.name}:{line}: a key must be a word, not a list or a mapping"
+                self.problems.append(Problem(text))
                 continue
             written = str(key_node.value)
             key = written.replace("-", "_") if not path else written
             dotted = f"{path}.{key}" if path else key
             if key in result:
                 twin = "" if spelled[key] == written else f" (written `{spelled[key]}` there; `-` and `_` are the same)"
-                self.problems.append(
-                    f"{self.name}:{line}: `{written}` is given twice, first at {self.name}:{self.lines[dotted]}{twin}; "
-                    "remove one"
+                text = (
+                    f"{self.name}:{line}: `{written}` is given twice, first at {self.name}:{self.lines[dotted]}{twin}"
                 )
+                self.problems.append(Problem(f"{text}; remove one", (dotted,)))
                 continue
             self.lines[dotted] = line
             spelled[key] = written
@@ -165,7 +168,7 @@ def parse_value(text: str) -> Any:
     except _TooLargeError:
         raise ConfigError(f"--set {text[:40]}...: {_TOO_LARGE}") from None
     if builder.problems:
-        raise ConfigError(builder.problems)
+        raise ConfigError(texts(builder.problems))
     return value
 
 

@@ -23,7 +23,6 @@ from neox.launch.placement import is_this_machine
 from neox.launch.probe import encode_request
 from neox.launch.spec import Host, LaunchSpec
 
-_SECONDS = 8.0
 _AT_ONCE = 128
 _CLOCK_SECONDS = 5.0
 _LEAST_FREE = 2**30
@@ -37,6 +36,7 @@ class Checks:
     save_paths: tuple[str, ...] = ()
     data_paths: tuple[str, ...] = ()
     ssh_port: int | None = None
+    seconds: float = 8.0  # that each host has to answer
     always_ssh: bool = False  # this machine too, as pdsh will
 
 
@@ -52,7 +52,7 @@ class HostReport:
 
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
-    """Ask all hosts in parallel, in under ten seconds, and judge the answers."""
+    """Ask all hosts in parallel, and judge the answers; with `checks.seconds` as it is in under ten seconds."""
     with _marker(checks.save_paths) as marker, ThreadPoolExecutor(min(_AT_ONCE, len(spec.hosts))) as pool:
         jobs = [
             pool.submit(_ask, spec, number, checks, environment, str(marker) if marker else None)
@@ -86,12 +86,15 @@ def _ask(
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            timeout=checks.seconds,
             check=False,
         )
         _read(report, done, spec)
     except subprocess.TimeoutExpired:
-        report.problems.append(f"no answer within {_SECONDS:.0f} s: is it up, and does `ssh {host.name} true` work?")
+        report.problems.append(
+            f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? (--set "
+            f"doctor_timeout={2 * checks.seconds:.0f} waits longer for a busy host)"
+        )
     except OSError as error:
         report.problems.append(f"{command[0]} cannot be started: {error.strerror}")
     report.seconds = time.monotonic() - started

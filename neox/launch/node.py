@@ -34,6 +34,7 @@ from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signa
 from neox.launch.plain import PlainOutput
 from neox.launch.progress import Progress
 from neox.launch.rendezvous import CPU_RANKS_VARIABLE, PROGRESS_VARIABLE, create_agent_directory
+from neox.launch.run_lock import hold
 from neox.launch.secrets import take_secrets
 from neox.launch.spec import LaunchSpec
 from neox.launch.stacks import answer
@@ -66,6 +67,7 @@ class NodeAgent:
         first = spec.first_rank(node_rank)
         self.ranks = {rank: _Rank(rank) for rank in range(first, first + len(self.host.slots))}
         self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
+        self.held = contextlib.ExitStack()  # locks, where no head process has them
         self.selector = selectors.DefaultSelector()
         self.launcher: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
@@ -129,6 +131,8 @@ class NodeAgent:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_stacks)
+        if self.plain is not None and self.node_rank == 0:
+            hold(self.spec.reserved, Path(self.spec.script).name, self.held)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         directory = create_agent_directory(self.spec.run_id, self.node_rank)
         self.directory = directory

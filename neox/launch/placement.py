@@ -18,6 +18,7 @@ from neox.launch.hosts import LOCAL_NAMES, check_host_name, read_hostfile, selec
 from neox.launch.spec import Host, SlotId
 
 _RANKS_PER_CORE = 4
+UNCOUNTED = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _count(request: Request, accelerators: int) -> tuple[int, str]:
         return request.num_gpus, "num_gpus"
     if accelerators:
         return accelerators, "the accelerators of this machine"
-    return 1, "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
+    return 1, UNCOUNTED
 
 
 def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:

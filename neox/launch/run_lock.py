@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -50,6 +51,15 @@ def lock_directory(directory: Path, script: str, held: ExitStack) -> str | None:
     file.write(json.dumps({"script": script, "pid": os.getpid(), "host": socket.gethostname(), "since": since}))
     file.flush()
     return None
+
+
+def hold(directories: Iterable[str], script: str, held: ExitStack) -> None:
+    """Take directories, as the agent of a run does that no head process supervises. Raises LaunchError naming who has
+    one of them."""
+    for directory in dict.fromkeys(Path(name).resolve() for name in directories):
+        owner = lock_directory(directory, script, held)
+        if owner is not None:
+            raise LaunchError(f"{directory} is in use by {owner}: end that run, or give this one other directories")
 
 
 def _owner(file: IO[str]) -> str:

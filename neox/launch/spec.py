@@ -32,6 +32,7 @@ class LaunchSpec:
     hang_timeout: seconds without progress after which a run is ended, None for never.
     stdin: file that rank 0 reads as its standard input, on one machine.
     stop_timeout: seconds that ranks have to end by themselves after SIGTERM.
+    reserved: directories that no other run may use meanwhile.
     """
 
     run_id: str
@@ -48,6 +49,7 @@ class LaunchSpec:
     hang_timeout: float | None = None
     stop_timeout: float = 60.0
     stdin: str | None = None
+    reserved: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -80,7 +82,8 @@ class LaunchSpec:
         try:
             data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
             hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
-            return LaunchSpec(hosts=hosts, **{**data, "arguments": tuple(data["arguments"])})
+            data |= {key: tuple(data[key]) for key in ("arguments", "reserved")}
+            return LaunchSpec(hosts=hosts, **data)
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
 

@@ -1,46 +1,94 @@
-"""Starting a run with the chosen launcher, and showing how it would be started."""
+"""Starting a run with the chosen launcher."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from shlex import join, quote
+from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
     agent_command,
-    deepspeed_launch,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
     pdsh_signal,
     slurm_command,
-    torchrun_command,
 )
-from neox.launch.environment import FORWARDED, withheld_secrets
-from neox.launch.placement import is_this_machine
+from neox.launch.environment import FORWARDED, forwarded_environment, withheld_secrets
+from neox.launch.placement import Placement, Request, code_root, is_this_machine, master_address, master_port
+from neox.launch.run_directory import new_run_id
 from neox.launch.secrets import deliver_secrets
-from neox.launch.spec import LaunchSpec
+from neox.launch.shown import printed_commands
+from neox.launch.spec import Host, LaunchSpec
 from neox.launch.supervise import Supervisor
 
 _NEEDS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
-def chosen_launcher(spec: LaunchSpec, runner: RunnerConfig) -> str:
+def new_spec(
+    placement: Placement,
+    runner: RunnerConfig,
+    script: Path,
+    arguments: tuple[str, ...],
+    run_directory: Path,
+    environment: Mapping[str, str],
+    forwarded: Sequence[str] = FORWARDED,
+    *,
+    save: Path | None = None,
+    hang_timeout: float | None = None,
+) -> LaunchSpec:
+    """Describe a new run for every host: it has an id of its own, and a free port unless one is asked for.
+
+    forwarded: patterns of the variables in `environment` that travel. save: where a training writes its checkpoints.
+    """
+    request = Request.of(runner)
+    return LaunchSpec(
+        run_id=new_run_id(),
+        hosts=placement.hosts,
+        master_addr=master_address(placement, request),
+        master_port=master_port(placement, request),
+        script=str(script),
+        arguments=arguments,
+        directory=str(Path.cwd()),
+        code_root=str(code_root()),
+        run_directory=str(run_directory),
+        python=sys.executable,
+        environment=forwarded_environment(environment, forwarded),
+        reserved=tuple(str(path) for path in (run_directory, save) if path is not None),
+        hang_timeout=hang_timeout,
+        stop_timeout=runner.stop_timeout,
+    )
+
+
+def chosen_launcher(hosts: Sequence[Host], runner: RunnerConfig) -> str:
     """The launcher that is used: `local` for this machine alone, unless another one was asked for by name."""
-    here = len(spec.hosts) == 1 and is_this_machine(spec.hosts[0].name)
-    if runner.launcher == "mvapich":
-        raise LaunchError("launcher: mvapich is not supported; use pdsh, slurm, openmpi or none")
-    if runner.launcher == "local" and not here:
-        others = [host.name for host in spec.hosts if not is_this_machine(host.name)]
-        raise LaunchError(f"launcher: local starts ranks on this machine only, not on {', '.join(others)}; use pdsh")
-    if here and runner.launcher == "pdsh":
+    if len(hosts) == 1 and is_this_machine(hosts[0].name) and runner.launcher == "pdsh":
         return "pdsh" if runner.force_multi else "local"
     return runner.launcher
+
+
+def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | None = None) -> str | None:
+    """Why the chosen launcher cannot start ranks on these hosts, None where it can.
+
+    path: where programs are looked for; without it they are not.
+    """
+    launcher = chosen_launcher(hosts, runner)
+    if launcher == "local" and (others := [host.name for host in hosts if not is_this_machine(host.name)]):
+        names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        return f"launcher: local starts ranks on this machine only, not on {names}; use pdsh"
+    counts = {len(host.slots) for host in hosts}
+    if launcher == "slurm" and len(counts) > 1:
+        return f"launcher: slurm needs as many slots on every host, but there are {sorted(counts)}: set num_gpus"
+    program = _NEEDS.get(launcher)
+    if program and path is not None and shutil.which(program, path=path) is None:
+        return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one"
+    return None
 
 
 def launch(
@@ -50,24 +98,36 @@ def launch(
 
     forwarded: patterns of the variables that travel; the secrets among them travel apart.
     """
-    launcher = chosen_launcher(spec, runner)
+    if problem := launcher_problem(spec.hosts, runner, environment.get("PATH", os.defpath)):
+        raise LaunchError(problem)
+    launcher = chosen_launcher(spec.hosts, runner)
+    secrets = withheld_secrets(environment, forwarded)
     if launcher == "none":
-        print("\n".join(node_commands(spec)))
+        print("\n".join(printed_commands(spec, secrets)))
         return 0
-    program = _NEEDS.get(launcher)
-    if program and shutil.which(program, path=environment.get("PATH")) is None:
-        raise LaunchError(f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one")
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
-        return Supervisor(spec, [agent_command(spec, 0, lifeline=True)]).run(environment)
     if launcher == "pdsh":
         deliver_secrets(spec, environment, forwarded, runner.ssh_port)
         return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port))
-    secrets = withheld_secrets(environment, forwarded)
-    command = (
-        slurm_command(spec, runner.comment, runner.account) if launcher == "slurm" else openmpi_command(spec, secrets)
-    )
+    command = head_command(spec, runner, secrets)
+    assert command is not None, launcher
     return Supervisor(spec, [command]).run(environment)
+
+
+def head_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
+    """The command by which this process starts the agents of all hosts; None where somebody else does.
+
+    secrets: names of variables that mpirun carries besides. Raises LaunchError when it would be too long.
+    """
+    launcher = chosen_launcher(spec.hosts, runner)
+    if launcher == "pdsh":
+        return pdsh_launch(spec)
+    if launcher == "slurm":
+        return slurm_command(spec, runner.comment, runner.account)
+    if launcher == "openmpi":
+        return openmpi_command(spec, secrets)
+    return agent_command(spec, 0, lifeline=True) if launcher == "local" else None
 
 
 def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
@@ -85,27 +145,3 @@ def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
         for process in signalling:
             process.kill()
             process.wait()
-
-
-def node_commands(spec: LaunchSpec) -> list[str]:
-    """`launcher: none`: what to run on each host, ours (supervised) and torchrun's, as shell lines."""
-    there = f"cd {quote(spec.directory)} && "
-    lines = []
-    for number, host in enumerate(spec.hosts):
-        lines += [f"# on {host.name}", there + join(agent_command(spec, number, lifeline=False, plain=True))]
-    if len({len(host.slots) for host in spec.hosts}) == 1:
-        under_torchrun = ["env", f"PYTHONPATH={spec.code_root}", *torchrun_command(spec, 0)]
-        lines += ["# or, under torchrun (no supervision of ours), with --node_rank counting up from 0"]
-        lines += [there + join(under_torchrun)]
-    return lines
-
-
-def shown_commands(spec: LaunchSpec, most: int = 8) -> list[dict[str, str]]:
-    """For each of the first `most` hosts the command that starts DeepSpeed's launcher there, without the payload.
-
-    Further hosts run the same with their own --node_rank; each command names all hosts, so thousands are megabytes.
-    """
-    commands = []
-    for number, host in enumerate(spec.hosts[:most]):
-        commands.append({"host": host.name, "command": join([*deepspeed_launch(spec, number), spec.script])})
-    return commands

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from neox.config.sections import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.launch.environment import FORWARDED, forwarded_environment
-from neox.launch.placement import Placement, Request, code_root, master_address, master_port, place
-from neox.launch.run_directory import new_run_id
+from neox.launch.placement import Request, place
 from neox.launch.run_lock import reserve
-from neox.launch.spec import LaunchSpec
-from neox.launch.start import launch
+from neox.launch.start import launch, new_spec
 
 TOOLS = frozenset({"preprocess_data"})
 
@@ -25,35 +22,11 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     Paths among the flags must mean the same on every host. Raises LaunchError when ranks cannot be started.
     """
     runner, arguments = split_arguments(script.name, argv)
-    request = Request.of(runner)
-    placement = place(request)
+    placement = place(Request.of(runner))
     with ExitStack() as held:
         directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
-        spec = _tool_spec(script, arguments, placement, request, directory, environment)
+        spec = new_spec(placement, runner, script, arguments, directory, environment)
         return launch(spec, runner, environment)
-
-
-def _tool_spec(
-    script: Path,
-    arguments: tuple[str, ...],
-    placement: Placement,
-    request: Request,
-    directory: Path,
-    environment: Mapping[str, str],
-) -> LaunchSpec:
-    return LaunchSpec(
-        run_id=new_run_id(),
-        hosts=placement.hosts,
-        master_addr=master_address(placement, request),
-        master_port=master_port(placement, request),
-        script=str(script),
-        arguments=arguments,
-        directory=str(Path.cwd()),
-        code_root=str(code_root()),
-        run_directory=str(directory),
-        python=sys.executable,
-        environment=forwarded_environment(dict(environment), FORWARDED),
-    )
 
 
 def split_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
@@ -66,4 +39,4 @@ def split_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tup
         parser.add_argument(f"--{flag}", type=int)
     found, rest = parser.parse_known_args(list(argv))
     given = {key: value for key, value in vars(found).items() if value is not None}
-    return RunnerConfig.model_validate(given), tuple(rest)
+    return NeoXConfig.from_flat(given, dict.fromkeys(given, "the command line")).runner, tuple(rest)

@@ -44,7 +44,10 @@ def test_20b_as_one_json_object_with_warnings_beside_it() -> None:
     assert len(plan["stages"]) == 4
     assert plan["deepspeed"]["train_batch_size"] == 1536
     assert "ids is assumed" in done.stderr
-    assert plan["commands"][0]["command"].count("deepspeed.launcher.launch") == 1
+    assert plan["launcher"] == "local"
+    assert plan["launch"] == plan["commands"][0]["command"]
+    assert "-m neox.launch.node " in plan["launch"]
+    assert plan["deepspeed_launcher"].count("deepspeed.launcher.launch") == 1
 
 
 def test_neither_torch_nor_deepspeed_is_imported(tiny: Path) -> None:

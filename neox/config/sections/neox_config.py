@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr
 
 from neox.config.aliases import ALIASES
 from neox.config.flat import group, normalise, spread_extra_args
+from neox.config.problem import texts
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
 from neox.config.sections.data import DataConfig
@@ -58,7 +59,7 @@ class NeoXConfig(Section):
         problems += spread_extra_args(given, where)
         grouped = group(cls, given, where)
         if problems or grouped.problems:
-            raise ConfigError([*problems, *grouped.problems])
+            raise ConfigError(texts([*problems, *grouped.problems]))
         config = cls.model_validate(grouped.sections)
         object.__setattr__(config, "_given", given)
         object.__setattr__(config, "_sources", where)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import Section
 
@@ -36,8 +37,9 @@ class RunnerConfig(Section):
     master_port: int | None = Field(None, ge=1, le=65535)
     """Port of the rendezvous; a free one where unset (gpt-neox: 29500)."""
 
-    launcher: Literal["local", "pdsh", "none", "slurm", "openmpi", "mvapich"] = "pdsh"
-    """How ranks are started on several hosts; one host is always started locally. `none` prints the commands."""
+    launcher: Literal["local", "pdsh", "none", "slurm", "openmpi"] = "pdsh"
+    """How ranks are started on several hosts; one host is always started locally. `none` prints the commands.
+    gpt-neox's `mvapich` is refused: use openmpi, slurm or pdsh."""
 
     no_ssh_check: bool = False
     """Do not try ssh to the hosts first."""
@@ -62,8 +64,19 @@ class RunnerConfig(Section):
     GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never
     do."""
 
+    doctor_timeout: float = Field(8.0, gt=0)
+    """Seconds that each host has to answer `deepy.py doctor` and the checks before a launch; busy hosts need more."""
+
     stop_timeout: float = Field(60.0, gt=0)
     """Seconds that ranks have to save and end after SIGTERM or Ctrl-C, before they are killed."""
 
     gpu_memory_gib: float = Field(80.0, gt=0)
     """Memory of one GPU, in GiB, that a dry run compares with."""
+
+    @field_validator("launcher", mode="before")
+    @classmethod
+    def _no_mvapich(cls, value: Any) -> Any:
+        """Refuse by name what gpt-neox had and this has not."""
+        if value == "mvapich":
+            raise PydanticCustomError("mvapich", "is not supported; use openmpi, slurm, pdsh or none")
+        return value

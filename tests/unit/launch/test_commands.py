@@ -25,8 +25,9 @@ from neox.launch.commands import (
     ssh_command,
     torchrun_command,
 )
+from neox.launch.shown import format_commands, host_commands, printed_commands
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import chosen_launcher, node_commands, shown_commands
+from neox.launch.start import chosen_launcher, head_command, launcher_problem
 
 ODD = "a; touch pwned; $(touch pwned) `touch pwned` 'q\" \\ \n -x %h%n"
 
@@ -95,8 +96,22 @@ def test_deepspeed_launch() -> None:
     command = deepspeed_launch(spec(), 1)
     assert command[1:3] == ["-m", "deepspeed.launcher.launch"]
     assert {"--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29512"} <= set(command)
+
+
+def test_every_host_has_its_exact_command() -> None:
     many = spec(hosts=tuple(Host(f"h{number}", tuple(range(8))) for number in range(512)))
-    assert len(shown_commands(many)) == 8
+    shown = host_commands(many, "pdsh")
+    assert [line.host for line in shown] == [host.name for host in many.hosts]
+    for number in (0, 511):
+        assert shlex.split(shown[number].command) == agent_command(many, number, lifeline=True)
+    assert shlex.split(host_commands(many, "slurm")[1].command) == agent_command(many, "auto", lifeline=False)
+    assert head_command(many, RunnerConfig()) == pdsh_launch(many)
+    assert head_command(many, RunnerConfig(launcher="none")) is None
+    text = "\n".join(format_commands(many, "pdsh"))
+    assert "on h0: env " in text
+    assert "on 511 more hosts the same with --node_rank 1 to 511" in text
+    assert len(text) < 2000
+    assert "on 511 more hosts the same\n" in "\n".join(format_commands(many, "slurm"))
 
 
 def test_slurm_and_openmpi() -> None:
@@ -122,7 +137,8 @@ def test_slurm_and_openmpi() -> None:
 
 
 def test_none_prints_lines_that_a_shell_reads_back() -> None:
-    lines = node_commands(spec())
+    lines = printed_commands(spec(), ("WANDB_API_KEY",))
+    assert "set WANDB_API_KEY in the environment" in lines[0]
     ours = [line for line in lines if "neox.launch.node" in line]
     assert len(ours) == 2
     words = shlex.split("\n".join(lines), comments=True)
@@ -131,21 +147,27 @@ def test_none_prints_lines_that_a_shell_reads_back() -> None:
     assert words[3 : 3 + len(command)] == command
     assert torchrun_command(spec(), 0)[-3:] == [spec().script, "--payload", "abc="]
     assert not any(
-        "torch.distributed.run" in line for line in node_commands(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
+        "torch.distributed.run" in line for line in printed_commands(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
     )
 
 
 def test_which_launcher() -> None:
-    here = spec(hosts=(Host("localhost", (0, 1)),))
+    here, there = (Host("localhost", (0, 1)),), spec().hosts
     assert chosen_launcher(here, RunnerConfig()) == "local"
     assert chosen_launcher(here, RunnerConfig(force_multi=True)) == "pdsh"
     assert chosen_launcher(here, RunnerConfig(launcher="none")) == "none"
-    assert chosen_launcher(spec(), RunnerConfig()) == "pdsh"
-    assert chosen_launcher(spec(hosts=(Host("far", (0,)),)), RunnerConfig()) == "pdsh"
-    with pytest.raises(LaunchError, match="on this machine only, not on a, b"):
-        chosen_launcher(spec(), RunnerConfig(launcher="local"))
-    with pytest.raises(LaunchError, match="mvapich"):
-        chosen_launcher(spec(), RunnerConfig(launcher="mvapich"))
+    assert chosen_launcher(there, RunnerConfig()) == "pdsh"
+    assert chosen_launcher((Host("far", (0,)),), RunnerConfig()) == "pdsh"
+
+
+def test_launchers_that_cannot_start_the_ranks() -> None:
+    here, there = (Host("localhost", (0, 1)),), spec().hosts
+    assert launcher_problem(here, RunnerConfig(), "/nowhere") is None
+    assert "on this machine only, not on a, b" in str(launcher_problem(there, RunnerConfig(launcher="local")))
+    uneven = (Host("a", (0,)), Host("b", (0, 1)))
+    assert "as many slots" in str(launcher_problem(uneven, RunnerConfig(launcher="slurm")))
+    assert launcher_problem(there, RunnerConfig()) is None
+    assert "needs the program pdsh" in str(launcher_problem(there, RunnerConfig(), "/nowhere"))
 
 
 def test_nothing_reads_the_environment_here() -> None:
