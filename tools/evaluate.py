@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
-from neox.engine.distributed import initialize_distributed
+from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import run_script
 from neox.evaluation import (
     TaskResult,
@@ -27,11 +27,11 @@ from neox.evaluation import (
     evaluate_tasks,
     flat_metrics,
     format_table,
-    parse_tasks,
     write_results,
 )
 from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
 from neox.log import setup_logging
+from neox.tokenizer import Tokenizer
 from neox.train.boards import TensorBoard, WandB
 from neox.train.callbacks import Callback
 from neox.train.state import TrainState
@@ -52,6 +52,13 @@ def show_on_boards(plan: RunPlan, results: Sequence[TaskResult], iteration: int)
         board.on_end(state)
 
 
+def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
+    """Refuse what can be refused before minutes of loading, and return the checkpoint to load."""
+    check_writable(plan.config.generation.eval_results_prefix)
+    check_tasks(plan.config, tokenizer)
+    return choose_checkpoint(plan)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_plan_arguments(parser)
@@ -65,14 +72,10 @@ def main() -> None:
     setup_logging()
     plan = plan_from_arguments(args)
     keys = plan.config.generation
-    parse_tasks(keys.eval_tasks or ())  # before ranks meet
     tokenizer = tokenizer_of(plan.config)
-    checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
-    if grid.rank == 0:
-        check_writable(keys.eval_results_prefix)
-        check_tasks(keys.eval_tasks or ())  # takes seconds for the harness's names, but the model may take minutes
+    checkpoint = from_first_rank(lambda: prepare(plan, tokenizer))
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neox.engine.distributed import initialize_distributed
+from neox.config import RunPlan
+from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import run_script
 from neox.generation import (
     add_plan_arguments,
@@ -26,6 +27,14 @@ from neox.generation import (
     tokenizer_of,
 )
 from neox.log import setup_logging
+from neox.tokenizer import Tokenizer
+
+
+def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
+    """Refuse what can be refused before minutes of loading, and return the checkpoint to load."""
+    check_generation(plan.config, tokenizer)
+    check_output(plan.config)
+    return choose_checkpoint(plan)
 
 
 def main() -> None:
@@ -39,13 +48,10 @@ def main() -> None:
             args.overrides.append(f"{key}={value}")
     setup_logging()
     plan = plan_from_arguments(args)
-    check_generation(plan.config)  # before minutes of loading
     tokenizer = tokenizer_of(plan.config)
-    checkpoint = choose_checkpoint(plan.config)
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
-    if grid.rank == 0:
-        check_output(plan.config)
+    checkpoint = from_first_rank(lambda: prepare(plan, tokenizer))
     if os.isatty(0) and not os.isatty(1):
         # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)

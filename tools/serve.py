@@ -49,7 +49,7 @@ def main() -> None:
     if plan.grid.world > 1:
         raise ConfigError("serving takes one process: python tools/serve.py -d configs MODEL.yml, without deepy.py")
     tokenizer = tokenizer_of(plan.config)
-    checkpoint = choose_checkpoint(plan.config)
+    checkpoint = choose_checkpoint(plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)
     app = make_app(

@@ -16,19 +16,26 @@ from neox.log import get_logger
 _log = get_logger(__name__)
 
 
-def find_checkpoint(load: str | Path, iteration: int | None = None, *, verify: bool = True) -> Path:
+def find_checkpoint(
+    load: str | Path,
+    iteration: int | None = None,
+    *,
+    verify: bool = True,
+    way_out: str = "remove `load` to start from scratch",
+) -> Path:
     """Return the checkpoint directory to load, and log which one and why.
 
     load: a directory of `global_stepN` directories, or such a directory itself. iteration: take exactly that one.
     Otherwise the one that `latest` names is tried first (so an edited `latest` rolls a run back), unless a newer commit
     was cut off before it could write `latest`; then the others, latest commit first. verify: compare sha256 of every
     file with the manifest (files without a manifest, as gpt-neox writes them: the checksums inside the files).
+    way_out: what a user can do where there is none.
 
     Raises CheckpointError when none is whole, with one reason each.
     """
     load = Path(load)
     if not load.is_dir():
-        raise CheckpointError(f"load: {load} is not a directory; nothing to resume from")
+        raise CheckpointError(f"load: {load} is not a directory, and there is nothing to resume from; {way_out}")
     if is_checkpoint(load) and not checkpoint_directories(load):
         return _only(load, verify)
     if iteration is not None:
@@ -45,7 +52,7 @@ def find_checkpoint(load: str | Path, iteration: int | None = None, *, verify: b
         reasons.append(f"{path.name}: {'; '.join(problems)}")
         _log.warning("checkpoint %s is not whole: %s", path, "; ".join(problems))
     found = "\n  ".join(reasons) if reasons else "no global_stepN directories"
-    raise CheckpointError(f"load: no whole checkpoint in {load}:\n  {found}\nremove `load` to start from scratch")
+    raise CheckpointError(f"load: no whole checkpoint in {load}:\n  {found}\n{way_out}")
 
 
 def is_checkpoint(path: Path) -> bool:

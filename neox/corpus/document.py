@@ -42,17 +42,21 @@ class BadInput:
 class SkipBudget:
     """Count bad inputs; the one beyond the limit is a DataError that places it and names the way on.
 
-    limit: how many may be skipped (0: stop at the first). report: called with each bad input that is skipped.
+    limit: how many may be skipped (0: stop at the first; None: the same, where no flag allows more). report: called
+    with each bad input that is skipped.
     """
 
-    def __init__(self, limit: int = 0, report: Callable[[BadInput], None] | None = None, *, skipped: int = 0) -> None:
+    def __init__(
+        self, limit: int | None = 0, report: Callable[[BadInput], None] | None = None, *, skipped: int = 0
+    ) -> None:
         self.limit, self.report, self.skipped = limit, report, skipped
 
     def add(self, bad: BadInput) -> None:
         """Count one; raise DataError if the limit is passed."""
-        if self.skipped >= self.limit:
+        if self.skipped >= (self.limit or 0):
             after = f" (after skipping {self.skipped:,})" if self.limit else ""
-            raise DataError(f"{bad}{after}. Repair or remove it, or allow more with --skip-bad {self.skipped + 1}")
+            more = "" if self.limit is None else f", or allow more with --skip-bad {self.skipped + 1}"
+            raise DataError(f"{bad}{after}. Repair or remove it{more}")
         self.skipped += 1
         if self.report is not None:
             self.report(bad)

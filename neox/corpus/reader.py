@@ -19,12 +19,13 @@ def read_documents(
     path: str | Path | Sequence[str | Path],
     key: str = "text",
     *,
-    skip_bad: int = 0,
+    skip_bad: int | None = 0,
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
 ) -> Iterator[Document]:
     """Yield the documents of a file, a directory, or several of them, in order; documents with empty text are left out.
 
-    skip_bad: how many bad inputs (lines, or the damaged rest of a file) may be passed over, each with a warning.
+    skip_bad: how many bad inputs (lines, or the damaged rest of a file) may be passed over, each with a warning;
+    None: none, and the error names no flag that would.
     Raises DataError for an input that does not exist, and for the first bad input beyond `skip_bad`, with its place.
     """
     paths = [path] if isinstance(path, str | Path) else path

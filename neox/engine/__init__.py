@@ -1,6 +1,7 @@
 """The one room that talks to DeepSpeed."""
 
 from neox.engine import deepspeed_log  # isort: skip  (before DeepSpeed speaks)
+from neox.engine.agreement import from_first_rank
 from neox.engine.background import BackgroundSaves, SaveReport
 from neox.engine.distributed import initialize_distributed, leave
 from neox.engine.engine import Engine, StepResult, initialize_engine
@@ -13,6 +14,7 @@ __all__ = [
     "SaveReport",
     "StepResult",
     "deepspeed_log",
+    "from_first_rank",
     "initialize_distributed",
     "initialize_engine",
     "leave",

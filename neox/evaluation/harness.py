@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from neox.errors import EvaluationError
-from neox.evaluation.lambada import fit
+from neox.evaluation.last_words import fit
 from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import Span, windows

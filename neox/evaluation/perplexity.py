@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neox.corpus import read_documents
-from neox.data import IndexedDataset
 from neox.errors import EvaluationError
 from neox.evaluation.detokenize import detokenize_wikitext
 from neox.evaluation.formulas import bits_per_byte, count_words, token_perplexity, word_perplexity
 from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import ScoringModel, Span, SpanScore, score_spans, windows
+from neox.evaluation.texts import is_token_file, read_corpus, read_text, token_documents
 from neox.generation import over_replicas
 from neox.log import progress
 from neox.parallel import ParallelGrid
@@ -43,7 +42,7 @@ def wikitext(path: str | Path, scoring: Scoring, name: str = "wikitext") -> Task
 
     `ppl` is per token, `word_ppl` per word of the original file. Raises EvaluationError for a file without text.
     """
-    original = _read_text(path)
+    original = read_text(path)
     words = count_words(original)
     text = detokenize_wikitext(original)
     tokens = scoring.tokenizer.encode(text)
@@ -70,14 +69,12 @@ def corpus_perplexity(path: str | Path, scoring: Scoring, name: str = "perplexit
     Raises EvaluationError where there is nothing to score, DataError for files that are broken.
     """
     eod, counts = scoring.tokenizer.eod, {}
-    if _is_token_file(path):
-        texts = list(_token_documents(path, eod, scoring.tokenizer.vocab_size))
+    if is_token_file(path):
+        texts = list(token_documents(path, scoring.tokenizer))
     else:
-        documents = [document.text for document in read_documents(path)]
+        documents = list(read_corpus(path))
         texts = [[eod, *ids, eod] for ids in scoring.tokenizer.encode_batch(documents)]
         counts = {"words": sum(map(count_words, documents)), "bytes": sum(len(text.encode()) for text in documents)}
-    if not texts:
-        raise EvaluationError(f"{path}: holds no documents with text")
     loss, scored = _loss(texts, scoring, name)
     metrics = {"ppl": token_perplexity(loss, scored + 1), "loss": loss / scored}
     if counts.get("words", 0) > 1:
@@ -97,34 +94,3 @@ def _loss(texts: Iterable[Sequence[int]], scoring: Scoring, name: str) -> tuple[
 
     scores = over_replicas(spans, share, scoring.grid)
     return -sum(score for score, _ in scores), sum(count for _, count in scores)
-
-
-def _read_text(path: str | Path) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path}: cannot be read as text ({error})") from error
-    if not text.strip():
-        raise EvaluationError(f"{path}: holds no text")
-    return text
-
-
-def _is_token_file(path: str | Path) -> bool:
-    return Path(f"{_prefix(path)}.idx").exists()
-
-
-def _prefix(path: str | Path) -> str:
-    return str(path).removesuffix(".bin").removesuffix(".idx")
-
-
-def _token_documents(path: str | Path, eod: int, vocab_size: int) -> Iterator[list[int]]:
-    """Yield each document's ids after an end-of-document. Raises EvaluationError for ids of another tokenizer."""
-    dataset = IndexedDataset(_prefix(path))
-    if dataset.num_tokens and (largest := int(dataset.tokens.max())) >= vocab_size:
-        raise EvaluationError(
-            f"{path}: holds token {largest}, and the tokenizer has {vocab_size}; another tokenizer made the file"
-        )
-    for first, last in zip(dataset.document_index[:-1], dataset.document_index[1:], strict=True):
-        ids = [int(token) for sequence in range(first, last) for token in dataset[sequence]]
-        if ids:
-            yield [eod, *ids]

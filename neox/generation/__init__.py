@@ -1,13 +1,49 @@
-"""Text out: sampling, beams, and the loop around any model that gives logits."""
+"""Text out: sampling, beams, and the loop around any model that gives logits.
 
-from neox.generation.completion import Completion, generate
-from neox.generation.decoding import Continuation, LanguageModel, decode
-from neox.generation.job import check_generation, check_output, generate_all, run_generation, sampling_params
-from neox.generation.load import choose_checkpoint, load_model, runner_of_forward, runner_of_layers
-from neox.generation.params import SamplingParams
-from neox.generation.plan_arguments import add_plan_arguments, one_process, plan_from_arguments, tokenizer_of
-from neox.generation.replicas import over_replicas
-from neox.generation.runner import ModelRunner, Stage
+Names are loaded when first used: the head node checks prompts without waiting for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neox.generation.choosing import choose_checkpoint
+    from neox.generation.completion import Completion, generate
+    from neox.generation.decoding import Continuation, LanguageModel, decode
+    from neox.generation.job import generate_all, run_generation
+    from neox.generation.load import load_model, runner_of_forward, runner_of_layers
+    from neox.generation.params import SamplingParams
+    from neox.generation.plan_arguments import add_plan_arguments, one_process, plan_from_arguments, tokenizer_of
+    from neox.generation.replicas import over_replicas
+    from neox.generation.request import check_generation, check_output, sampling_params
+    from neox.generation.runner import ModelRunner, Stage
+
+_HOMES = {
+    "choose_checkpoint": "choosing",
+    "Completion": "completion",
+    "generate": "completion",
+    "Continuation": "decoding",
+    "LanguageModel": "decoding",
+    "decode": "decoding",
+    "generate_all": "job",
+    "run_generation": "job",
+    "load_model": "load",
+    "runner_of_forward": "load",
+    "runner_of_layers": "load",
+    "SamplingParams": "params",
+    "add_plan_arguments": "plan_arguments",
+    "one_process": "plan_arguments",
+    "plan_from_arguments": "plan_arguments",
+    "tokenizer_of": "plan_arguments",
+    "over_replicas": "replicas",
+    "check_generation": "request",
+    "check_output": "request",
+    "sampling_params": "request",
+    "ModelRunner": "runner",
+    "Stage": "runner",
+}
 
 __all__ = [
     "Completion",
@@ -33,3 +69,9 @@ __all__ = [
     "sampling_params",
     "tokenizer_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from neox.errors import GenerationError
 from neox.generation.beam_search import beam_search
-from neox.generation.decoding import Continuation, LanguageModel, OnText, decode, room
+from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
 from neox.generation.params import SamplingParams
+from neox.generation.request import encode_prompts
 from neox.generation.text_stream import TextCodec
 
 
@@ -44,25 +44,6 @@ class Completion:
         return record
 
 
-def encode_prompts(
-    prompts: Sequence[str], codec: TextCodec, model: LanguageModel, params: SamplingParams
-) -> list[list[int]]:
-    """Return the ids of each prompt; an empty one is an unconditional start, the end-of-document alone.
-
-    Raises GenerationError that names every prompt which leaves no room for a new token.
-    """
-    ids = [codec.encode(prompt) if prompt else [codec.eod] for prompt in prompts]
-    problems = []
-    for number, tokens in enumerate(ids, start=1):
-        try:
-            room(model, tokens, params)
-        except GenerationError as error:
-            problems.append(f"prompt {number}: {error}" if len(ids) > 1 else str(error))
-    if problems:
-        raise GenerationError("\n".join(problems))
-    return ids
-
-
 def generate(
     model: LanguageModel,
     prompts: Sequence[str],
@@ -82,7 +63,7 @@ def generate(
     done: told how many prompts are through, batch by batch.
     Raises GenerationError before anything is generated for prompts that do not fit, and on logits that are not numbers.
     """
-    ids = encode_prompts(prompts, codec, model, params)
+    ids = encode_prompts(prompts, codec, params, model.max_length)
     places = list(numbers) if numbers is not None else list(range(len(ids)))
     completed: dict[int, Completion] = {}
     order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))

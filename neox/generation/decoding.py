@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neox.errors import GenerationError
 from neox.generation.params import SamplingParams
 from neox.generation.sampling import TokenChooser
 from neox.generation.text_stream import TextCodec, TextStream
@@ -65,15 +64,7 @@ class Continuation:
 
 def room(model: LanguageModel, prompt: Sequence[int], params: SamplingParams) -> int:
     """Return how many tokens may follow `prompt` (ids). Raises GenerationError if it is empty or too long."""
-    if not prompt:
-        raise GenerationError("the prompt is empty: there is nothing to continue")
-    left = model.max_length - len(prompt)
-    if left < 1:
-        raise GenerationError(
-            f"the prompt has {len(prompt)} tokens, and this model's context is {model.max_length} "
-            "(max_position_embeddings): shorten it so that at least one token fits behind it"
-        )
-    return min(left, params.max_new_tokens)
+    return params.room(len(prompt), model.max_length)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:

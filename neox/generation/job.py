@@ -3,91 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from neox.config import NeoXConfig, RunPlan
-from neox.errors import GenerationError
-from neox.generation.completion import Completion, encode_prompts, generate
+from neox.config import RunPlan
+from neox.generation.completion import Completion, generate
 from neox.generation.decoding import LanguageModel
 from neox.generation.interactive import interact
 from neox.generation.params import SamplingParams
-from neox.generation.prompt_file import check_writable, read_prompts, write_completions
+from neox.generation.prompt_file import write_completions
 from neox.generation.replicas import over_replicas
+from neox.generation.request import encode_prompts, mode, prompts_of, sampling_params
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
-
-
-def sampling_params(config: NeoXConfig) -> SamplingParams:
-    """Return the settings that NeoX's keys mean.
-
-    As in gpt-neox, `top_k` or `top_p` with temperature 0 (its default) draws at temperature 1; all three 0 is greedy.
-    """
-    keys = config.generation
-    if keys.return_logits and keys.num_beams > 1:
-        raise GenerationError(
-            "return_logits and num_beams > 1 do not go together: a beam's tokens come from several rows"
-        )
-    temperature = keys.temperature
-    if temperature == 0 and (keys.top_k or keys.top_p) and keys.num_beams == 1:
-        _log.info("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
-        temperature = 1.0
-    return SamplingParams(
-        max_new_tokens=keys.maximum_tokens,
-        min_new_tokens=keys.minimum_tokens,
-        temperature=temperature,
-        top_k=keys.top_k,
-        top_p=keys.top_p,
-        repetition_penalty=keys.repetition_penalty,
-        stop=keys.stop_strings,
-        num_beams=keys.num_beams,
-        length_penalty=keys.length_penalty,
-        seed=config.training.seed,
-    )
-
-
-def mode(config: NeoXConfig) -> str:
-    """Return `unconditional`, `input-file` or `interactive`: an input file decides, then `text_gen_type`."""
-    keys = config.generation
-    if keys.sample_input_file is not None:
-        if keys.text_gen_type not in (None, "input-file"):
-            _log.info(
-                "sample_input_file is given: its prompts are used instead of text_gen_type %s", keys.text_gen_type
-            )
-        return "input-file"
-    if keys.text_gen_type == "input-file":
-        raise GenerationError("text_gen_type is input-file, and sample_input_file (-i FILE) names no file")
-    return keys.text_gen_type or "unconditional"
-
-
-def prompts_of(config: NeoXConfig) -> list[str]:
-    """Return the prompts of a run that is not interactive, as often as each is to be continued."""
-    keys = config.generation
-    if keys.sample_input_file is None:
-        return [""] * keys.num_samples
-    return [prompt for prompt in read_prompts(keys.sample_input_file) for _ in range(keys.num_return_sequences)]
-
-
-def check_generation(config: NeoXConfig) -> None:
-    """Raise GenerationError for settings and prompts that a run would refuse, without a model."""
-    sampling_params(config)
-    if mode(config) != "interactive":
-        prompts_of(config)
-        prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
-        if out.is_dir():
-            raise GenerationError(f"sample_output_file: {out} is a directory")
-        if prompts is not None and out.exists() and out.samefile(prompts):
-            raise GenerationError(
-                f"sample_output_file {out} is the file of prompts (-i): name another, it would be lost"
-            )
-
-
-def check_output(config: NeoXConfig) -> None:
-    """Raise GenerationError where completions could not be written; for rank 0, before minutes of work."""
-    if mode(config) != "interactive":
-        check_writable(config.generation.sample_output_file)
 
 
 def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid) -> list[Completion]:
@@ -133,7 +62,7 @@ def generate_all(
     keep_logits: bool = False,
 ) -> list[Completion]:
     """Continue prompts, shared out to the copies of the model; every rank gets all completions."""
-    encode_prompts(prompts, codec, model, params)  # refuses on all ranks, before anything starts
+    encode_prompts(prompts, codec, params, model.max_length)  # refuses on all ranks, before anything starts
 
     def share(numbers: Sequence[int]) -> list[Completion]:
         mine = [prompts[n] for n in numbers]

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from neox.checkpoint import CheckpointReader, find_checkpoint
+from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig, RunPlan, resolve
-from neox.errors import CheckpointError
 from neox.generation.blocks import Blocks, ModuleBlocks
 from neox.generation.merged import MergedBlocks, can_merge
 from neox.generation.packed import PackedWeight, can_pack, pack_layers
+from neox.generation.request import context_length
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import TransformerLayer, build_layer, tied_logits
@@ -24,20 +24,6 @@ from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def choose_checkpoint(config: NeoXConfig) -> Path:
-    """Return the `global_stepN` directory to read: of `load`, or, where that is not given, of `save`.
-
-    Raises CheckpointError where neither is given or nothing whole is there.
-    """
-    keys = config.checkpoint
-    directory = keys.load or keys.save
-    if directory is None:
-        raise CheckpointError(
-            "neither `load` nor `save` is given, so there is no checkpoint to read; --set load=DIRECTORY names one"
-        )
-    return find_checkpoint(directory, keys.iteration)
 
 
 def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
@@ -160,13 +146,6 @@ def _runner(
 
 def _tied_head(embedding: nn.Module, grid: ParallelGrid, hidden: Tensor) -> Tensor:
     return tied_logits(hidden, embedding.word_embeddings.weight, grid)
-
-
-def context_length(config: NeoXConfig) -> int:
-    """Return the longest sequence the model can read, in tokens."""
-    length = config.model.max_position_embeddings or config.model.seq_length
-    assert length is not None
-    return length
 
 
 def load_layer(

@@ -72,3 +72,17 @@ class SamplingParams:
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
         return self.temperature > _COLDEST
+
+    def room(self, prompt: int, context: int) -> int:
+        """Return how many tokens may follow a prompt of `prompt` tokens where `context` can be read.
+
+        Raises GenerationError where the prompt is empty or none may.
+        """
+        if not prompt:
+            raise GenerationError("the prompt is empty: there is nothing to continue")
+        if prompt >= context:
+            raise GenerationError(
+                f"the prompt has {prompt} tokens, and this model's context is {context} "
+                "(max_position_embeddings): shorten it so that at least one token fits behind it"
+            )
+        return min(context - prompt, self.max_new_tokens)

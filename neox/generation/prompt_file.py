@@ -7,10 +7,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neox.errors import GenerationError
-from neox.generation.completion import Completion
 from neox.generation.text_stream import is_text
+
+if TYPE_CHECKING:
+    from neox.generation.completion import Completion
 
 _TEXT_KEYS = ("context", "prompt", "text")
 

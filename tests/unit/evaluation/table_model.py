@@ -36,6 +36,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eod = 256
+    content_hash = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

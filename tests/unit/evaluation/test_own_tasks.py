@@ -102,7 +102,7 @@ def test_long_passages_lose_their_beginning_and_are_counted(tmp_path):
         (wikitext, "w.txt", b"", EvaluationError, "holds no text"),
         (wikitext, "w.txt", b"word", EvaluationError, "too few"),
         (wikitext, "w.txt", b"\xff\xfe", EvaluationError, "cannot be read as text"),
-        (lambada, "l.txt", b"\n\n", EvaluationError, "holds no passages"),
+        (lambada, "l.txt", b"\n\n", EvaluationError, "holds no text"),
         (lambada, "l.jsonl", b'{"text": ', DataError, "l.jsonl"),
         (corpus_perplexity, "c.jsonl", b"", DataError, "the file is empty"),
         (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError, "holds no documents"),

@@ -57,6 +57,22 @@ def test_own_tasks_and_the_harnesss(tmp_path):
     assert names == ["hellaswag", "my/task.yaml"]
 
 
+def test_every_task_has_a_name_of_its_own(tmp_path):
+    for name in ("a/wiki.raw", "b/wiki.raw", "c/wiki.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    own, _ = parse_tasks([f"wikitext={path}" for path in sorted(tmp_path.glob("*/wiki.*"))])
+    assert [task.name for task in own] == [
+        f"wikitext_{tmp_path}/a/wiki.raw",
+        f"wikitext_{tmp_path}/b/wiki.raw",
+        "wikitext_wiki.txt",
+    ]
+    own, _ = parse_tasks(["wikitext", f"wikitext={tmp_path}/a/wiki.raw"])  # the harness has one of that name
+    assert [task.name for task in own] == ["wikitext_wiki"]
+    with pytest.raises(EvaluationError, match="is there 2 times"):
+        parse_tasks([f"wikitext={tmp_path}/a/wiki.raw"] * 2)
+
+
 def test_all_wrong_tasks_are_named(tmp_path):
     with pytest.raises(EvaluationError, match=r"(?s)wiki is no kind of task.*lambada=.*no such file"):
         parse_tasks([f"wiki={tmp_path}", f"lambada={tmp_path / 'none.jsonl'}"])

@@ -1,11 +1,13 @@
 """The runner on golden checkpoints, in one process: logits, scores, cache and no cache, beams."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from neox.checkpoint import CheckpointReader
 from neox.config import load_config, resolve
 from neox.errors import CheckpointError
 from neox.generation import SamplingParams, choose_checkpoint, generate, load_model, one_process
@@ -18,11 +20,15 @@ PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "Ünïcode 漢字
 TOKENIZER = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
 
 
-def golden_model(name, step=30, **changes):
+def golden_plan(name, **changes):
     overrides = [f"{key}={value}" for key, value in changes.items()]
     config = one_process(load_config([GOLDEN / name / f"{name}.yml"], overrides=overrides))
-    plan = resolve(config, 1, TOKENIZER.vocab_size)
-    return load_model(plan, GOLDEN / name / f"global_step{step}", ParallelGrid.single(), torch.device("cpu"))
+    return resolve(config, 1, TOKENIZER.vocab_size)
+
+
+def golden_model(name, step=30, **changes):
+    checkpoint = GOLDEN / name / f"global_step{step}"
+    return load_model(golden_plan(name, **changes), checkpoint, ParallelGrid.single(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -76,13 +82,35 @@ def test_a_checkpoint_of_another_model_is_refused():
         golden_model("v2_pp2_mp1_dp1_fp32", hidden_size=128)
 
 
-def test_no_checkpoint_is_an_error_that_says_what_to_set(tmp_path):
-    name = RUNS[0]
-    files = [GOLDEN / name / f"{name}.yml"]
-    with pytest.raises(CheckpointError, match="--set load=DIRECTORY"):
-        choose_checkpoint(load_config(files, overrides=["save=null"]))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        choose_checkpoint(load_config(files, overrides=[f"load={tmp_path}"]))
-    assert (
-        choose_checkpoint(load_config(files, overrides=[f"load={GOLDEN / name}", "iteration=0"])).name == "global_step0"
-    )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"save": "null"}, "neither `load` nor `save` is given.*--set load=DIRECTORY"),
+        ({"save": "no/where"}, "save: no/where is not a directory.*--set load=DIRECTORY"),
+        ({"load": GOLDEN / "data"}, r"(?s)no whole checkpoint in .*/data:\n.*--set load=DIRECTORY"),
+        ({"load": GOLDEN / RUNS[2], "num_attention_heads": 8}, r"(?s)another model:.*num_attention_heads +4 +8"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_says_what_to_set(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        choose_checkpoint(golden_plan(RUNS[2], **changes))
+
+
+def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unless_told_otherwise(tmp_path):
+    assert choose_checkpoint(golden_plan(RUNS[0], load=GOLDEN / RUNS[0], iteration=0)).name == "global_step0"
+    broken = tmp_path / "global_step30"
+    shutil.copytree(GOLDEN / RUNS[0] / "global_step30", broken)
+    layer = next(broken.glob("*.pt"))
+    damaged = bytearray(layer.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    layer.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        choose_checkpoint(golden_plan(RUNS[0], load=tmp_path))
+    assert choose_checkpoint(golden_plan(RUNS[0], load=tmp_path, checkpoint_verify="false")) == broken
+
+
+def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(tmp_path, monkeypatch):
+    plan = golden_plan(RUNS[0], load=GOLDEN / RUNS[0])
+    monkeypatch.setattr(CheckpointReader, "args", {"vocab_size": plan.vocab_size + 1})
+    with pytest.raises(CheckpointError, match=f"a tokenizer of {plan.vocab_size + 1} ids.*{plan.vocab_size}"):
+        choose_checkpoint(plan)

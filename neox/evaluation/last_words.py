@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from neox.corpus import read_documents
-from neox.errors import EvaluationError
 from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import Span
+from neox.evaluation.texts import read_passages
 from neox.generation import over_replicas
 from neox.tokenizer import Tokenizer
 
@@ -21,9 +20,7 @@ def lambada(path: str | Path, scoring: Scoring, name: str = "lambada") -> TaskRe
     (`text.split()[-1]`) is. `ppl`: of the last word. Passages longer than the context lose their beginning, and are
     counted. Raises EvaluationError for a file without passages.
     """
-    passages = [text for text in _passages(path) if text.strip()]
-    if not passages:
-        raise EvaluationError(f"{path}: holds no passages; expected a line of text each, or .jsonl with `text`")
+    passages = list(read_passages(path))
     ends = [last_token(text, scoring.tokenizer) for text in passages]
     words = [last_word(text, scoring.tokenizer) for text in passages]
     longest = scoring.model.max_length
@@ -59,13 +56,3 @@ def fit(span: Span, longest: int) -> Span:
     """Drop the beginning of a span that is longer than the context."""
     drop = max(0, len(span.tokens) - 1 - longest)
     return Span(span.tokens[drop:], max(1, span.first - drop))
-
-
-def _passages(path: str | Path) -> list[str]:
-    path = Path(path)
-    if path.suffix == ".txt":
-        try:
-            return path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise EvaluationError(f"{path}: cannot be read as text ({error})") from error
-    return [document.text for document in read_documents(path)]
