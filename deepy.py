@@ -30,15 +30,15 @@ from neox.config import (
     for_inference,
     format_plan,
     further_problems,
+    inference_memory_problem,
     memory_problem,
     missing_for_training,
     plan_as_dict,
     resolve,
     static_problems,
 )
-from neox.errors import ConfigError, LaunchError, TokenizerError, run_script
+from neox.errors import ConfigError, EvaluationError, GenerationError, LaunchError, TokenizerError, run_script
 from neox.launch.accelerators import smallest_memory
-from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, environment_file, withheld_secrets
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.placement import UNCOUNTED, Placement, Request, check_local_devices, code_root, place
@@ -58,6 +58,7 @@ from neox.launch.tool import TOOLS, launch_tool
 from neox.log import setup_logging
 
 if TYPE_CHECKING:
+    from neox.launch.doctor import HostReport
     from neox.tokenizer import Tokenizer
 
 # A dry run without the tokenizer's files assumes these many ids.
@@ -204,14 +205,31 @@ def unusable_data(config: NeoXConfig, tokenizer: Tokenizer | None, dry_run: bool
     return problems
 
 
-def too_little_memory(plan: RunPlan, placement: Placement, dry_run: bool) -> list[str]:
+def refused_work(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Return why prompts, or tasks to be scored (in training too), would be refused."""
+    try:
+        if script == "generate":
+            from neox.generation.request import check_generation
+
+            check_generation(config, tokenizer)
+        elif script == "evaluate" or config.generation.eval_tasks:
+            from neox.evaluation.tasks import check_own_tasks  # numpy, which a dry run without tasks does not wait for
+
+            check_own_tasks(config, tokenizer)
+    except (GenerationError, EvaluationError) as error:
+        return str(error).splitlines()
+    return []
+
+
+def too_little_memory(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> list[str]:
     """Return why the run does not fit: on GPUs of gpu_memory_gib; before a launch, where that is not given, on the
     GPUs of this machine if it is the only one."""
     runner = plan.config.runner
     size: float | None = runner.gpu_memory_gib * 2**30
     if not dry_run and not plan.config.given("gpu_memory_gib"):
         size = smallest_memory() if placement.is_local and placement.accelerators else None
-    problem = None if size is None else memory_problem(plan, size)
+    problem_with = memory_problem if training else inference_memory_problem
+    problem = None if size is None else problem_with(plan, size)
     more = "gpu_memory_gib is the size of a GPU; with a larger one the run starts all the same"
     return [] if problem is None else [f"{problem} ({more})"]
 
@@ -285,15 +303,16 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         )
     training = script.stem == "train"
     if training:
-        problems += [*unusable_data(config, tokenizer, dry_run), *missing_packages(config)]
+        problems += unusable_data(config, tokenizer, dry_run)
     if training or script.stem in _INFERENCE:
-        problems += checkpoint_problems(config, training=training)
+        problems += [*checkpoint_problems(config, training=training), *refused_work(config, script.stem, tokenizer)]
+    if training or script.stem == "evaluate":
+        problems += missing_packages(config)
     try:
         plan = resolve(config, world, size)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
-    if script.stem not in _INFERENCE:  # the plan's memory is that of training, optimizer and all
-        problems += too_little_memory(plan, placement, dry_run)
+    problems += too_little_memory(plan, placement, training=script.stem not in _INFERENCE, dry_run=dry_run)
     return plan, problems
 
 
@@ -376,8 +395,10 @@ def show_dry_run(
         print(f"{'' if index else 'command':<10}{line}")
 
 
-def examine_hosts(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, str]) -> list[HostReport]:
-    """Ask every host about itself, with the paths that this configuration uses."""
+def examine_hosts(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, str]) -> tuple[list[HostReport], str]:
+    """Ask every host about itself, with the paths that this configuration uses; return the answers, and as a table."""
+    from neox.launch.doctor import Checks, examine, format_reports  # a dry run does without
+
     checks = Checks(
         save_paths=tuple(str(path) for path in (save_directory(config),) if path is not None),
         data_paths=tuple(str(Path(prefix + ".bin").absolute()) for prefix in data_prefixes(config)),
@@ -385,7 +406,8 @@ def examine_hosts(spec: LaunchSpec, config: NeoXConfig, environment: dict[str, s
         seconds=config.runner.doctor_timeout,
         always_ssh=len(spec.hosts) > 1,
     )
-    return examine(spec, checks, environment)
+    reports = examine(spec, checks, environment)
+    return reports, format_reports(reports)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -394,8 +416,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     placement = place(Request.of(config.runner))
     environment = ranks_environment()
     spec = build_spec(config, placement, Path(), (), Path.cwd(), environment)
-    reports = examine_hosts(spec, config, environment)
-    print(format_reports(reports))
+    reports, table = examine_hosts(spec, config, environment)
+    print(table)
     return 1 if any(report.problems for report in reports) else 0
 
 
@@ -426,9 +448,9 @@ def prepare(
     spec = build_spec(config, placement, script, ("--payload", encode_payload(plan)), directory, environment)
     reports: list[HostReport] = []
     if chosen_launcher(spec.hosts, config.runner) == "pdsh" and not config.runner.no_ssh_check:
-        reports = examine_hosts(spec, config, environment)
+        reports, table = examine_hosts(spec, config, environment)
         if any(report.problems for report in reports):
-            raise LaunchError("nothing was started:\n" + format_reports(reports))
+            raise LaunchError(f"nothing was started:\n{table}")
     if config.runner.distributed_backend == "nccl" and without_gpus(placement, reports):
         print("note: there is no GPU: distributed_backend nccl becomes gloo", file=sys.stderr)
         config = read_config(arguments, "distributed_backend=gloo")

@@ -63,8 +63,8 @@ def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[st
         lines += [f"# on {line.host}", line.command]
     if (under_torchrun := torchrun_line(spec)) is not None:
         lines += [
-            "# or, under torchrun, with --node_rank counting up from 0: without our supervision, and nothing keeps another",
-            "# run out of this one's directories",
+            "# or, under torchrun, with --node_rank counting up from 0: without our supervision, and nothing keeps",
+            "# other runs out of this one's directories",
             under_torchrun,
         ]
     return lines

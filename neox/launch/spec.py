@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from neox.errors import LaunchError
@@ -74,7 +74,8 @@ class LaunchSpec:
 
     def encode(self) -> str:
         """Write as base64 of compressed JSON: letters that no shell looks at."""
-        return base64.urlsafe_b64encode(zlib.compress(_json(asdict(self)))).decode()
+        fields = {**vars(self), "hosts": [vars(host) for host in self.hosts]}
+        return base64.urlsafe_b64encode(zlib.compress(_json(fields))).decode()
 
     @staticmethod
     def decode(text: str) -> LaunchSpec:
