@@ -2,6 +2,7 @@
 
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.inference import for_inference
+from neox.config.inference_memory import inference_memory_problem
 from neox.config.laws import missing_for_training, static_problems
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import Draft, draft_config, load_config
@@ -33,6 +34,7 @@ __all__ = [
     "for_inference",
     "format_plan",
     "further_problems",
+    "inference_memory_problem",
     "load_config",
     "memory_problem",
     "missing_for_training",

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +63,21 @@ def test_scores_of_two_stages(tmp_path):
     assert several["iteration"] == 30
     for metric, value in one["results"]["wikitext"].items():
         assert abs(several["results"]["wikitext"][metric] - value) <= 1e-4 * abs(value)
+
+
+def test_what_ranks_would_refuse_is_said_on_the_head_node_before_any_starts(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("short\n" + "word " * 400 + "\n")
+    out = tmp_path / "out.jsonl"
+    out.write_text("something good\n")
+    started = time.monotonic()
+    done = run(tmp_path, "deepy.py", "generate.py", "-i", str(prompts), "-o", str(out))
+    assert done.returncode == 2
+    assert "prompt 2: the prompt has" in done.stderr
+    assert out.read_text() == "something good\n"
+    tasks = [f"wikitext={tmp_path}/none.raw", f"perplexity={prompts}"]
+    done = run(tmp_path, "deepy.py", "evaluate.py", "--set", f"eval_tasks={json.dumps(tasks)}")
+    assert done.returncode == 2
+    assert f"eval_tasks: wikitext={tmp_path}/none.raw: no such file" in done.stderr
+    assert not (tmp_path / "log").exists(), "ranks were started"
+    assert time.monotonic() - started < 60
