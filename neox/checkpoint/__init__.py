@@ -1,5 +1,6 @@
 """Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
 
+from neox.checkpoint.files import WRITE_BYTES
 from neox.checkpoint.finding import find_checkpoint, why_not_whole
 from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
@@ -44,6 +45,7 @@ __all__ = [
     "MANIFEST",
     "ORDER",
     "WRITER",
+    "WRITE_BYTES",
     "CheckpointReader",
     "FileRecord",
     "Manifest",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from neox.checkpoint.files import PiecewiseFile
 from neox.checkpoint.joining import neox_shard
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
 from neox.config.layer_plan import LayerEntry
@@ -60,20 +60,15 @@ def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
 
 def save_file(path: Path, value: Any) -> Path:
     """`torch.save` whose failures (a full disk, no permission) are CheckpointError with the path."""
+    file = None
     try:
-        torch.save(value, path)
+        with PiecewiseFile(path) as file:
+            torch.save(value, file)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be written: {_why(error, path)}") from error
+        cause = file.failure if file is not None and file.failure is not None else error
+        reason = cause.strerror if isinstance(cause, OSError) else str(cause).strip().splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be written: {reason}") from error
     return path
-
-
-def _why(error: OSError | RuntimeError, path: Path) -> str:
-    """The reason of a failed write. torch says no more than that it could not write where it wanted to."""
-    reason = str(error).strip().splitlines()[0]
-    if isinstance(error, RuntimeError) and path.parent.is_dir():
-        free = shutil.disk_usage(path.parent).free
-        return f"not all of it fits: {free:,} bytes are free there, and `ulimit -f` may limit files ({reason})"
-    return reason
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -21,11 +21,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from neox.checkpoint import WRITE_BYTES
+
 _THREADS = 4
 _PAGE = 4096
-# Bytes of one write. A longer one takes the kernel's largest free pages, which on a virtual machine are those that the
-# host has taken back and gives again slowly (ten times the time of the copy, measured); and it holds the file's lock.
-_WRITE = 128 << 10
 _CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -98,7 +97,7 @@ class SafetensorsWriter:
     def _put(self, data: object, offset: int) -> None:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         while view:  # a write may be partial
-            count = os.pwrite(self._descriptor, view[:_WRITE], offset)
+            count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
             view, offset = view[count:], offset + count
 
 
