@@ -9,10 +9,14 @@ Only this machine can reach it, unless --host says otherwise: there are no passw
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,6 +30,21 @@ from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 
 _CONNECTIONS = 256  # open at once, before further ones are refused
+_SHUTDOWN_SECONDS = 3  # for answers on their way when the server is told to end
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Take the address before minutes of loading. Raises NeoXError where it cannot be had."""
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except (OSError, OverflowError) as error:
+        taken.close()
+        raise NeoXError(
+            f"--host {host} --port {port}: cannot listen there ({error}); --port chooses another"
+        ) from error
+    return taken
 
 
 def main() -> None:
@@ -48,10 +67,13 @@ def main() -> None:
     plan = plan_from_arguments(args)
     if plan.grid.world > 1:
         raise ConfigError("serving takes one process: python tools/serve.py -d configs MODEL.yml, without deepy.py")
+    address = open_socket(args.host, args.port)
     tokenizer = tokenizer_of(plan.config)
     checkpoint = choose_checkpoint(plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)
+    shown = f"[{args.host}]" if ":" in args.host else args.host
+    closing = threading.Event()
     app = make_app(
         model,
         tokenizer,
@@ -63,10 +85,25 @@ def main() -> None:
             seconds=args.max_seconds,
             waiting=args.max_waiting,
         ),
-        hosts=(args.host, *args.allow_host),
+        hosts=(shown, *args.allow_host),
+        closing=closing,
     )
-    get_logger(f"neox.{Path(__file__).stem}").info("http://%s:%d/ serves %s", args.host, args.port, checkpoint)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", limit_concurrency=_CONNECTIONS)
+    get_logger(f"neox.{Path(__file__).stem}").info(
+        "http://%s:%d/ serves %s", shown, address.getsockname()[1], checkpoint
+    )
+    settings = uvicorn.Config(
+        app, log_level="warning", limit_concurrency=_CONNECTIONS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+    )
+    server = uvicorn.Server(settings)
+    answer_signal = server.handle_exit
+
+    def end(number: int, frame: FrameType | None) -> None:
+        closing.set()
+        answer_signal(number, frame)
+
+    server.handle_exit = end  # type: ignore[method-assign]
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        server.run(sockets=[address])
 
 
 if __name__ == "__main__":

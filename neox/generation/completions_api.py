@@ -22,7 +22,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
     "suffix": (None, ""),
-    "stream_options": (None,),
 }
 
 
@@ -46,15 +45,23 @@ class Limits:
     waiting: int = 8
     body_seconds: float = 30.0
 
+    def __post_init__(self) -> None:
+        if min(self.max_tokens, self.sequences) < 1 or self.waiting < 0 or not self.seconds >= 0:
+            raise GenerationError("limits of a server: at least 1 token and 1 sequence, no negative seconds or waiting")
+
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request: prompts (ids, each as often as continuations were asked for) and how to go on."""
+    """A checked request: prompts (ids, each as often as continuations were asked for) and how to go on.
+
+    stream_usage: a stream ends with the counts of tokens.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     echoes: tuple[str, ...]
     params: SamplingParams
     stream: bool
+    stream_usage: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
 
 
@@ -78,6 +85,7 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
         )
     echo = _boolean(fields, "echo")
     stream = _boolean(fields, "stream")
+    stream_usage = _stream_usage(fields, stream)
     params = _params(fields, limits)
     if fields:
         raise BadRequest(f"unknown: {', '.join(map(_shown, sorted(fields)))}")
@@ -90,7 +98,7 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
             raise BadRequest(f"`prompt` has token ids outside 0..{model.vocab_size - 1}")
     every = [prompt for prompt in prompts for _ in range(n)]
     echoes = tuple(codec.decode(prompt) if echo else "" for prompt in every)
-    return CompletionRequest(tuple(every), echoes, params, stream)
+    return CompletionRequest(tuple(every), echoes, params, stream, stream_usage)
 
 
 def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
@@ -143,6 +151,16 @@ def _shown(name: str) -> str:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stream_usage(fields: dict[str, Any], stream: bool) -> bool:
+    """Take `stream_options`, in which clients ask for the counts of tokens."""
+    options = fields.pop("stream_options", None)
+    if options is None:
+        return False
+    if not stream or not isinstance(options, dict) or set(options) - {"include_usage"}:
+        raise BadRequest("`stream_options` goes with `stream: true` and may hold `include_usage`")
+    return _boolean(dict(options), "include_usage")
 
 
 def _boolean(fields: dict[str, Any], name: str) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 _log = get_logger(__name__)
 _LOOK_SECONDS = 0.5  # between looks whether the client is still there
@@ -46,21 +48,26 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 
 @dataclass(frozen=True)
 class Job:
-    """One request on its way. stop: set when the client is gone; deadline: by time.monotonic()."""
+    """One request on its way. stop: set when the client is gone; closing: when the server is about to; deadline: by
+    time.monotonic()."""
 
     request: CompletionRequest
     deadline: float
     stop: threading.Event
+    closing: threading.Event
 
     def over(self) -> bool:
-        return self.stop.is_set() or time.monotonic() > self.deadline
+        return self.stop.is_set() or self.closing.is_set() or time.monotonic() > self.deadline
 
 
 class Desk:
     """Takes requests in line and lets one generate at a time."""
 
-    def __init__(self, model: LanguageModel, codec: TextCodec, limits: Limits) -> None:
+    def __init__(
+        self, model: LanguageModel, codec: TextCodec, limits: Limits, closing: threading.Event | None = None
+    ) -> None:
         self.model, self.codec, self.limits = model, codec, limits
+        self.closing = closing or threading.Event()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation")
         self.turn = asyncio.Lock()
         self.inside = 0
@@ -86,7 +93,7 @@ class Desk:
     ) -> Any:
         """Generate when it is this request's turn; return (results, whether the time limit ended it)."""
         async with self.turn:
-            job = Job(request, time.monotonic() + self.limits.seconds, stop)
+            job = Job(request, time.monotonic() + self.limits.seconds, stop, self.closing)
             return await asyncio.get_running_loop().run_in_executor(self.thread, self._generate, job, told)
 
     def _generate(self, job: Job, told: Callable[[int, str], None] | None) -> tuple[list[Continuation], bool]:
@@ -97,20 +104,27 @@ class Desk:
 
 
 def make_app(
-    model: LanguageModel, codec: TextCodec, *, name: str, limits: Limits | None = None, hosts: tuple[str, ...] = ()
+    model: LanguageModel,
+    codec: TextCodec,
+    *,
+    name: str,
+    limits: Limits | None = None,
+    hosts: tuple[str, ...] = (),
+    closing: threading.Event | None = None,
 ) -> Starlette:
     """Return the ASGI application. name: the model's, in answers. hosts: further names this server is called by; a
-    browser that was led here under another name (DNS rebinding) is turned away.
+    browser that was led here under another name (DNS rebinding) is turned away. closing: once set, answers on their
+    way end with what there is.
     """
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     limits = limits or Limits()
-    desk = Desk(model, codec, limits)
+    desk = Desk(model, codec, limits, closing)
     started = int(time.time())
 
     async def completions(http: Request) -> Response:
@@ -137,6 +151,13 @@ def make_app(
     async def page(_: Request) -> Response:
         return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _PAGE_POLICY})
 
+    async def refuse(http: Request, error: Exception) -> Response:
+        """Say in OpenAI's form what is no completion's business: unknown paths, other methods, our own mistakes."""
+        if not isinstance(error, HTTPException):
+            return JSONResponse(error_body(f"{type(error).__name__}: see the server's log", "server_error"), 500)
+        message = f"{http.method} {http.url.path}: {error.detail}; there are POST /v1/completions and GET /v1/models"
+        return JSONResponse(error_body(message), error.status_code, error.headers)
+
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
@@ -144,8 +165,28 @@ def make_app(
             Route("/health", health),
             Route("/", page),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", *hosts])],
+        middleware=[Middleware(KnownHosts, names=["localhost", "127.0.0.1", "[::1]", *hosts])],
+        exception_handlers={HTTPException: refuse, Exception: refuse},
     )
+
+
+class KnownHosts:
+    """Lets requests through that call this server by one of `names`."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self.app, self.names = app, {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import JSONResponse
+
+        if scope["type"] == "http":
+            name = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
+            if name not in self.names:
+                message = f"this server is not called {name[:80]!r}; --allow_host adds a name"
+                await JSONResponse(error_body(message), 400)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 async def _read_json(http: Request, limits: Limits) -> Any:
@@ -199,8 +240,8 @@ async def _stream(desk: Desk, request: CompletionRequest, name: str) -> AsyncIte
     def told(index: int, text: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 
-    def event(*choices: dict[str, Any]) -> str:
-        return f"data: {json.dumps(response(request, name, int(time.time()), list(choices)))}\n\n"
+    def event(*choices: dict[str, Any], **more: Any) -> str:
+        return f"data: {json.dumps({**response(request, name, int(time.time()), list(choices)), **more})}\n\n"
 
     with desk.place() as stop:
         task = asyncio.ensure_future(desk.work(request, stop, told))
@@ -217,4 +258,6 @@ async def _stream(desk: Desk, request: CompletionRequest, name: str) -> AsyncIte
             yield f"data: {json.dumps(error_body(str(error), 'server_error'))}\n\n"
             return
     yield event(*(choice(n, "", finish_reason(result, late)) for n, result in enumerate(results)))
+    if request.stream_usage:
+        yield event(usage=usage(request, results))
     yield "data: [DONE]\n\n"

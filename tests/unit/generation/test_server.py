@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from neox.errors import GenerationError
 from neox.generation.completions_api import BadRequest, Limits, parse_request
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
 
@@ -70,6 +71,15 @@ def test_a_stream_gives_the_text_of_a_whole_answer():
     assert [choice["finish_reason"] for choice in last["choices"]] == [choice["finish_reason"] for choice in whole]
 
 
+def test_a_stream_ends_with_the_counts_of_tokens_where_they_are_asked_for():
+    body = {"prompt": "abc", "max_tokens": 3, "temperature": 0, "stream": True}
+    *_, last, counts = events(post({**body, "stream_options": {"include_usage": True}}))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert counts["choices"] == []
+    assert counts["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert all("usage" not in event for event in events(post({**body, "stream_options": {}})))
+
+
 def test_the_seed_decides_what_is_drawn():
     body = {"prompt": "a", "max_tokens": 12, "seed": 1}
     one, two = (post(body, model=ToyModel(hashed)).json()["choices"][0]["text"] for _ in range(2))
@@ -100,6 +110,8 @@ def test_the_seed_decides_what_is_drawn():
         ({"prompt": "a", "seed": -1}, "`seed` must be"),
         ({"prompt": "a", "stream": 1}, "`stream` must be true or false"),
         ({"prompt": "a", "temprature": 1}, "unknown: temprature"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "goes with `stream: true`"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "may hold `include_usage`"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(body, message):
@@ -238,6 +250,56 @@ def test_a_reader_that_leaves_a_stream_ends_its_work():
     assert '"text": "b"' in first
     assert inside == 0
     assert len(steps) < 90_000
+
+
+def test_whatever_is_refused_is_told_in_openais_form():
+    async def call():
+        async with client() as http:
+            return (
+                await http.post("/v1/chat/completions", json={}),
+                await http.get("/v1/completions"),
+                await http.get("/health", headers={"host": "evil.example"}),
+            )
+
+    for answer, status, message in zip(
+        asyncio.run(call()),
+        (404, 405, 400),
+        ("Not Found", "Method Not Allowed", "not called 'evil.example'"),
+        strict=True,
+    ):
+        assert answer.status_code == status
+        assert message in answer.json()["error"]["message"]
+
+
+def test_names_of_this_machine_are_known_with_and_without_a_port():
+    async def call(host):
+        async with client() as http:
+            return (await http.get("/health", headers={"host": host})).status_code
+
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+        assert asyncio.run(call(host)) == 200, host
+    for host in ("", "localhost.evil.example", "[::2]:8000", "evil:80:localhost"):
+        assert asyncio.run(call(host)) == 400, host
+
+
+def test_a_mistake_of_ours_is_told_too():
+    def rule(ids):
+        raise KeyError("ours")
+
+    async def call():
+        app = make_app(ToyModel(rule), CODEC, name="toy")
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.post("/v1/completions", json={"prompt": "a"})
+
+    answer = asyncio.run(call())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "KeyError: see the server's log"
+
+
+def test_limits_that_allow_nothing_are_refused():
+    with pytest.raises(GenerationError, match="at least 1 token"):
+        Limits(max_tokens=0)
 
 
 def test_models_and_the_page():
