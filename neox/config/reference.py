@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from neox.config.aliases import ALIASES
 from neox.config.flat import section_classes
 from neox.config.sections import NeoXConfig
+from neox.config.switches import only_with_text, switches_of
 from neox.config.unsupported import UNSUPPORTED
 
 PAGE = Path("configs/neox_arguments.md")
@@ -144,7 +145,8 @@ def since(key: str) -> str:
 def section_rows(name: str, cls: type[BaseModel]) -> Iterator[Row]:
     """Yield the rows of one section: its own keys, aliases, and keys that do not work."""
     for key, info in cls.model_fields.items():
-        yield Row(key, type_name(info.annotation), default_text(info), since(key), "works", info.description or "")
+        meaning = (info.description or "") + only_with_text(switches_of(info))
+        yield Row(key, type_name(info.annotation), default_text(info), since(key), "works", meaning)
     for key, alias in ALIASES.items():
         if alias.section == name:
             meaning = f"Another spelling of `{alias.target}`."
@@ -186,7 +188,8 @@ def page() -> str:
             lines += [f"### {path}", "", (block.__doc__ or "").strip(), "", "| key | type | default | meaning |"]
             lines.append("|---|---|---|---|")
             for key, info in block.model_fields.items():
-                cells = (f"`{key}`", type_name(info.annotation), default_text(info), info.description or "")
+                meaning = (info.description or "") + only_with_text(switches_of(info))
+                cells = (f"`{key}`", type_name(info.annotation), default_text(info), meaning)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
             lines.append("")
     return "\n".join(lines)
@@ -199,6 +202,9 @@ def schema() -> dict[str, Any]:
     for cls in section_classes(NeoXConfig).values():
         part = cls.model_json_schema()
         definitions |= part.get("$defs", {})
+        _say_switches(part["properties"], cls)
+        for _, block in blocks_of(cls):
+            _say_switches(definitions[block.__name__]["properties"], block)
         for key, value in part["properties"].items():
             properties[key] = {k: v for k, v in value.items() if k != "title"}
     for key, alias in ALIASES.items():
@@ -214,6 +220,13 @@ def schema() -> dict[str, Any]:
         "properties": properties | twins,
         "$defs": definitions,
     }
+
+
+def _say_switches(properties: dict[str, Any], cls: type[BaseModel]) -> None:
+    """Add to descriptions which other key must be on."""
+    for key, info in cls.model_fields.items():
+        if text := only_with_text(switches_of(info)):
+            properties[key]["description"] = properties[key].get("description", "") + text
 
 
 def _plain_type(name: str) -> str:

@@ -19,6 +19,7 @@ from neox.config.precision import choose_precision
 from neox.config.saves import save_iterations, save_notes
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
+from neox.config.switches import idle_notes
 from neox.config.wording import place, said
 from neox.errors import ConfigError
 
@@ -58,7 +59,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
     json, notes = deepspeed_json(config, grid, batch, precision)
-    notes += [*unsupported_notes(config), *save_notes(config)]
+    notes += [*unsupported_notes(config), *idle_notes(config), *save_notes(config)]
     return RunPlan(
         config=config,
         grid=grid,

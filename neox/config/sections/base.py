@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Of a field, in `Annotated`: its value changes something only where another key is on. Several: where any is.
+
+    key: dotted path of that key; values: those that mean on, where it is not enough to be true, given or above 0.
+    """
+
+    key: str
+    values: tuple[Any, ...] = ()
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a value of `key` switches the field on."""
+        return value in self.values if self.values else bool(value)
+
+    def __str__(self) -> str:
+        if self.values == (None,):
+            return f"`{self.key}` unset"
+        return f"`{self.key}{': ' if self.values else ''}{', '.join(map(str, self.values))}`"
 
 
 class Section(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class CheckpointConfig(Section):
@@ -18,16 +18,16 @@ class CheckpointConfig(Section):
     load: str | None = None
     """Directory to resume from."""
 
-    iteration: int | None = Field(None, ge=0)
+    iteration: Annotated[int | None, OnlyWith("load"), OnlyWith("save")] = Field(None, ge=0)
     """Checkpoint to load; the newest whole one where unset."""
 
     finetune: bool = False
     """Load weights only and start at iteration 0."""
 
-    checkpoint_verify: bool = True
+    checkpoint_verify: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = True
     """Compare the sha256 of every file when loading; without it, sizes alone."""
 
-    checkpoint_scale: Literal["linear", "log"] = "linear"
+    checkpoint_scale: Annotated[Literal["linear", "log"], OnlyWith("checkpoint_factor")] = "linear"
     """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. And at the end."""
 
     checkpoint_factor: int | None = Field(None, gt=0)
@@ -36,20 +36,20 @@ class CheckpointConfig(Section):
     extra_save_iters: tuple[int, ...] | None = None
     """Further iterations to save at; 0 saves the initial weights."""
 
-    keep_last_n_checkpoints: int | None = Field(None, ge=1)
+    keep_last_n_checkpoints: Annotated[int | None, OnlyWith("save")] = Field(None, ge=1)
     """Delete older checkpoints, keeping this many."""
 
-    async_save: bool = False
+    async_save: Annotated[bool, OnlyWith("save")] = False
     """Copy a checkpoint to CPU memory and write it while training goes on; a rank's whole state must fit there."""
 
-    checkpoint_validation_with_forward_pass: bool = False
+    checkpoint_validation_with_forward_pass: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
     """Keep the logits of a fixed input in checkpoints, and compare them after loading."""
 
-    no_save_optim: bool = False
+    no_save_optim: Annotated[bool, OnlyWith("save")] = False
     """Leave the optimizer's state out of checkpoints."""
 
-    no_save_rng: bool = False
+    no_save_rng: Annotated[bool, OnlyWith("save")] = False
     """Leave random states out of checkpoints."""
 
-    no_load_optim: bool = False
+    no_load_optim: Annotated[bool, OnlyWith("load")] = False
     """Do not load the optimizer's state."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
+
+_DIVIDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
+_WEIGHTS_DIVIDED = OnlyWith("zero_optimization.stage", (3,))
 
 
 class OffloadSettings(Section):
@@ -27,25 +30,25 @@ class ZeroSettings(Section):
 
     stage: Literal[0, 1, 2, 3] = 0
     """0: nothing is divided over data-parallel ranks; 1: optimizer states; 2: gradients too; 3: weights too."""
-    contiguous_gradients: bool | None = None
+    contiguous_gradients: Annotated[bool | None, _DIVIDED] = None
     """Copy gradients to a contiguous buffer."""
-    reduce_scatter: bool | None = None
+    reduce_scatter: Annotated[bool | None, _DIVIDED] = None
     """Reduce-scatter in place of all-reduce."""
-    reduce_bucket_size: int | None = Field(None, gt=0)
+    reduce_bucket_size: Annotated[int | None, _DIVIDED] = Field(None, gt=0)
     """Elements reduced at once."""
-    allgather_partitions: bool | None = None
+    allgather_partitions: Annotated[bool | None, _DIVIDED] = None
     """All-gather in place of broadcasts."""
-    allgather_bucket_size: int | None = Field(None, ge=0)
+    allgather_bucket_size: Annotated[int | None, _DIVIDED] = Field(None, ge=0)
     """Elements gathered at once."""
-    overlap_comm: bool | None = None
+    overlap_comm: Annotated[bool | None, _DIVIDED] = None
     """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
     load_from_fp32_weights: bool | None = None
     """DeepSpeed's way to load a checkpoint; changes nothing here, with a note."""
     elastic_checkpoint: bool | None = None
     """DeepSpeed's elastic checkpoints; changes nothing here, with a note: every checkpoint loads at any degrees."""
-    round_robin_gradients: bool | None = None
+    round_robin_gradients: Annotated[bool | None, _DIVIDED] = None
     """Divide gradients among ranks in turn (stage 2 offload)."""
-    ignore_unused_parameters: bool | None = None
+    ignore_unused_parameters: Annotated[bool | None, _DIVIDED] = None
     """Tolerate parameters without gradient (stage 2)."""
     cpu_offload: bool | None = None
     """Old name of offload_optimizer: {device: cpu}."""
@@ -53,15 +56,15 @@ class ZeroSettings(Section):
     """Optimizer states elsewhere."""
     offload_param: OffloadSettings | None = None
     """Weights elsewhere (stage 3)."""
-    sub_group_size: int | None = None
+    sub_group_size: Annotated[int | None, _WEIGHTS_DIVIDED] = None
     """Elements updated at once (stage 3)."""
-    stage3_max_live_parameters: int | None = None
+    stage3_max_live_parameters: Annotated[int | None, _WEIGHTS_DIVIDED] = None
     """Gathered parameters kept at most."""
-    stage3_max_reuse_distance: int | None = None
+    stage3_max_reuse_distance: Annotated[int | None, _WEIGHTS_DIVIDED] = None
     """Parameters reused within this many are kept."""
-    stage3_prefetch_bucket_size: int | None = None
+    stage3_prefetch_bucket_size: Annotated[int | None, _WEIGHTS_DIVIDED] = None
     """Parameters fetched ahead."""
-    stage3_param_persistence_threshold: int | None = None
+    stage3_param_persistence_threshold: Annotated[int | None, _WEIGHTS_DIVIDED] = None
     """Smaller parameters are not divided."""
     stage3_gather_16bit_weights_on_model_save: bool | None = None
     """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
@@ -111,15 +114,15 @@ class FlopsProfilerSettings(Section):
 
     enabled: bool = False
     """Profile one step."""
-    profile_step: int | None = None
+    profile_step: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
     """The step."""
-    module_depth: int | None = None
+    module_depth: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
     """Depth of modules shown."""
-    top_modules: int | None = None
+    top_modules: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
     """Modules shown."""
-    detailed: bool | None = None
+    detailed: Annotated[bool | None, OnlyWith("flops_profiler.enabled")] = None
     """Show every module."""
-    output_file: str | None = None
+    output_file: Annotated[str | None, OnlyWith("flops_profiler.enabled")] = None
     """Where the profile goes."""
 
 
@@ -128,11 +131,11 @@ class CommsLoggerSettings(Section):
 
     enabled: bool = False
     """Log communication."""
-    verbose: bool | None = None
+    verbose: Annotated[bool | None, OnlyWith("comms_logger.enabled")] = None
     """Log each call."""
-    prof_all: bool | None = None
+    prof_all: Annotated[bool | None, OnlyWith("comms_logger.enabled")] = None
     """Profile all calls."""
-    debug: bool | None = None
+    debug: Annotated[bool | None, OnlyWith("comms_logger.enabled")] = None
     """Log callers."""
 
 
@@ -172,7 +175,7 @@ class DeepSpeedConfig(Section):
     prescale_gradients: bool = False
     """Divide gradients before the reduction."""
 
-    gradient_predivide_factor: float = Field(1.0, gt=0)
+    gradient_predivide_factor: Annotated[float, OnlyWith("prescale_gradients")] = Field(1.0, gt=0)
     """By how much, with prescale_gradients."""
 
     zero_allow_untested_optimizer: bool = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class GenerationConfig(Section):
@@ -18,10 +18,10 @@ class GenerationConfig(Section):
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
 
-    top_p: float = Field(0.0, ge=0, le=1)
+    top_p: Annotated[float, OnlyWith("temperature")] = Field(0.0, ge=0, le=1)
     """Sample from the smallest set of tokens with this probability; 0 is off."""
 
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, OnlyWith("temperature")] = Field(0, ge=0)
     """Sample from this many most likely tokens; 0 is off."""
 
     return_logits: bool = False
@@ -48,7 +48,7 @@ class GenerationConfig(Section):
     generation_batch_size: int = Field(8, ge=1)
     """Prompts that are continued at once, and sequences that are scored at once."""
 
-    prompt_end: str = "\n"
+    prompt_end: Annotated[str, OnlyWith("text_gen_type", ("interactive",))] = "\n"
     """What ends a prompt typed interactively."""
 
     sample_input_file: str | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class LoggingConfig(Section):
@@ -25,19 +27,19 @@ class LoggingConfig(Section):
     use_wandb: bool | None = None
     """Report to Weights & Biases; unset is off."""
 
-    wandb_group: str | None = None
+    wandb_group: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Group of the run."""
 
-    wandb_team: str | None = None
+    wandb_team: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Team (entity) of the run."""
 
-    wandb_project: str = "neox"
+    wandb_project: Annotated[str, OnlyWith("use_wandb")] = "neox"
     """Project of the run."""
 
-    wandb_host: str = "https://api.wandb.ai"
+    wandb_host: Annotated[str, OnlyWith("use_wandb")] = "https://api.wandb.ai"
     """Server."""
 
-    wandb_run_name: str | None = None
+    wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Name of the run."""
 
     peak_theoretical_tflops: float | None = Field(None, gt=0)

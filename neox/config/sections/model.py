@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 InitMethod = Literal[
     "normal",
@@ -51,10 +51,10 @@ class ModelConfig(Section):
     pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = "learned"
     """Positions. `rotary` and `none` work; gpt-neox's default `learned` does not, so the key must be given."""
 
-    rotary_pct: float = Field(1.0, gt=0, le=1)
+    rotary_pct: Annotated[float, OnlyWith("pos_emb", ("rotary",))] = Field(1.0, gt=0, le=1)
     """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
 
-    rotary_emb_base: int = Field(10000, ge=1)
+    rotary_emb_base: Annotated[int, OnlyWith("pos_emb", ("rotary",))] = Field(10000, ge=1)
     """Base of the rotary frequencies."""
 
     no_weight_tying: bool = False
@@ -63,7 +63,7 @@ class ModelConfig(Section):
     gpt_j_residual: bool = False
     """Parallel residual: x + attention(ln1(x)) + mlp(ln2(x))."""
 
-    output_layer_parallelism: Literal["row", "column"] = "row"
+    output_layer_parallelism: Annotated[Literal["row", "column"], OnlyWith("no_weight_tying")] = "row"
     """Which dimension of the untied head is split over tensor ranks."""
 
     activation: Literal["gelu", "geglu", "relu", "softsign", "swish", "mish"] = "gelu"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class RunnerConfig(Section):
@@ -41,22 +41,22 @@ class RunnerConfig(Section):
     """How ranks are started on several hosts; one host is always started locally. `none` prints the commands.
     gpt-neox's `mvapich` is refused: use openmpi, slurm or pdsh."""
 
-    no_ssh_check: bool = False
+    no_ssh_check: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Do not try ssh to the hosts first."""
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """torch.distributed backend; nccl becomes gloo on a machine without GPU, said aloud."""
 
-    comment: str | None = None
+    comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""
 
-    account: str | None = None
+    account: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Account passed to slurm."""
 
-    force_multi: bool = False
+    force_multi: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Launch through pdsh even where there is one host."""
 
-    ssh_port: int | None = Field(None, ge=1, le=65535)
+    ssh_port: Annotated[int | None, OnlyWith("launcher", ("pdsh",))] = Field(None, ge=1, le=65535)
     """Port of the hosts' ssh servers; what ssh's own configuration says where unset."""
 
     forward_environment: tuple[str, ...] | None = None
@@ -64,7 +64,7 @@ class RunnerConfig(Section):
     GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never
     do."""
 
-    doctor_timeout: float = Field(8.0, gt=0)
+    doctor_timeout: Annotated[float, OnlyWith("launcher", ("pdsh",))] = Field(8.0, gt=0)
     """Seconds that each host has to answer `deepy.py doctor` and the checks before a launch; busy hosts need more."""
 
     stop_timeout: float = Field(60.0, gt=0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class ScheduleConfig(Section):
@@ -21,7 +21,7 @@ class ScheduleConfig(Section):
     lr_decay_fraction: float | None = Field(None, gt=0, le=1)
     """lr_decay_iters as a part of train_iters."""
 
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: Annotated[float, OnlyWith("lr_decay_style", ("linear", "cosine", "exponential"))] = Field(0.0, ge=0)
     """The learning rate never falls below this."""
 
     warmup: float = Field(0.01, ge=0, le=1)

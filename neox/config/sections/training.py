@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from neox.config.sections.base import Section
+from neox.config.sections.base import OnlyWith, Section
 
 
 class TrainingConfig(Section):
@@ -34,7 +36,7 @@ class TrainingConfig(Section):
     checkpoint_activations: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
 
-    checkpoint_num_layers: int = Field(1, ge=1)
+    checkpoint_num_layers: Annotated[int, OnlyWith("checkpoint_activations")] = Field(1, ge=1)
     """Layers recomputed together."""
 
     compile_layers: bool = False

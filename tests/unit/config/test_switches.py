@@ -1,0 +1,60 @@
+"""Keys that have an effect only with another one: noted when that is off, silent when it is on or they are defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from neox.config import NeoXConfig, resolve
+from neox.config.flat import key_sections, section_classes
+from neox.config.reference import blocks_of
+from neox.config.switches import idle_notes, switches_of, value_at
+
+
+def notes(**keys: Any) -> list[str]:
+    return idle_notes(NeoXConfig.from_flat(keys, {key: f"a.yml:{line}" for line, key in enumerate(keys, start=1)}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"wandb_group": "a", "wandb_team": "b"}, "have no effect: only with `use_wandb`"),
+        ({"checkpoint_num_layers": 2}, "`checkpoint_num_layers: 2` (a.yml:1) has no effect: only with `checkpoint_act"),
+        ({"pos_emb": "none", "rotary_pct": 0.5}, "only with `pos_emb: rotary`"),
+        ({"zero_optimization": {"overlap_comm": True}}, "only with `zero_optimization.stage: 1, 2, 3`"),
+        ({"zero_optimization": {"stage": 2, "sub_group_size": 9}}, "only with `zero_optimization.stage: 3`"),
+        ({"train_data_paths": ["a"], "split": "9,1,1"}, "only with `train_data_paths` unset"),
+        ({"data_path": "a", "valid_data_paths": ["b"]}, "only with `train_data_paths`"),
+        ({"comms_logger": {"verbose": True}}, "`comms_logger.verbose: true` (a.yml:1) has no effect"),
+        ({"iteration": 5}, "only with `load` or `save`"),
+        ({"account": "me"}, "only with `launcher: slurm`"),
+        ({"lr_decay_style": "constant", "min_lr": 1e-5}, "only with `lr_decay_style: linear, cosine, exponential`"),
+    ],
+)
+def test_a_switch_that_is_off_is_noted(keys: dict[str, Any], note: str) -> None:
+    (found,) = notes(**keys)
+    assert note in found
+
+
+def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
+    assert notes(wandb_group="a", use_wandb=True) == []
+    assert notes(checkpoint_num_layers=1, wandb_project="neox") == []
+    assert notes(zero_optimization={"stage": 1, "overlap_comm": True}) == []
+    assert notes(iteration=5, save="x") == []
+    assert notes(split="9,1,1", data_path="a") == []
+
+
+def test_every_switch_is_a_key(tiny: dict[str, Any]) -> None:
+    config = NeoXConfig.from_flat({**tiny, "flops_profiler": {}, "comms_logger": {}})
+    classes = section_classes(NeoXConfig).values()
+    blocks = [block for cls in classes for _, block in blocks_of(cls)]
+    switches = {
+        switch for cls in (*classes, *blocks) for info in cls.model_fields.values() for switch in switches_of(info)
+    }
+    assert len(switches) > 10
+    for switch in switches:
+        assert switch.key.split(".")[0] in key_sections(NeoXConfig)
+        value = value_at(config, switch.key)
+        assert "." not in switch.key or value is not None, switch
+    assert any("no effect" in note for note in resolve(NeoXConfig.from_flat({**tiny, "account": "me"}), 1, 99).notes)
