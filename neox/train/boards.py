@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from neox.config import RunPlan
-from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError
-from neox.train.callbacks import Callback, StepReport
+from neox.train.callbacks import ScalarCallback
 from neox.train.state import TrainState
 
 WANDB_RUN_ID_FILE = "wandb_run_id"
 """In the run directory: which run of wandb a resumed training goes on with."""
 
 
-class TensorBoard(Callback):
+class TensorBoard(ScalarCallback):
     """Writes scalars for TensorBoard into `tensorboard_dir`."""
 
     def __init__(self, directory: str) -> None:
@@ -41,15 +40,6 @@ class TensorBoard(Callback):
         except OSError as error:
             raise TrainingError(f"tensorboard_dir: {self.directory} cannot be written: {error.strerror}") from error
 
-    def on_step(self, state: TrainState, report: StepReport) -> None:
-        self._write(state, report.scalars())
-
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        self._write(state, scalars)
-
-    def on_save(self, state: TrainState, report: SaveReport) -> None:
-        self._write(state, report.scalars())
-
     def on_end(self, state: TrainState) -> None:
         self._writer.close()
 
@@ -57,12 +47,12 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, state: TrainState, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, state.iteration)
+            self._writer.add_scalar(name, value, iteration)
 
 
-class WandB(Callback):
+class WandB(ScalarCallback):
     """Reports to Weights & Biases (`WANDB_MODE=offline` keeps the run on disk).
 
     The run's id is kept in `log_dir` (else `save`), so that a resumed training goes on with the same run. Charts count
@@ -108,14 +98,8 @@ class WandB(Callback):
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
-    def on_step(self, state: TrainState, report: StepReport) -> None:
-        self._run.log({"iteration": state.iteration, **report.scalars()})
-
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        self._run.log({"iteration": state.iteration, **scalars})
-
-    def on_save(self, state: TrainState, report: SaveReport) -> None:
-        self._run.log({"iteration": state.iteration, **report.scalars()})
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"iteration": iteration, **scalars})
 
     def on_end(self, state: TrainState) -> None:
         self._run.finish()

@@ -62,3 +62,20 @@ class Callback:
     def on_failure(self, state: TrainState) -> None:
         """In place of `on_end` when an error ends the run, maybe before `on_start` is through: bring what is there to
         an end."""
+
+
+class ScalarCallback(Callback):
+    """Writes the numbers of steps, evaluations and checkpoints to one place; subclasses say how."""
+
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers under their names, at an iteration."""
+        raise NotImplementedError
+
+    def on_step(self, state: TrainState, report: StepReport) -> None:
+        self.write(state.iteration, report.scalars())
+
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+        self.write(state.iteration, scalars)
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        self.write(state.iteration, report.scalars())

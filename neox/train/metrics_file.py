@@ -11,14 +11,14 @@ from typing import Any
 
 from neox.engine import SaveReport
 from neox.errors import TrainingError
-from neox.train.callbacks import Callback, StepReport
+from neox.train.callbacks import Callback, ScalarCallback
 from neox.train.state import TrainState
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
 
 
-class MetricsFile(Callback):
+class MetricsFile(ScalarCallback):
     """Appends to `log_dir/metrics.jsonl`; after a resume the later line of an iteration is the one that counts.
 
     Values are unrounded; one that is not finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
@@ -33,23 +33,14 @@ class MetricsFile(Callback):
         except OSError as error:
             raise TrainingError(f"log_dir: {self.path} cannot be written: {error.strerror}") from error
 
-    def on_step(self, state: TrainState, report: StepReport) -> None:
-        self._write(state, report.scalars())
-
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        self._write(state, scalars)
-
-    def on_save(self, state: TrainState, report: SaveReport) -> None:
-        self._write(state, report.scalars())
-
     def on_end(self, state: TrainState) -> None:
         self._stream.close()
 
     on_failure = on_end
 
-    def _write(self, state: TrainState, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
         values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
-        self._stream.write(json.dumps({"iteration": state.iteration, **values}) + "\n")
+        self._stream.write(json.dumps({"iteration": iteration, **values}) + "\n")
         self._stream.flush()
 
 
