@@ -6,7 +6,8 @@ python benchmarks/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 16 
 Both sides run the same random weights, greedily, with a KV cache, from the same prompts. A round is one generation of
 each and one probe of the memory; medians over rounds count, so that other work on the machine slows all three. Every
 step reads every weight but the embedding's, and the cache: bandwidth / those bytes is the most steps a second that
-memory allows. The probe is the better of a sum and a matrix-vector product over half a gigabyte. "of it" compares that
+memory allows. The probe is the better of a sum and a matrix-vector product over half a gigabyte, on huge pages where
+the system has them: the most that these threads were seen to read. "of it" compares that
 with the median of our steps behind the first token, sampling and all; the other figures include the first token, for
 both sides. "best" takes each side's least disturbed round (and tenth of the steps): what the machine would give alone.
 Weights that fit into a cache can be read faster than the memory's bound.
@@ -34,6 +35,7 @@ from neox.checkpoint import write_client_state, write_full_layer
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.convert import to_hf
 from neox.generation import SamplingParams, decode, load_model
+from neox.generation.huge_pages import use_huge_pages
 from neox.model import build_layer
 from neox.parallel import ParallelGrid
 
@@ -109,6 +111,8 @@ class Probe:
         self.timed = timed
         self.rows = torch.ones(2048, 2**16, device=device)  # 512 MB
         self.vector = torch.ones(2**16, device=device)
+        if device.type == "cpu":
+            use_huge_pages(self.rows.data_ptr(), self.rows.nbytes)  # as our weights do
 
     def __call__(self) -> float:
         works = (self.rows.sum, lambda: torch.mv(self.rows, self.vector))

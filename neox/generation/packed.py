@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from neox.generation.huge_pages import use_huge_pages
 from neox.ops.linear import ONEDNN
 from neox.parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -25,6 +26,8 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _EXPECTED_ROWS)
+        if hasattr(torch.ops.mkldnn, "data_ptr"):  # not in every torch
+            use_huge_pages(torch.ops.mkldnn.data_ptr(self.packed), weight.nbytes)
         self.multiply = torch.ops.mkldnn._linear_pointwise.default  # finding the overload takes microseconds
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

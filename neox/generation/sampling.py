@@ -6,6 +6,9 @@ equal settings give equal distributions there. Shapes: B sequences, V vocabulary
 
 from __future__ import annotations
 
+import math
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -64,10 +67,14 @@ def check_logits(logits: Tensor) -> None:
     """Refuse logits that are not numbers, which argmax would turn into token ids without a word."""
     # The largest of a row is NaN if any is; infinities of the sort that fp16 overflow makes are found too.
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-        raise GenerationError(
-            "the model's logits are not finite (NaN or infinity): the weights are broken, or overflow "
-            "in this precision; look at the training loss of this checkpoint, try an earlier one, or generate in fp32"
-        )
+        raise_not_finite()
+
+
+def raise_not_finite() -> NoReturn:
+    raise GenerationError(
+        "the model's logits are not finite (NaN or infinity): the weights are broken, or overflow "
+        "in this precision; look at the training loss of this checkpoint, try an earlier one, or generate in fp32"
+    )
 
 
 class TokenChooser:
@@ -100,12 +107,16 @@ class TokenChooser:
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose from logits [B, V] -> ids [B]. Raises GenerationError where they are not numbers."""
         params = self.params
+        if self.uniforms is None and self.seen is None:
+            ids = self._most_probable(logits)
+            self.step += 1
+            return ids
         check_logits(logits)
         scores = logits.float()
         if self.seen is not None:
             scores = penalize_repetition(scores, self.seen, params.repetition_penalty)
         if self.step < params.min_new_tokens:
-            scores = scores.index_fill(1, torch.tensor([self.eod], device=scores.device), _NEVER)
+            scores = without(scores, self.eod)
         if self.uniforms is None:
             ids = scores.argmax(dim=-1)
         else:
@@ -114,6 +125,21 @@ class TokenChooser:
             self.seen.scatter_(1, ids[:, None], True)
         self.step += 1
         return ids
+
+    def _most_probable(self, logits: Tensor) -> Tensor:
+        """Choose greedily with no copy of the logits and few operations, which count at a small model's step."""
+        values, ids = logits.max(dim=-1)  # the lower id wins a tie
+        # Where a row holds NaN or a positive infinity, the largest is one; a row of negative ones is found too.
+        if not all(map(math.isfinite, values.tolist())):
+            raise_not_finite()
+        if self.step < self.params.min_new_tokens and self.eod in ids.tolist():
+            ids = without(logits, self.eod).argmax(dim=-1)
+        return ids
+
+
+def without(logits: Tensor, token: int) -> Tensor:
+    """Return logits [B, V] that forbid a token."""
+    return logits.index_fill(1, torch.tensor([token], device=logits.device), _NEVER)
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -119,3 +119,20 @@ def test_next_to_no_temperature_takes_the_most_probable(temperature):
     params = SamplingParams(temperature=temperature, max_new_tokens=2, top_p=0.9)
     chooser = TokenChooser(params, [[0]], [0], 4, 0, torch.device("cpu"))
     assert chooser(torch.tensor([[1.0, 30.0, -2.0, 29.9]])).tolist() == [1]
+
+
+def test_greedy_takes_the_second_best_while_the_end_is_forbidden():
+    chooser = TokenChooser(
+        SamplingParams(max_new_tokens=4, min_new_tokens=1), [[1], [1]], [0, 1], 5, 3, torch.device("cpu")
+    )
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0, 4.0], [5.0, 5.0, 0.0, 1.0, 2.0]])
+    before = logits.clone()
+    assert chooser(logits).tolist() == [4, 0]
+    assert chooser(logits).tolist() == [3, 0]
+    assert torch.equal(logits, before)
+
+
+def test_a_row_without_any_possible_token_is_refused():
+    chooser = TokenChooser(SamplingParams(max_new_tokens=4), [[1]], [0], 5, 3, torch.device("cpu"))
+    with pytest.raises(GenerationError, match="not finite"):
+        chooser(torch.full((1, 5), float("-inf")))
