@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from neox.launch.commands import ssh_command
-from neox.launch.placement import is_this_machine
-from neox.launch.probe import encode_request
+from neox.launch.placement import code_root, is_this_machine
+from neox.launch.probe import code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec
 
 _AT_ONCE = 128
@@ -59,7 +59,7 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
             for number, _ in enumerate(spec.hosts)
         ]
         reports = [job.result() for job in jobs]
-    _judge(reports, spec, checks)
+    _judge(reports, spec, checks, code_hash(code_root()))
     return reports
 
 
@@ -120,7 +120,8 @@ def _read(report: HostReport, done: subprocess.CompletedProcess[str], spec: Laun
         report.problems.append(f"the check ended with status {done.returncode}: {last}")
 
 
-def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks) -> None:
+def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code: str) -> None:
+    """Add to the reports what is wrong; `code` is the hash of the project's files on this machine."""
     answered = [report for report in reports if report.answer]
     if not answered:
         return
@@ -128,7 +129,6 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks) -> N
         ("python", "Python", "install the same version"),
         ("torch", "torch", "run `make install` there"),
         ("deepspeed", "deepspeed", "run `make install` there"),
-        ("code", "code of this project", "copy or check out the same version there"),
     ):
         usual = Counter(report.answer[key] for report in answered).most_common(1)[0][0]
         for report in answered:
@@ -137,6 +137,11 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks) -> N
             elif report.answer[key] != usual:
                 report.problems.append(f"{what} is {report.answer[key]}, elsewhere {usual}: {remedy}")
     for report in answered:
+        if report.answer["code"] != code:
+            report.problems.append(
+                f"code of this project is {report.answer['code']}, on this machine {code}: copy or check out the same "
+                "version there"
+            )
         _judge_host(report, spec, checks)
 
 

@@ -59,15 +59,13 @@ class TwoMachines:
             found += map(int, listed.stdout.split())
         return [pid for pid in found if pid not in {daemon.pid for daemon in self.daemons} and is_alive(pid)]
 
-    def add_machine_without_python(self, venv_bin: Path) -> str:
-        """Give the second machine another address, whose sshd sees an empty directory in place of `venv_bin`."""
-        address = self.hosts[1].removesuffix("2") + "3"
-        empty = self.directory / "empty"
-        empty.mkdir()
+    def add_machine(self, number: int, *, instead: Path, of: Path) -> str:
+        """Give the second machine another address, whose sshd sees the directory `instead` in place of `of`."""
+        address = f"{self.hosts[1].removesuffix('2')}{number}"
         _ip("-n", self.names[1], "addr", "add", f"{address}/24", "dev", "eth0")
         sshd = [*self._sshd(), f"-oListenAddress={address}"]
         hide = 'mount --bind "$0" "$1" && shift && exec "$@"'
-        command = ["unshare", "-m", "sh", "-c", hide, str(empty), str(venv_bin), *sshd]
+        command = ["unshare", "-m", "sh", "-c", hide, str(instead), str(of), *sshd]
         self.daemons.append(subprocess.Popen(self.inside(command, 1), stderr=subprocess.DEVNULL))
         self._wait_for(address)
         return address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launched_runs import CPU_ONLY, LaunchedRun
+from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, LaunchedRun
+
+DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 
 # Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status.
 STAND_IN = f"""#!{sys.executable}
@@ -75,6 +78,17 @@ def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
     agents[0].communicate(timeout=20)
     assert agents[0].returncode == 143
     assert printing.seconds_until_gone(5) < 5
+
+
+def test_torchrun_trains_with_the_printed_line(tmp_path: Path) -> None:
+    settings = ["launcher=none", "train_iters=2", "log_interval=1", f"data_path={DATA}"]
+    printing = LaunchedRun(tmp_path, [word for each in settings for word in ("--set", each)], script=None)
+    (line,) = [line for line in printing.output(30).splitlines() if "torch.distributed.run" in line]
+    environment = {**os.environ, **CPU_ONLY}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    metrics = (printing.directory / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(step)["iteration"] for step in metrics if "train/lm_loss" in step] == [1, 2]
 
 
 def test_a_launcher_that_is_not_installed(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,9 +152,14 @@ def test_a_network_that_is_cut(machines: TwoMachines, tmp_path: Path) -> None:
 
 def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> None:
     dead = machines.hosts[0].removesuffix("1") + "77"
-    wrong = machines.add_machine_without_python(Path(sys.executable).parent)
+    (tmp_path / "empty").mkdir()
+    without_python = machines.add_machine(3, instead=tmp_path / "empty", of=Path(sys.executable).parent)
+    old = shutil.copytree(ROOT / "neox", tmp_path / "neox", ignore=shutil.ignore_patterns("__pycache__"))
+    (old / "log.py").write_text((old / "log.py").read_text() + "# another version\n")
+    other_code = machines.add_machine(4, instead=old, of=ROOT / "neox")
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("".join(f"{host} slots=2\n" for host in (*machines.hosts, dead, wrong)))
+    hosts = (*machines.hosts, dead, without_python, other_code)
+    hostfile.write_text("".join(f"{host} slots=2\n" for host in hosts))
     prefix = machines.inside([])
     run = LaunchedRun(tmp_path, ["-H", str(hostfile)], None, prefix=prefix, **machines.environment)
     output = run.output(30)
@@ -160,7 +167,10 @@ def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> N
     assert time.monotonic() - run.started < 15  # the checks themselves end after 8
     assert "nothing was started" in output
     assert f"{dead}: ssh failed" in output
-    assert f"{wrong}: no Python at" in output
+    assert f"{without_python}: no Python at" in output
+    assert re.search(rf"{other_code}: code of this project is \w+, on this machine \w+: copy", output)
+    for host in machines.hosts:
+        assert f"\n{host}: " not in output
     assert "first thing to fix, on " in output
     assert not list(tmp_path.rglob("rank_*.log"))
     wait_until_gone(machines)

@@ -31,7 +31,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 def judge(*answers: dict[str, Any]) -> list[HostReport]:
     names = [f"host{number}" for number in range(len(answers))]
     reports = [HostReport(Host(name, (0, 1)), said) for name, said in zip(names, answers, strict=True)]
-    doctor._judge(reports, spec(*names), Checks(save_paths=("/save",), data_paths=("/data",)))
+    doctor._judge(reports, spec(*names), Checks(save_paths=("/save",), data_paths=("/data",)), code="abc")
     return reports
 
 
