@@ -9,8 +9,8 @@ import torch
 
 from neox.config import RunPlan
 from neox.data import build_data_iterators
-from neox.engine import Engine, initialize_distributed, leave, open_engine
-from neox.evaluation import evaluate_in_training, parse_tasks
+from neox.engine import Engine, from_first_rank, initialize_distributed, leave, open_engine
+from neox.evaluation import check_tasks, evaluate_in_training
 from neox.generation import tokenizer_of
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
@@ -42,15 +42,15 @@ def build_tasks(
 ) -> Callable[[], dict[str, float]] | None:
     """Return what scores `eval_tasks` on the model in training, or None where there are none.
 
-    Raises EvaluationError for tasks that do not exist.
+    Raises EvaluationError for tasks that do not exist, now and not after hours.
     """
-    tasks = plan.config.generation.eval_tasks
-    if not tasks:
+    if not plan.config.generation.eval_tasks:
         return None
-    parse_tasks(tasks)
+    tokenizer = tokenizer_of(plan.config)
+    from_first_rank(lambda: check_tasks(plan.config, tokenizer))
     # A stage is read layer by layer; the whole network is called as in training, where ZeRO-3 gathers its weights.
     module = engine.body.module if grid.pp_size > 1 else engine.body
-    return partial(evaluate_in_training, plan, module, grid, device, tokenizer_of(plan.config))
+    return partial(evaluate_in_training, plan, module, grid, device, tokenizer)
 
 
 def build_callbacks(plan: RunPlan) -> list[Callback]:

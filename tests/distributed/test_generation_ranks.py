@@ -1,6 +1,12 @@
-"""Generation and every score on several ranks equal those of one process; no rank waits for another that has left."""
+"""Generation and every score on several ranks equal those of one process; no rank waits for another that has left.
+
+The harness's scores of the same checkpoint and tasks are compared with its own class for Hugging Face models in
+tests/unit/evaluation/test_harness.py.
+"""
 
 import json
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +19,7 @@ from neox.generation import SamplingParams, generate_all, load_model
 from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
+from tests.unit.evaluation.local_tasks import write_tasks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAME = "v2_pp2_mp2_dp1_fp32"
@@ -21,7 +28,8 @@ SETTINGS = ({}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"num_beams": 3})
 
 
 def write_texts(directory: Path) -> list[str]:
-    """Write texts in wikitext's, LAMBADA's and a corpus's form; return them as evaluation tasks."""
+    """Write texts in wikitext's, LAMBADA's and a corpus's form, and the harness's tasks where it is installed; return
+    them as evaluation tasks."""
     (directory / "wiki.raw").write_text("The old man , it 's well @-@ known , walked 3 @,@ 000 miles .\n" * 16)
     passages = ["He said hello to the old man", "Nothing is as it was before", "a b c d", "def main(self): return self"]
     (directory / "l.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
@@ -29,11 +37,13 @@ def write_texts(directory: Path) -> list[str]:
         f"wikitext={directory / 'wiki.raw'}",
         f"lambada={directory / 'l.jsonl'}",
         f"perplexity={directory / 'l.jsonl'}",
+        *(write_tasks(directory) if find_spec("lm_eval") else ()),
     ]
 
 
 def outputs(tasks: list[str], pp: int, dp: int, tp: int) -> list:
     """Generate and score with these degrees; called by every rank."""
+    os.environ["HF_DATASETS_CACHE"] = str(Path(tasks[0].partition("=")[2]).parent / f"cache{os.environ.get('RANK')}")
     tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
     degrees = {
         "eval_stride": 24,
@@ -65,7 +75,9 @@ def several_layouts(tasks: list[str], layouts: list) -> list:
 def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, tmp_path):
     tasks = write_texts(tmp_path)
     texts, scores, top, metrics = outputs(tasks, 1, 1, 1)
-    assert len(metrics) == 11
+    harness = {name.split("_")[1] for name in metrics if name.startswith("eval/local_")}
+    assert harness == ({"choice", "rolling", "until"} if find_spec("lm_eval") else set())
+    assert len(metrics) >= 11
     world = layouts[0][0] * layouts[0][1] * layouts[0][2]
     for answers in run_ranks(world, several_layouts, tasks, layouts):
         for layout, (their_texts, their_scores, their_top, their_metrics) in zip(layouts, answers, strict=True):

@@ -1,6 +1,5 @@
 """lm-evaluation-harness on our model: a local task of each kind of request, equal to the harness's own model class."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,45 +14,13 @@ from neox.generation import SamplingParams, load_model, one_process
 from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
+from tests.unit.evaluation.local_tasks import write_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval (requirements/requirements-eval.txt) is not installed")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NAME = "v2_pp2_mp2_dp1_fp32"
 TOKENIZER_FILE = GOLDEN / "data" / "tokenizer.json"
-
-CHOICE = """
-task: local_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: ["yes", "no", "perhaps so"]
-doc_to_target: label
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-ROLLING = """
-task: local_rolling
-dataset_path: json
-dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{long}}"
-metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
-"""
-UNTIL = """
-task: local_until
-dataset_path: json
-dataset_kwargs: {data_files: {test: DIR/data.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["zz"], max_gen_toks: 5}
-metric_list: [{metric: exact_match}]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +34,7 @@ def scoring():
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Write three tasks on one file: each kind of request the harness makes."""
-    directory = tmp_path_factory.mktemp("tasks")
-    rows = [
-        {"question": q, "label": n % 3, "long": f"{q} It goes on. " * (5 + 20 * n), "answer": "\n" * 5}
-        for n, q in enumerate(["Is water wet?", "Do stones fly, as far as you know?", "Will it rain? " * 40])
-    ]
-    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = []
-    for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
-        paths.append(directory / f"{name}.yaml")
-        paths[-1].write_text(text.replace("DIR", str(directory)))
-    return [str(path) for path in paths]
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, tasks, tmp_path, monkeypatch):
