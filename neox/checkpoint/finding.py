@@ -101,11 +101,12 @@ def _only(path: Path, verify: bool) -> Path:
 
 
 def _existing(load: Path, iteration: int) -> Path:
-    path = load / step_directory(iteration)
-    if path.is_dir():
-        return path
-    there = ", ".join(p.name for p in checkpoint_directories(load)) or "none"
-    raise CheckpointError(f"iteration: {path} does not exist; {load} has: {there}")
+    there = checkpoint_directories(load)
+    name = step_directory(iteration)
+    if found := [path for path in there if path.name.endswith(name)]:
+        return found[0]
+    names = ", ".join(path.name for path in there) or "none"
+    raise CheckpointError(f"iteration: {load / name} does not exist; {load} has: {names}")
 
 
 def _candidates(load: Path) -> tuple[list[Path], list[str]]:

@@ -117,9 +117,16 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def checkpoint_directories(save: Path) -> list[Path]:
-    """The `global_stepN` directories, newest iteration first."""
-    found = [(step, p) for p in save.iterdir() if (step := parse_step_directory(p.name)) is not None and p.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    """The `global_stepN` directories, newest iteration first.
+
+    A save of the same iteration that was killed between its two renames has left the earlier one under another name.
+    """
+    found: dict[int, Path] = {}
+    for path in save.iterdir():
+        step = parse_step_directory(path.name.removeprefix(_REPLACED))
+        if step is not None and path.is_dir() and (step not in found or found[step].name.startswith(_REPLACED)):
+            found[step] = path
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _recover_replaced(save: Path) -> None:

@@ -29,6 +29,7 @@ from neox.engine.bodies import build_body, build_model
 from neox.engine.deepspeed_log import unprinted
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
+from neox.engine.own_copies import check_own_copy
 from neox.engine.saving import layout_of
 from neox.engine.weights import read_weights
 from neox.errors import CheckpointError
@@ -57,6 +58,8 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     state does not fit.
     """
     start = from_first_rank(lambda: choose_start(plan))
+    if start.checkpoint is not None:
+        check_own_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     model = build_model(plan, grid, device)
     if start.checkpoint is not None:
         _read_model(model, plan, grid, start, start.checkpoint)

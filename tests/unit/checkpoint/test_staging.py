@@ -14,6 +14,7 @@ import pytest
 from neox.checkpoint import (
     CheckpointReader,
     check_manifest,
+    checkpoint_directories,
     commit,
     find_checkpoint,
     keep_last,
@@ -174,9 +175,14 @@ def test_killed_at_any_point_of_a_commit(tmp_path, monkeypatch, call):
 
 def test_killed_while_replacing_keeps_the_old_one(tmp_path):
     final = save(tmp_path, 10)
-    os.rename(final, tmp_path / ".replaced-global_step10")  # killed between the two renames
+    aside = tmp_path / ".replaced-global_step10"
+    os.rename(final, aside)  # killed between the two renames
+    assert checkpoint_directories(tmp_path) == [aside]
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 10) == aside
     stage_directory(tmp_path, 20)
-    assert find_checkpoint(tmp_path).name == "global_step10"
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 10) == final
+    shutil.copytree(final, aside)  # killed after them
+    assert checkpoint_directories(tmp_path) == [final]
 
 
 def test_keep_last_never_deletes_the_last_good_one(tmp_path):
