@@ -153,6 +153,37 @@ def test_data_of_another_tokenizer_is_refused_on_the_head_node(tiny: Path) -> No
     assert not (tiny / "run").exists()
 
 
+def test_a_dry_run_without_hosts_assumes_one_copy(tiny: Path) -> None:
+    big = ("--set", "pipe_parallel_size=2", "--set", "num_gpus=null", "--dry-run", "--json")
+    done = deepy("train.py", "tiny.yml", *big, cwd=tiny)
+    assert "2 ranks are assumed, one copy of the model" in done.stderr
+    assert json.loads(done.stdout)["grid"]["world"] == 2
+    done = deepy("train.py", "tiny.yml", "-H", "none", *big, cwd=tiny)
+    assert "hostfile none does not exist" in done.stderr
+    assert json.loads(done.stdout)["grid"]["world"] == 2
+
+
+def test_keys_grid_and_launcher_are_refused_together(tiny: Path) -> None:
+    wrong = ("--set", "hiden_size=1", "--set", "model_parallel_size=3", "--set", "launcher=slurm")
+    for more in ((), ("--dry-run",)):
+        error = deepy("train.py", "tiny.yml", *wrong, *more, cwd=tiny, code=2).stderr
+        assert "unknown key `hiden_size`" in error
+        assert "2 GPUs cannot be divided" in error
+    assert (
+        "mvapich'` is not supported"
+        in deepy("train.py", "tiny.yml", "--set", "launcher=mvapich", "--dry-run", cwd=tiny, code=2).stderr
+    )
+    (tiny / "hosts").write_text("a slots=1\nb slots=2\n")
+    done = deepy("train.py", "tiny.yml", "-H", "hosts", *wrong[-2:], "--set", "num_gpus=null", "--dry-run", cwd=tiny)
+    assert "warning: launcher: slurm needs as many slots on every host" in done.stderr
+
+
+def test_a_tool_that_runs_by_itself_is_not_launched(tiny: Path) -> None:
+    for name in ("prepare_data.py", "prepare_data", "tools/inspect_checkpoint.py"):
+        error = deepy(name, "enwik8", "-d", "./data", code=1).stderr
+        assert f"`python tools/{Path(name).stem}.py enwik8 -d ./data`" in error
+
+
 def test_launcher_none_prints_commands(tiny: Path) -> None:
     (tiny / "dummy.py").touch()
     (tiny / "hosts").write_text("a slots=2\nb slots=2\n")

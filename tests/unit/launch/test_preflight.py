@@ -1,0 +1,77 @@
+"""What the head node can know of checkpoints, packages and data before ranks start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from neox.config import NeoXConfig
+from neox.launch import preflight
+from neox.launch.preflight import checkpoint_problems, missing_data, missing_packages
+
+TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
+
+
+def config(**keys: Any) -> NeoXConfig:
+    return NeoXConfig.from_flat({**TINY, **keys}, dict.fromkeys(keys, "--set"))
+
+
+def write_checkpoint(load: Path, iteration: int, **keys: Any) -> None:
+    """The configuration of a checkpoint, which is all that is looked at."""
+    directory = load / f"global_step{iteration}" / "configs"
+    directory.mkdir(parents=True)
+    (directory / "config.yml").write_text(yaml.safe_dump({**TINY, **keys}))
+    (load / "latest").write_text(f"global_step{iteration}")
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    load = tmp_path / "ck"
+    write_checkpoint(load, 3, rotary_pct=0.25)
+    write_checkpoint(load, 5, train_iters=9, pipe_parallel_size=2)
+    assert checkpoint_problems(config(load=str(load)), training=True) == []
+    (problem,) = checkpoint_problems(config(load=str(load), hidden_size=64), training=True)
+    assert problem.startswith(f"--set: {load / 'global_step5'} is of another model: hidden_size is 32 there, ")
+    assert "`hidden_size: 64` (--set) here" in problem
+    (problem,) = checkpoint_problems(config(load=str(load), iteration=3), training=True)
+    assert "rotary_pct is 0.25 there" in problem
+    (problem,) = checkpoint_problems(config(load=str(load / "global_step3")), training=True)
+    assert "rotary_pct is 0.25 there" in problem
+    (problem,) = checkpoint_problems(config(save=str(load), num_layers=4), training=False)
+    assert "num_layers is 2 there" in problem
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    nowhere, load = str(tmp_path / "none"), tmp_path / "ck"
+    assert checkpoint_problems(config(), training=True) == []
+    assert checkpoint_problems(config(load=nowhere, save=nowhere), training=True) == []  # its first start
+    assert "is no directory" in checkpoint_problems(config(load=nowhere), training=True)[0]
+    assert "is no directory" in checkpoint_problems(config(save=nowhere), training=False)[0]
+    assert "neither `load` nor `save`" in checkpoint_problems(config(), training=False)[0]
+    write_checkpoint(load, 5)
+    (problem,) = checkpoint_problems(config(load=str(load), iteration=4), training=True)
+    assert problem == f"--set: `iteration: 4`: {load} has global_step5"
+
+
+@pytest.mark.parametrize("written", ["", "num_layers: [", "unknown_key: 1\n"])
+def test_a_configuration_that_cannot_be_compared_is_left_to_the_ranks(tmp_path: Path, written: str) -> None:
+    write_checkpoint(tmp_path, 5)
+    (tmp_path / "global_step5" / "configs" / "config.yml").write_text(written)
+    assert checkpoint_problems(config(load=str(tmp_path), hidden_size=64), training=True) == []
+
+
+def test_packages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    assert missing_packages(config(eval_tasks=["wikitext=a.txt"])) == []
+    problems = missing_packages(config(use_wandb=True, tensorboard_dir="tb", eval_tasks=["piqa"]))
+    assert [problem.split("package ")[1].split(",")[0] for problem in problems] == ["wandb", "tensorboard", "lm_eval"]
+    assert "pip install -r requirements/requirements-wandb.txt, or unset use_wandb" in problems[0]
+
+
+def test_missing_data_names_the_command() -> None:
+    (problem,) = missing_data(config(data_path="data/quickstart/quickstart_text_document"))
+    assert problem.endswith("make them with `make quickstart`")
+    (problem,) = missing_data(config(data_path="data/mine_text_document"))
+    assert "--output-prefix data/mine ...`" in problem
