@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
-from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import run_script
 from neox.evaluation import (
     TaskResult,
@@ -29,8 +28,14 @@ from neox.evaluation import (
     format_table,
     write_results,
 )
-from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
-from neox.log import setup_logging
+from neox.generation import (
+    add_plan_arguments,
+    choose_checkpoint,
+    load_model,
+    plan_from_arguments,
+    start_ranks,
+    tokenizer_of,
+)
 from neox.tokenizer import Tokenizer
 from neox.train.boards import TensorBoard, WandB
 from neox.train.callbacks import Callback
@@ -69,13 +74,10 @@ def main() -> None:
         args.overrides.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
     if args.eval_results_prefix:
         args.overrides.append(f"eval_results_prefix={args.eval_results_prefix}")
-    setup_logging()
     plan = plan_from_arguments(args)
     keys = plan.config.generation
     tokenizer = tokenizer_of(plan.config)
-    grid, device = initialize_distributed(plan)
-    setup_logging(grid.rank)
-    checkpoint = from_first_rank(lambda: prepare(plan, tokenizer))
+    grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:

@@ -14,7 +14,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.config import RunPlan
-from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import run_script
 from neox.generation import (
     add_plan_arguments,
@@ -24,9 +23,9 @@ from neox.generation import (
     load_model,
     plan_from_arguments,
     run_generation,
+    start_ranks,
     tokenizer_of,
 )
-from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
 
 
@@ -46,12 +45,9 @@ def main() -> None:
     for key in ("sample_input_file", "sample_output_file"):
         if (value := getattr(args, key)) is not None:
             args.overrides.append(f"{key}={value}")
-    setup_logging()
     plan = plan_from_arguments(args)
     tokenizer = tokenizer_of(plan.config)
-    grid, device = initialize_distributed(plan)
-    setup_logging(grid.rank)
-    checkpoint = from_first_rank(lambda: prepare(plan, tokenizer))
+    grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
     if os.isatty(0) and not os.isatty(1):
         # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)

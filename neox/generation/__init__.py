@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neox.generation.replicas import over_replicas
     from neox.generation.request import check_generation, check_output, sampling_params
     from neox.generation.runner import ModelRunner, Stage
+    from neox.generation.start import start_ranks
 
 _HOMES = {
     "choose_checkpoint": "choosing",
@@ -43,6 +44,7 @@ _HOMES = {
     "sampling_params": "request",
     "ModelRunner": "runner",
     "Stage": "runner",
+    "start_ranks": "start",
 }
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "runner_of_forward",
     "runner_of_layers",
     "sampling_params",
+    "start_ranks",
     "tokenizer_of",
 ]
 

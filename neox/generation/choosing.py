@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
 from neox.config import RunPlan
@@ -27,9 +29,19 @@ def choose_checkpoint(plan: RunPlan) -> Path:
     checkpoint = find_checkpoint(directory, keys.iteration, verify=keys.checkpoint_verify, way_out=_WAY_OUT)
     args = CheckpointReader(checkpoint).args
     check_same_model(checkpoint, args, plan)
-    if args.get("vocab_size", plan.vocab_size) != plan.vocab_size:
-        raise CheckpointError(
-            f"{checkpoint} was trained with a tokenizer of {args['vocab_size']} ids, and this one has "
-            f"{plan.vocab_size}: its text would be nonsense; give the vocab_file that it was trained with"
-        )
+    check_tokenizer(checkpoint, args, plan.vocab_size)
     return checkpoint
+
+
+def check_tokenizer(checkpoint: Path, args: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise CheckpointError where a tokenizer of `vocab_size` ids cannot be the one that a checkpoint was trained with.
+
+    args: what it stores of its model. Of gpt-neox's checkpoints only the padded number of ids is known.
+    """
+    exact, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if exact not in (None, vocab_size) or (padded is not None and vocab_size > padded):
+        known = exact if exact is not None else f"at most {padded}"
+        raise CheckpointError(
+            f"{checkpoint} was trained with a tokenizer of {known} ids, and this one has {vocab_size}: its text would "
+            "be nonsense; give the vocab_file that it was trained with"
+        )

@@ -109,8 +109,12 @@ def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unles
     assert choose_checkpoint(golden_plan(RUNS[0], load=tmp_path, checkpoint_verify="false")) == broken
 
 
-def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("stored", "known"),
+    [({"vocab_size": 999, "padded_vocab_size": 1024}, "999"), ({"padded_vocab_size": 768}, "at most 768")],
+)
+def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(stored, known, monkeypatch):
     plan = golden_plan(RUNS[0], load=GOLDEN / RUNS[0])
-    monkeypatch.setattr(CheckpointReader, "args", {"vocab_size": plan.vocab_size + 1})
-    with pytest.raises(CheckpointError, match=f"a tokenizer of {plan.vocab_size + 1} ids.*{plan.vocab_size}"):
+    monkeypatch.setattr(CheckpointReader, "args", stored)
+    with pytest.raises(CheckpointError, match=f"a tokenizer of {known} ids, and this one has 1000"):
         choose_checkpoint(plan)
