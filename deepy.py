@@ -41,7 +41,15 @@ from neox.errors import ConfigError, EvaluationError, GenerationError, LaunchErr
 from neox.launch.accelerators import smallest_memory
 from neox.launch.environment import FORWARDED, child_environment, environment_file, withheld_secrets
 from neox.launch.host_groups import host_groups, ranks_of_hosts
-from neox.launch.placement import UNCOUNTED, Placement, Request, check_local_devices, code_root, place
+from neox.launch.placement import (
+    UNCOUNTED,
+    Placement,
+    Request,
+    check_local_devices,
+    code_root,
+    master_port_problem,
+    place,
+)
 from neox.launch.preflight import (
     checkpoint_problems,
     data_prefixes,
@@ -301,6 +309,8 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         problems.append(
             f"{where}: `global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
         )
+    if taken := master_port_problem(placement, Request.of(config.runner)):
+        problems.append(taken)
     training = script.stem == "train"
     if training:
         problems += unusable_data(config, tokenizer, dry_run)

@@ -13,7 +13,7 @@ from typing import Any
 from neox.config.aliases import ALIASES
 from neox.config.flat import group, is_text_key, normalise, spread_extra_args, without
 from neox.config.laws import static_problems
-from neox.config.problem import Problem, doubtful, texts
+from neox.config.problem import Problem, doubtful, in_file_order, texts
 from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import parse_value, read_file
 from neox.errors import ConfigError
@@ -67,7 +67,7 @@ def draft_config(
             apply_override(override, values, sources)
         except ConfigError as error:
             key = override.partition("=")[0].strip().replace("-", "_")
-            problems.extend(Problem(text, (key,)) for text in error.problems)
+            problems.extend(Problem(text, (key.partition(".")[0],)) for text in error.problems)
     problems += spread_extra_args(values, sources)
     flat, _ = normalise(values)
     problems += group(NeoXConfig, flat, sources).problems
@@ -75,7 +75,7 @@ def draft_config(
         return Draft(NeoXConfig.from_flat(values, sources))
     bad = doubtful(problems)
     bad |= {name for name, alias in ALIASES.items() if alias.target in bad}
-    return Draft(NeoXConfig.from_flat(without(flat, bad), sources), tuple(texts(problems)), bad)
+    return Draft(NeoXConfig.from_flat(without(flat, bad), sources), tuple(in_file_order(texts(problems))), bad)
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:

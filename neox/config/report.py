@@ -83,10 +83,11 @@ def stage_ranks(plan: RunPlan, stage: int) -> tuple[int, int]:
 
 def _grid_lines(plan: RunPlan) -> Iterator[str]:
     grid, batch = plan.grid, plan.batch
-    yield f"grid      {grid.world:,} ranks = {grid.pp} pipeline stages x {grid.dp} data x {grid.mp} tensor"
+    ranks, stages = _count(grid.world, "rank"), _count(grid.pp, "pipeline stage")
+    yield f"grid      {ranks} = {stages} x {grid.dp} data x {grid.mp} tensor"
     yield (
-        f"batch     {batch.train_batch_size:,} samples = {batch.train_micro_batch_size_per_gpu} per GPU x "
-        f"{batch.gradient_accumulation_steps} accumulation steps x {grid.dp}"
+        f"batch     {_count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per GPU x "
+        f"{_count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp} data"
     )
 
 
@@ -127,7 +128,7 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
 def _figure_lines(plan: RunPlan) -> Iterator[str]:
     found = figures(plan)
     yield (
-        f"step      {found.tokens_per_step:,} tokens, {found.flops_per_token / 1e9:.2f} GFLOP per token, "
+        f"step      {found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token, "
         f"pipeline bubble {100 * found.bubble:.1f} %"
     )
     if found.days is not None and found.tokens is not None:
@@ -136,7 +137,8 @@ def _figure_lines(plan: RunPlan) -> Iterator[str]:
             f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s (expected_mfu, peak_theoretical_tflops)"
         )
     if plan.save_iterations:
-        yield f"saves     {len(plan.save_iterations)} checkpoints, the last after step {plan.save_iterations[-1]:,}"
+        saves = _count(len(plan.save_iterations), "checkpoint")
+        yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}"
 
 
 def _source_lines(plan: RunPlan) -> Iterator[str]:
@@ -194,7 +196,15 @@ def _memory(memory: MemoryPlan) -> dict[str, int]:
 
 
 def _gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 or not count else f"{count / 2**20:.1f} MiB"
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e9:.2f} GFLOP" if count >= 1e9 else f"{count / 1e6:.2f} MFLOP"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _short(value: Any) -> str:

@@ -16,6 +16,7 @@ from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import GridPlan, RunPlan, StagePlan
 from neox.config.precision import choose_precision
+from neox.config.problem import in_file_order
 from neox.config.saves import save_iterations, save_notes
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
@@ -52,7 +53,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     precision = choose_precision(config, [])  # a contradiction is among the laws' problems
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
-        raise ConfigError(problems)
+        raise ConfigError(in_file_order(problems))
     padded = padded_vocabulary(config, vocab_size, grid.mp)
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid)

@@ -172,18 +172,22 @@ def master_address(placement: Placement, request: Request) -> str:
     return placement.hosts[0].name.rpartition("@")[2]
 
 
+def master_port_problem(placement: Placement, request: Request) -> str | None:
+    """Why the port that was asked for cannot be used; None where it can, or is another machine's."""
+    asked = request.master_port
+    problem = _binding_problem(asked) if asked and is_this_machine(placement.hosts[0].name) else None
+    if problem is None:
+        return None
+    return (
+        f"master_port {asked} is taken ({problem}): another run on this machine? Leave master_port out for a free one"
+    )
+
+
 def master_port(placement: Placement, request: Request) -> int:
     """Port of the rendezvous: as asked, else one that is free here (on another machine: one that is likely free)."""
-    asked = request.master_port
     here = is_this_machine(placement.hosts[0].name)
-    if asked:
-        problem = _binding_problem(asked) if here else None
-        if problem is not None:
-            raise LaunchError(
-                f"master_port {asked} is taken ({problem}): another run on this machine? "
-                "Leave master_port out for a free one"
-            )
-        return asked
+    if request.master_port:
+        return request.master_port
     # Below the ports of outgoing connections, one of which could take a port until rank 0 listens; and at random, so
     # that runs that start together choose different ones.
     for _ in range(100):

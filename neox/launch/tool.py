@@ -9,7 +9,8 @@ from pathlib import Path
 
 from neox.config.sections import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.launch.placement import Request, place
+from neox.errors import LaunchError
+from neox.launch.placement import Request, master_port_problem, place
 from neox.launch.run_lock import reserve
 from neox.launch.start import launch, new_spec
 
@@ -22,7 +23,9 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     Paths among the flags must mean the same on every host. Raises LaunchError when ranks cannot be started.
     """
     runner, arguments = split_arguments(script.name, argv)
-    placement = place(Request.of(runner))
+    placement = place(request := Request.of(runner))
+    if problem := master_port_problem(placement, request):
+        raise LaunchError(problem)
     with ExitStack() as held:
         directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
         spec = new_spec(placement, runner, script, arguments, directory, environment)

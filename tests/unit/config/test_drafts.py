@@ -77,5 +77,14 @@ def test_values_in_doubt_are_those_that_may_have_been_meant_too(tmp_path: Path) 
     assert draft.config.to_flat() == {"zero_optimization": {}, "optimizer": {"params": {}}}
 
 
+def test_problems_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("seed: 1.5\nnum_layers: 2\nfp16: true\nnorm: layer\n")
+    (tmp_path / "b.yml").write_text("hidden_size: x\nseq_length: y\n")
+    draft = draft_config([tmp_path / "a.yml", tmp_path / "b.yml"], overrides=["warmup=2"])
+    places = [problem.removeprefix(f"{tmp_path}/").split(": ")[0] for problem in draft.problems]
+    assert places[-1] == "--set"
+    assert sorted(places[:-1]) in (places[:-1], [*places[2:-1], *places[:2]])
+
+
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value)) if isinstance(value, (Mapping, list, tuple)) else value

@@ -10,7 +10,14 @@ import pytest
 
 from neox.errors import LaunchError
 from neox.launch import accelerators, placement
-from neox.launch.placement import Request, check_local_devices, master_address, master_port, place
+from neox.launch.placement import (
+    Request,
+    check_local_devices,
+    master_address,
+    master_port,
+    master_port_problem,
+    place,
+)
 from neox.launch.spec import Host
 
 
@@ -93,8 +100,10 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"master_port {port} is taken"):
-            master_port(here, Request(master_port=port))
+        problem = master_port_problem(here, Request(master_port=port))
+        assert f"master_port {port} is taken" in str(problem)
+        assert master_port_problem(remote, Request(master_port=port)) is None
+    assert master_port_problem(here, Request(master_port=port)) is None
     assert master_port(here, Request(master_port=port)) == port
     assert all(20000 <= master_port(here, Request()) <= 32000 for _ in range(20))  # not one for outgoing connections
 
