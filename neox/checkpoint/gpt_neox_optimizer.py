@@ -17,7 +17,9 @@ from neox.checkpoint.reading import load_file
 from neox.errors import CheckpointError
 
 WRITER = "written by"
-_WAYS_OUT = "set finetune (weights, iteration 0) or no_load_optim (weights and iteration, a new optimizer)"
+_WAYS_OUT = (
+    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
+)
 
 
 def gpt_neox_layout(path: Path) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
     Raises CheckpointError, with the ways out, for one without such a state or in a form that is not read.
     """
     weights = CheckpointReader(path)
-    files = [parsed for entry in path.iterdir() if (parsed := parse_optimizer_file(entry.name)) is not None]
+    files = {entry: parsed for entry in path.iterdir() if (parsed := parse_optimizer_file(entry.name)) is not None}
     first = path / mp_rank_file(0)
     client: Mapping[str, Any] = load_file(first) if first.is_file() else {}
     settings = client.get("ds_config")
@@ -36,11 +38,13 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
     stage = int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
     if stage == 3:
         raise CheckpointError(f"{path}: gpt-neox's optimizer state of ZeRO 3 is not read; {_WAYS_OUT}")
+    for file in sorted(files)[:1]:  # refused here, before a model is built
+        divided_keys(file, [load_file(file)["optimizer_state_dict"]])
     return {
         WRITER: "gpt-neox",
         "pp": weights.pp_size,
         "mp": weights.tp_size,
-        "dp": 1 + max((file.dp_rank for file in files), default=int(client.get("dp_world_size", 1)) - 1),
+        "dp": 1 + max((file.dp_rank for file in files.values()), default=int(client.get("dp_world_size", 1)) - 1),
         "zero_stage": stage,
         "precision": _precision(settings),
     }
@@ -93,8 +97,8 @@ def divided_keys(file: Path, states: Sequence[Mapping[str, Any]]) -> list[str]:
     for state in states:
         if "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
             raise CheckpointError(
-                f"{file}: a form of optimizer state that does not say where parameters lie (DeepSpeed before 0.7, or "
-                f"its elastic checkpoints); {_WAYS_OUT}"
+                f"{file}: a form of optimizer state that does not say where parameters lie (DeepSpeed before 0.7, "
+                f"GPT-NeoX-20B's full weights among them, or its elastic checkpoints); {_WAYS_OUT}"
             )
     names = [name for state in states for fragments in state["param_slice_mappings"] for name in fragments]
     return list(dict.fromkeys(names))

@@ -9,6 +9,7 @@ from neox.config import NeoXConfig, network_settings
 from neox.config.wording import place, said
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
+from neox.launch.saved_optimizer import optimizer_problem
 
 _CHECKPOINT_CONFIG = "configs/config.yml"  # what `neox.checkpoint.write_config` writes beside the weights
 
@@ -84,6 +85,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
         return [f"{place(config, 'iteration')}`iteration: {keys.iteration}`: {load} has {found}"]
+    if training and (problem := optimizer_problem(chosen, config)) is not None:
+        return [f"{place(config, key)}{problem}"]
     try:
         saved = network_settings(NeoXConfig.from_flat(read_file(chosen / _CHECKPOINT_CONFIG).values))
     except ConfigError:  # another program's checkpoint: the ranks compare what it holds

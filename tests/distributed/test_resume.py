@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
-from neox.checkpoint.gpt_neox_optimizer import divided_keys
 from neox.engine.file_writer import snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
@@ -163,10 +162,18 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
 
     theirs = find_checkpoint(shutil.copytree(tmp_path / "0", tmp_path / "0-refused"))
     as_gpt_neox_writes(theirs, optimizer=None)
-    with pytest.raises(CheckpointError, match=r"no optimizer state.*finetune.*no_load_optim"):
+    with pytest.raises(CheckpointError, match=r"no optimizer state.*`no_load_optim: true`.*`finetune: true`"):
         choose_start(tiny_plan(2, load=str(theirs.parent)))
-    with pytest.raises(CheckpointError, match=r"before 0\.7.*no_load_optim"):
-        divided_keys(theirs, [{"base_optimizer_state": []}])
+    theirs = find_checkpoint(shutil.copytree(tmp_path / "1", tmp_path / "1-refused"))
+    as_gpt_neox_writes(theirs)
+    for file in theirs.glob("*optim_states.pt"):
+        state = load_file(file)["optimizer_state_dict"]
+        file.unlink()  # still mapped
+        save_file(file, {"optimizer_state_dict": {key: state[key] for key in state if key != "param_slice_mappings"}})
+    with pytest.raises(CheckpointError, match=r"before 0\.7.*`no_load_optim: true`.*`finetune: true`"):
+        choose_start(tiny_plan(2, load=str(theirs.parent)))
+    for way_out in ({"no_load_optim": True}, {"finetune": True}):
+        assert choose_start(tiny_plan(2, load=str(theirs.parent), **way_out)).checkpoint == theirs
     bare = find_checkpoint(tmp_path / "4")
     assert not list(bare.glob("*optim_states.pt"))
     with pytest.raises(CheckpointError, match=r"without the optimizer's state \(no_save_optim\); set no_load_optim"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,35 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     write_checkpoint(load, 5)
     (problem,) = checkpoint_problems(config(load=str(load), iteration=4), training=True)
     assert problem == f"--set: `iteration: 4`: {load} has global_step5"
+
+
+def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    path, load = tmp_path / "global_step5", {"load": str(tmp_path)}
+    (path / "layer_00-model_00-model_states.pt").write_bytes(bytes(1000))
+    (path / "mp_rank_00_model_states.pt").write_bytes(bytes(100))
+    (problem,) = checkpoint_problems(config(**load), training=True)
+    assert "holds no optimizer state" in problem
+    assert "`no_load_optim: true`" in problem
+    assert "`finetune: true`" in problem
+    assert checkpoint_problems(config(**load), training=False) == []
+    for way_out in ("no_load_optim", "finetune"):
+        assert checkpoint_problems(config(**load, **{way_out: True}), training=True) == []
+    (path / "mp_rank_00_model_states.pt").write_bytes(bytes(2000))  # without ZeRO the state is in there
+    assert checkpoint_problems(config(**load), training=True) == []
+
+    file = path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    for key, refused in ((b"param_slice_mappings", False), (b"local_sub_partitions_of_fp32_groups", True)):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", b"..." + key)
+        assert [" DeepSpeed before 0.7 " in p for p in checkpoint_problems(config(**load), training=True)] == (
+            [True] if refused else []
+        )
+    (path / "manifest.json").touch()  # of this program: another form
+    assert checkpoint_problems(config(**load), training=True) == []
+    (path / "manifest.json").unlink()
+    file.write_bytes(b"PK, but broken")
+    assert checkpoint_problems(config(**load), training=True) == []
 
 
 @pytest.mark.parametrize("written", ["", "num_layers: [", "unknown_key: 1\n"])
