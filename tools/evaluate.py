@@ -88,8 +88,9 @@ def main() -> None:
             "precision": keys.inference_precision or plan.precision,
             "config": plan.config.to_flat(),
         }
+        print(format_table(results), flush=True)  # a disk or a board that fails costs no scores
         path = write_results(keys.eval_results_prefix, results, about, datetime.now())
-        print(f"{format_table(results)}\n\nresults in {path}", flush=True)  # a board that fails costs no scores
+        print(f"\nresults in {path}", flush=True)
         show_on_boards(plan, results, iteration)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from neox.errors import EvaluationError
+from neox.errors import EvaluationError, NeoXError
 from neox.evaluation.last_words import fit
 from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
@@ -43,6 +43,23 @@ def open_tasks(names: Sequence[str]) -> TaskManager:
     manager = TaskManager(include_defaults=len(files) < len(names))
     check_names(names, manager)
     return manager
+
+
+def check_loading(names: Sequence[str], manager: TaskManager) -> None:
+    """Raise EvaluationError for tasks whose files or data cannot be read, or that ask for what does not exist here."""
+    problems = []
+    for name in names:
+        try:
+            for task in manager.load([name])["tasks"].values():
+                if task.OUTPUT_TYPE == "generate_until":
+                    sampling_params(task.config.generation_kwargs or {}, _DEFAULT_NEW_TOKENS)
+        except NeoXError as error:
+            problems.append(f"task {name}: {error}")
+        except Exception as error:  # of YAML, of the harness, of data sets, of the network
+            reason = " ".join(str(error).split())[:300]
+            problems.append(f"task {name}: lm-evaluation-harness cannot load it ({type(error).__name__}: {reason})")
+    if problems:
+        raise EvaluationError("\n".join(problems))
 
 
 def harness_tasks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from neox.config import NeoXConfig
-from neox.evaluation.harness import harness_tasks, open_tasks
+from neox.evaluation.harness import check_loading, harness_tasks, open_tasks
 from neox.evaluation.last_words import lambada
 from neox.evaluation.perplexity import Scoring, corpus_perplexity, wikitext
 from neox.evaluation.result import TaskResult
@@ -22,11 +22,11 @@ SCORERS: dict[str, Callable[..., TaskResult]] = {
 
 
 def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
-    """Raise EvaluationError for `eval_tasks` that a run would refuse, without a model; harness names take seconds."""
+    """Raise EvaluationError for `eval_tasks` that a run would refuse, without a model; harness tasks load data."""
     check_own_tasks(config, tokenizer)
     _, names = parse_tasks(config.generation.eval_tasks or ())
     if names:
-        open_tasks(names)
+        check_loading(names, open_tasks(names))
 
 
 def evaluate_tasks(

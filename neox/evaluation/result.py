@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import EvaluationError
+from neox.generation.whole_file import check_writable as writable
+from neox.generation.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -54,34 +55,33 @@ def results_path(prefix: str, now: datetime) -> Path:
 
 def check_writable(prefix: str) -> None:
     """Raise EvaluationError where results could not be written, before hours of scoring; makes their directory."""
-    directory = results_path(prefix, datetime.now()).parent
+    path = results_path(prefix, datetime.now())
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        writable(path)
     except OSError as error:
         raise EvaluationError(
-            f"eval_results_prefix {prefix}: nothing can be written in {directory} ({error})"
+            f"eval_results_prefix {prefix}: nothing can be written in {path.parent} ({error.strerror})"
         ) from error
 
 
 def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str, Any], now: datetime) -> Path:
     """Write everything as one JSON object to `PREFIX_eval_results_DATE.json` (gpt-neox's name) and return its path.
 
-    about: what was evaluated. The file appears whole or not at all. Raises EvaluationError where it cannot be written.
+    about: what was evaluated. A metric that is not a number, as the harness may give, is null. The file appears whole
+    or not at all. Raises EvaluationError where it cannot be written.
     """
     path = results_path(prefix, now)
     record = {
-        "results": {result.task: dict(result.metrics) for result in results},
+        "results": {result.task: {k: _finite(v) for k, v in result.metrics.items()} for result in results},
         "counts": {result.task: dict(result.counts) for result in results},
         **about,
     }
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        unfinished.replace(path)
+        write_whole(path, [json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False), "\n"])
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: cannot be written ({error})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return path
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

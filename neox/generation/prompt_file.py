@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neox.errors import GenerationError
 from neox.generation.text_stream import is_text
+from neox.generation.whole_file import write_whole
 
 if TYPE_CHECKING:
     from neox.generation.completion import Completion
@@ -47,32 +46,10 @@ def read_prompts(path: str | Path) -> list[str]:
 
 def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
     """Write one JSON object a line; the file appears whole or, on an error, stays as it was."""
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
-            for completion in completions:
-                file.write(json.dumps(completion.to_json(), ensure_ascii=False) + "\n")
-        unfinished.replace(path)
+        write_whole(Path(path), (json.dumps(done.to_json(), ensure_ascii=False) + "\n" for done in completions))
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written ({_reason(error)})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def check_writable(path: str | Path) -> None:
-    """Raise GenerationError where a file could not be written; makes its directory."""
-    path = Path(path)
-    probe = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-    except OSError as error:
-        raise GenerationError(f"{path}: cannot be written ({_reason(error)})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
 
 
 def _plain_prompt(line: str) -> str:

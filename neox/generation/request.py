@@ -11,8 +11,9 @@ from pathlib import Path
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.generation.params import SamplingParams
-from neox.generation.prompt_file import check_writable, read_prompts
+from neox.generation.prompt_file import read_prompts
 from neox.generation.text_stream import TextCodec
+from neox.generation.whole_file import check_writable
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -108,5 +109,9 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
 
 def check_output(config: NeoXConfig) -> None:
     """Raise GenerationError where completions could not be written; makes their directory."""
-    if mode(config) != "interactive":
-        check_writable(config.generation.sample_output_file)
+    out = config.generation.sample_output_file
+    try:
+        if mode(config) != "interactive":
+            check_writable(Path(out))
+    except OSError as error:
+        raise GenerationError(f"sample_output_file {out}: cannot be written ({error.strerror})") from error

@@ -9,7 +9,7 @@ from neox.config import load_config, resolve
 from neox.convert import to_hf
 from neox.errors import EvaluationError
 from neox.evaluation import Scoring, TaskResult, evaluate_tasks, harness_tasks, open_tasks
-from neox.evaluation.harness import check_names, from_first_rank, full_windows, sampling_params
+from neox.evaluation.harness import check_loading, check_names, from_first_rank, full_windows, sampling_params
 from neox.generation import SamplingParams, load_model, one_process
 from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
@@ -80,6 +80,25 @@ def test_unknown_tasks_are_named():
         check_names(["no_such_task", "nor_this", "arc_easy"], Manager())
     with pytest.raises(EvaluationError, match=r"task file none\.yaml does not exist"):
         open_tasks(["none.yaml"])
+
+
+def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
+    until = Path(tasks[2]).read_text()
+    texts = {
+        "yaml": "task: [unclosed",
+        "data": until.replace("data.jsonl", "none.jsonl"),
+        "asks": until.replace("max_gen_toks", "typical_p"),
+    }
+    files = []
+    for name, text in texts.items():
+        files.append(str(tmp_path / f"{name}.yaml"))
+        Path(files[-1]).write_text(text)
+    with pytest.raises(EvaluationError) as caught:
+        check_loading([*files, tasks[0]], open_tasks(files))
+    broken, missing, asking = str(caught.value).splitlines()
+    assert "yaml.yaml: lm-evaluation-harness cannot load it (ParserError" in broken
+    assert "none.jsonl" in missing
+    assert asking.endswith("asks.yaml: a task asks for generation settings that do not exist here: typical_p")
 
 
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):

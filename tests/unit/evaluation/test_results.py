@@ -33,9 +33,16 @@ def test_the_file_has_everything_under_neoxs_name(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(EvaluationError, match="cannot be written"):
-        write_results(str(tmp_path / "x"), [TaskResult("t", {"ppl": float("nan")})], {}, NOW)
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for prefix, about in (("file/x", {}), ("x", {"odd": float("nan")})):
+        with pytest.raises(EvaluationError, match="cannot be written"):
+            write_results(str(tmp_path / prefix), RESULTS, about, NOW)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_metrics_that_are_no_numbers_are_null(tmp_path):
+    path = write_results(f"{tmp_path}/", [TaskResult("t", {"acc": 1.0, "acc_stderr": float("nan")})], {}, NOW)
+    assert json.loads(path.read_text())["results"] == {"t": {"acc": 1.0, "acc_stderr": None}}
 
 
 def test_names_for_curves():

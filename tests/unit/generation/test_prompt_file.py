@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from neox.config import NeoXConfig
 from neox.errors import GenerationError
+from neox.generation import check_generation, check_output
 from neox.generation.completion import Completion
 from neox.generation.prompt_file import read_prompts, write_completions
+from tests.unit.generation.toy import ToyCodec
 
 
 def write(tmp_path, name, text):
@@ -75,3 +78,36 @@ def test_completions_appear_whole_or_not_at_all(tmp_path):
         write_completions(path, failing())
     assert len(path.read_text().splitlines()) == 1
     assert [p.name for p in path.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_a_file_that_cannot_be_written_is_said_before_and_after(tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out.jsonl"
+    with pytest.raises(GenerationError, match=r"out.jsonl: cannot be written \((Not a directory|File exists)"):
+        write_completions(out, [])
+    with pytest.raises(GenerationError, match=r"sample_output_file .*out.jsonl: cannot be written"):
+        check_output(NeoXConfig.from_flat({"sample_output_file": str(out)}))
+    check_output(NeoXConfig.from_flat({"sample_output_file": str(tmp_path / "new" / "out.jsonl")}))
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
+    prompts = write(tmp_path, "p.txt", "abc\nabcdefgh\n")
+
+    def check(codec=None, **keys):
+        flat = {"max_position_embeddings": 8, "sample_input_file": str(prompts), "sample_output_file": "o", **keys}
+        check_generation(NeoXConfig.from_flat(flat), codec)
+
+    check()
+    check(codec=ToyCodec(), max_position_embeddings=9)
+    check(codec=ToyCodec(), sample_input_file=None)
+    for keys, message in (
+        ({"codec": ToyCodec()}, "prompt 2: the prompt has 8 tokens, and this model's context is 8"),
+        ({"sample_output_file": str(prompts)}, "is the file of prompts"),
+        ({"sample_output_file": str(tmp_path)}, "is a directory"),
+        ({"sample_input_file": None, "text_gen_type": "input-file"}, "names no file"),
+        ({"num_beams": 2, "stop_strings": ["x"]}, "stop strings and num_beams > 1"),
+        ({"num_beams": 2, "return_logits": True}, "return_logits and num_beams > 1"),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            check(**keys)
