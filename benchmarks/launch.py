@@ -34,7 +34,7 @@ from tests.end_to_end.launched_runs import ROLES, ROOT, LaunchedRun, command_lin
 def dry_run_seconds(gpus: int, repeat: int) -> dict[str, float]:
     """Seconds of a dry run of 20B, the whole process: by the clock, and of CPU time (which others' load hides less)."""
     command = [sys.executable, str(ROOT / "deepy.py"), "train.py", "-d", str(ROOT / "configs"), "20B.yml"]
-    command += ["--set", f"global_num_gpus={gpus}", "--dry-run", "--json"]
+    command += ["--hosts", str(gpus // 8), "--gpus", "8", "--dry-run", "--json"]
     seconds, cpu = [], []
     for _ in range(repeat):
         started, used = time.perf_counter(), _children_cpu_seconds()
