@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neox.checkpoint import CONFIG
+from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
 from neox.convert import read_flat, refuse_inexpressible, to_hf, upload
 from neox.errors import ConversionError, run_script
@@ -21,7 +21,7 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input_dir", "--input-dir", required=True, help="a global_stepN directory")
+    add("--input_dir", "--input-dir", required=True, help="a global_stepN directory, or one that holds some")
     add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
@@ -42,9 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def saved_config(checkpoint: str) -> Path:
+def saved_config(checkpoint: Path) -> Path:
     """The config that a checkpoint of ours carries, or that `convert_from_hf.py` wrote beside it."""
-    path, imported = Path(checkpoint) / CONFIG, Path(checkpoint).parent / "config.yml"
+    path, imported = checkpoint / CONFIG, checkpoint.parent / "config.yml"
     if not path.is_file():
         if imported.is_file():
             return imported
@@ -55,10 +55,13 @@ def saved_config(checkpoint: str) -> Path:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    files = args.config_file or [saved_config(args.input_dir)]
-    refuse_inexpressible(read_flat(files))  # all reasons together, before anything else is looked for
+    if args.config_file:
+        refuse_inexpressible(read_flat(args.config_file))  # all reasons together, before anything else is looked for
+    checkpoint = checkpoint_at(Path(args.input_dir))
+    files = args.config_file or [saved_config(checkpoint)]
+    refuse_inexpressible(read_flat(files))
     result = to_hf(
-        args.input_dir,
+        checkpoint,
         load_config(files, overrides=args.set),
         args.output_dir,
         precision=None if args.precision == "auto" else args.precision,

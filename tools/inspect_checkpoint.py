@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.checkpoint import (
     CheckpointReader,
+    checkpoint_at,
     compare_checkpoints,
-    find_checkpoint,
     open_checkpoint,
-    parse_step_directory,
     summarize,
     tensor_facts,
 )
@@ -46,13 +45,8 @@ def main() -> int:
     if len(args.checkpoint) > 2:
         build_parser().error("one or two checkpoints")
     residual = load_config(args.config_file).model.gpt_j_residual if args.config_file else None
-    readers = [open_checkpoint(find(Path(path)), gpt_j_residual=residual) for path in args.checkpoint]
+    readers = [open_checkpoint(checkpoint_at(Path(path)), gpt_j_residual=residual) for path in args.checkpoint]
     return show_difference(*readers, as_json=args.json) if len(readers) == 2 else show(readers[0], args)
-
-
-def find(path: Path) -> Path:
-    """The checkpoint directory meant by a path: itself, or the newest whole one in it."""
-    return path if parse_step_directory(path.resolve().name) is not None else find_checkpoint(path, verify=False)
 
 
 def show(reader: CheckpointReader, args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neox.checkpoint import open_checkpoint, reshard
+from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
 from neox.config import load_config
 from neox.errors import run_script
 from neox.log import setup_logging
@@ -22,7 +22,7 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input_dir", "--input-dir", required=True, type=Path, help="a global_stepN directory")
+    add("--input_dir", "--input-dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
     add("--output_dir", "--output-dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
     add("--model-parallel-size", type=int, required=True, help="tensor ranks of the result")
     add("--pipe-parallel-size", type=int, default=1, help="pipeline stages of the result")
@@ -34,7 +34,7 @@ def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
     residual = load_config(args.config_file).model.gpt_j_residual if args.config_file else None
-    reader = open_checkpoint(args.input_dir, gpt_j_residual=residual)
+    reader = open_checkpoint(checkpoint_at(args.input_dir), gpt_j_residual=residual)
     path = reshard(reader, args.output_dir, tp_size=args.model_parallel_size, pp_size=args.pipe_parallel_size)
     print(f"{path}: pp {args.pipe_parallel_size} x mp {args.model_parallel_size}")
 

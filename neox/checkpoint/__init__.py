@@ -1,7 +1,7 @@
 """Weights on disk: layout and names, manifest and commit, safe reading, any tensor-parallel degree."""
 
 from neox.checkpoint.files import WRITE_BYTES
-from neox.checkpoint.finding import find_checkpoint, why_not_whole
+from neox.checkpoint.finding import checkpoint_at, damaged_weights, find_checkpoint, why_not_whole
 from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
 from neox.checkpoint.inference import infer_layer_plan
@@ -52,9 +52,11 @@ __all__ = [
     "OptimizerReader",
     "check_manifest",
     "check_same_model",
+    "checkpoint_at",
     "checkpoint_directories",
     "commit",
     "compare_checkpoints",
+    "damaged_weights",
     "delete_checkpoint",
     "discard",
     "find_checkpoint",

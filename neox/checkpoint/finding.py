@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from neox.checkpoint.manifest import check_manifest, read_manifest
@@ -55,42 +59,77 @@ def find_checkpoint(
     raise CheckpointError(f"load: no whole checkpoint in {load}:\n  {found}\n{way_out}")
 
 
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that a tool is pointed at: the directory itself, or the newest whole one in a directory of some.
+
+    Raises CheckpointError for a directory that is neither.
+    """
+    if path.is_dir():
+        if is_checkpoint(path):
+            return path
+        if checkpoint_directories(path):
+            return find_checkpoint(path, verify=False, way_out="give another directory")
+    what = "has no model files and no global_stepN directories" if path.is_dir() else "is not a directory"
+    raise CheckpointError(f"{path} {what}; give the global_stepN directory of a NeoX checkpoint")
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory holds model files itself."""
-    return any(parse_layer_file(p.name) is not None or parse_mp_rank_file(p.name) is not None for p in path.iterdir())
+    return any(_holds_weights(p.name) for p in path.iterdir())
+
+
+def _holds_weights(name: str) -> bool:
+    return parse_layer_file(name) is not None or parse_mp_rank_file(name) is not None
 
 
 def why_not_whole(path: Path, *, hashes: bool = True) -> list[str]:
     """Reasons why a checkpoint must not be loaded, empty if it is whole."""
     try:
-        manifest = read_manifest(path)
-        if manifest is not None:
-            started = time.perf_counter()
-            problems = check_manifest(path, manifest, hashes=hashes)
-            if hashes and not problems:
-                size, seconds = sum(r.size for r in manifest.files.values()) / 1e6, time.perf_counter() - started
-                _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, size, size / max(seconds, 1e-9))
-            return problems
-        open_source(path)  # complete over tensor ranks?
-        return _broken_archives(path, hashes)
+        if read_manifest(path) is None:
+            open_source(path)  # complete over tensor ranks?
+        return _damage(path, lambda name: True, hashes=hashes)
     except CheckpointError as error:
         return [str(error)]
 
 
-def _broken_archives(path: Path, checksums: bool) -> list[str]:
-    """Look at the zip structure (and with `checksums` every CRC-32) of files that no manifest vouches for."""
-    problems = []
-    for file in sorted(path.glob("*.pt")):
-        try:
-            with open(file, "rb") as stream:
-                if stream.read(2) != b"PK":
-                    continue  # torch's format before 1.6 has no checksums
-            with zipfile.ZipFile(file) as archive:
-                if checksums and (bad := archive.testzip()) is not None:
-                    problems.append(f"{file.name} is damaged (checksum of {bad})")
-        except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
-            problems.append(f"{file.name} is truncated or damaged ({error})")
+def damaged_weights(path: Path) -> list[str]:
+    """What is wrong with the files of weights alone, read whole; for a thread beside one that converts them."""
+    try:
+        return _damage(path, _holds_weights, hashes=True)
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _damage(path: Path, wanted: Callable[[str], bool], *, hashes: bool) -> list[str]:
+    """Compare the wanted files with the manifest, or with their own checksums where there is none."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        return _broken_archives([file for file in sorted(path.glob("*.pt")) if wanted(file.name)], hashes)
+    files = {name: record for name, record in manifest.files.items() if wanted(name)}
+    started = time.perf_counter()
+    problems = check_manifest(path, replace(manifest, files=files), hashes=hashes)
+    if hashes and not problems:
+        size, seconds = sum(r.size for r in files.values()) / 1e6, time.perf_counter() - started
+        _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, size, size / max(seconds, 1e-9))
     return problems
+
+
+def _broken_archives(files: list[Path], checksums: bool) -> list[str]:
+    """Look at the zip structure (and with `checksums` every CRC-32) of files that no manifest vouches for."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # checksums release the interpreter lock
+        return [problem for problem in pool.map(lambda file: _broken_archive(file, checksums), files) if problem]
+
+
+def _broken_archive(file: Path, checksums: bool) -> str | None:
+    try:
+        with open(file, "rb") as stream:
+            if stream.read(2) != b"PK":
+                return None  # torch's format before 1.6 has no checksums
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip() if checksums else None
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"{file.name} is truncated or damaged ({error})"
+    return None if bad is None else f"{file.name} is damaged (checksum of {bad})"
 
 
 def _only(path: Path, verify: bool) -> Path:

@@ -66,8 +66,10 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> None
         return
     rows = [("field", "checkpoint", "this run"), *((d.field, str(d.saved), str(d.wanted)) for d in differences)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    raise CheckpointError(f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another `load`")
+    table = "\n".join(
+        ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
+    )
+    raise CheckpointError(f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint")
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:

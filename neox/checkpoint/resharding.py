@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from neox.checkpoint.finding import damaged_weights
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
@@ -18,7 +19,7 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     """Write the weights of a checkpoint as `save/global_stepN` for other degrees, committed; return that path.
 
     The original stays as it is. The optimizer's state and random states are not part of the result.
-    Raises CheckpointError when a dimension does not divide, or the disk refuses.
+    Raises CheckpointError when a dimension does not divide, the original is damaged, or the disk refuses.
     """
     layers = reader.layers
     assert layers is not None
@@ -27,6 +28,8 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     iteration = reader.iteration
     if (save / reader.path.name).exists() and (save / reader.path.name).samefile(reader.path):
         raise CheckpointError(f"{save}: the result would replace the checkpoint that is read; choose another directory")
+    if problems := damaged_weights(reader.path):
+        raise CheckpointError(f"{reader.path} is not whole: {'; '.join(problems)}")
     staged = stage_directory(save, iteration)
     try:
         with progress("reshard", layers.numel, unit="parameters") as bar:

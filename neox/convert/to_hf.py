@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from neox.checkpoint import CheckpointReader
+from neox.checkpoint import CheckpointReader, check_same_model, damaged_weights
 from neox.config import NeoXConfig, Precision
 from neox.convert.expressible import refuse_inexpressible
 from neox.convert.hf_config import generation_config, hf_config
@@ -64,6 +65,7 @@ def to_hf(
     verify: compare the logits of both models and fail if they are not the same; None: up to 300 M parameters.
     verify_text: text to compare on. tokenizer_file: instead of the config's vocab_file. average_replicas: average
     replicated weights whose copies differ between tensor ranks instead of refusing. overwrite: replace `output_dir`.
+    The checkpoint's hashes are checked while its weights are written.
 
     Raises ConversionError with every reason why the model cannot be expressed, before any file is looked for;
     CheckpointError for what is wrong with the checkpoint.
@@ -76,8 +78,11 @@ def to_hf(
     rows = _vocabulary_rows(reader, source, trim_vocab)
     planned = plan_tensors(reader, reader.layers, DTYPES[precision] if precision else None, rows)
     check = None
-    with written_beside(output, overwrite=overwrite) as staged:
+    with written_beside(output, overwrite=overwrite) as staged, ThreadPoolExecutor(1) as beside:
+        damage = beside.submit(damaged_weights, reader.path)
         export = write_weights(reader, planned, staged, max_shard_bytes=max_shard_bytes)
+        if problems := damage.result():
+            raise ConversionError(f"{reader.path} is not whole: {'; '.join(problems)}; nothing was kept")
         hf = hf_config(config, vocab_size=rows, eod=source.tokenizer.eod if source else None, dtype=_name(export.dtype))
         _write_json(staged / "config.json", hf)
         _write_json(staged / "generation_config.json", generation_config(hf["eos_token_id"]))
@@ -99,8 +104,10 @@ def to_hf(
 
 def _open(input_dir: Path, config: NeoXConfig, on_drift: Any) -> CheckpointReader:
     """Open the checkpoint with the plan of the config's model; the vocabulary's rows come from the tensors."""
-    rows = CheckpointReader(input_dir).shape(0, "word_embeddings.weight")[0]
-    return CheckpointReader(input_dir, plain_plan(config, rows).layers, on_drift=on_drift)
+    reader = CheckpointReader(input_dir)
+    plan = plain_plan(config, reader.shape(0, "word_embeddings.weight")[0])
+    check_same_model(input_dir, reader.args, plan)
+    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift)
 
 
 def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, trim: bool) -> int:

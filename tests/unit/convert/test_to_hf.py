@@ -13,7 +13,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.convert import inexpressible, to_hf
 from neox.convert.plain_model import plain_plan
-from neox.errors import ConversionError
+from neox.errors import CheckpointError, ConversionError
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -187,3 +187,20 @@ def test_a_directory_of_20b_layout(tmp_path):
     assert torch.equal(found["gpt_neox.layers.43.mlp.dense_4h_to_h.weight"], weights[45, "mlp.dense_4h_to_h.weight"])
     assert torch.equal(found["gpt_neox.final_layer_norm.weight"], weights[47, "norm.weight"])
     assert "150,000 training steps" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_damaged_weights_are_not_exported(tmp_path):
+    directory, config, _ = checkpoint(tmp_path)
+    file = directory / "layer_02-model_01-model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConversionError, match=r"layer_02-model_01-model_states\.pt is damaged.*nothing was kept"):
+        to_hf(directory, config, tmp_path / "out", verify=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
+
+
+def test_a_config_of_another_model_is_refused(tmp_path):
+    directory, config, _ = checkpoint(tmp_path, state={"args": {"num_attention_heads": 8, "hidden_size": 32}})
+    with pytest.raises(CheckpointError, match=r"of another model:\n.*\n +num_attention_heads +8 +4 *\n"):
+        to_hf(directory, config, tmp_path / "out", verify=False)

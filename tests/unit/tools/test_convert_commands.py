@@ -23,10 +23,11 @@ def run(tool, *arguments):
 def test_there_and_back(tmp_path):
     there = run(
         "convert_to_hf.py",
-        *("--input_dir", GOLDEN / RUN / "global_step30", "--config_file", GOLDEN / RUN / f"{RUN}.yml"),
+        *("--input_dir", GOLDEN / RUN, "--config_file", GOLDEN / RUN / f"{RUN}.yml"),  # the newest one in it
         *("--output_dir", tmp_path / "hf", "--tokenizer", GOLDEN / "data" / "tokenizer.json"),
     )
     assert there.returncode == 0, there.stderr
+    assert f"loading checkpoint {GOLDEN / RUN / 'global_step30'}" in there.stderr
     difference = re.search(r"largest logit difference (\S+)", there.stdout)
     assert difference is not None
     assert float(difference[1]) < 1e-5
@@ -45,3 +46,5 @@ def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path):
     for reason in ("pos_emb: alibi", "norm: rmsnorm", "gpt_j_tied"):
         assert reason in failed.stderr
     assert "Traceback" not in failed.stderr
+    failed = run("convert_to_hf.py", "--input_dir", tmp_path, "--output_dir", tmp_path / "hf")
+    assert f"error: {tmp_path} has no model files and no global_stepN directories" in failed.stderr

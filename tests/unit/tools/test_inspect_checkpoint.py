@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+import pytest
 
-from neox.checkpoint import commit, load_file, stage_directory
+from neox.checkpoint import commit, load_file, open_checkpoint, reshard, save_file, stage_directory
+from neox.errors import CheckpointError
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +48,8 @@ def test_inspect_and_reshard(tmp_path):
     path = tmp_path / "b" / "global_step3" / "layer_03-model_01-model_states.pt"
     state = {k: v.clone() for k, v in load_file(path).items()}
     state["mlp.dense_h_to_4h.bias"][0] += 1
-    torch.save(state, path)
+    path.unlink()  # still mapped
+    save_file(path, state)
     other = run("inspect_checkpoint.py", source, tmp_path / "b")
     assert other.returncode == 3
     assert "  3 mlp.dense_h_to_4h.bias: values, largest difference 1" in other.stdout
@@ -68,3 +70,20 @@ def test_messages(tmp_path):
         "reshard.py", "--input_dir", tmp_path / "global_step3", "--output_dir", tmp_path, "--model-parallel-size", 1
     )
     assert "gpt_j_residual" in failed.stderr
+    for wrong, what in ((tmp_path / "empty", "has no model files"), (tmp_path / "none", "is not a directory")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        failed = run("reshard.py", "--input_dir", wrong, "--output_dir", tmp_path / "c", "--model-parallel-size", 1)
+        assert f"error: {wrong} {what}" in failed.stderr
+
+
+def test_resharding_never_takes_up_damage(tmp_path):
+    layers = small_plan()
+    staged = stage_directory(tmp_path / "a", 3)
+    write_checkpoint(staged, layers, seeded_weights(layers), client_state={"iteration": 3})
+    file = commit(staged) / "layer_02-model_00-model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"layer_02-model_00-model_states\.pt has changed"):
+        reshard(open_checkpoint(file.parent), tmp_path / "b", tp_size=1, pp_size=1)
+    assert not (tmp_path / "b").exists()
