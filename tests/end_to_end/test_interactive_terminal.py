@@ -1,0 +1,97 @@
+"""The prompt loop of tools/generate.py at a real terminal: history, streaming, kind answers, and its ends."""
+
+import os
+import pty
+import re
+import select
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("readline", reason="this Python has no readline, and so no history at the prompt")
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+NAME = "v2_pp2_mp1_dp1_fp32"
+PROMPT = ">>> "
+UP = "\x1b[A"
+
+
+class Terminal:
+    """A program at the other end of a pseudo-terminal. shown: everything it wrote so far."""
+
+    def __init__(self, *command):
+        self.shown = ""
+        self.pid, self.end = pty.fork()
+        if self.pid == 0:
+            os.chdir(GOLDEN)
+            os.execve(command[0], command, {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"})
+
+    def read(self, seconds):
+        """Read what is there; return whether the program still runs."""
+        if not select.select([self.end], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self.end, 65536)
+        except OSError:  # Linux's way to say that nobody holds the other end
+            return False
+        self.shown += data.decode(errors="replace")
+        return bool(data)
+
+    def wait_for(self, pattern, seconds=60):
+        """Return what came before a pattern, and forget both."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            assert self.read(0.1), self.shown
+            assert time.monotonic() < end, self.shown
+        before, self.shown = self.shown[: found.start()], self.shown[found.end() :]
+        return before
+
+    def type(self, text):
+        os.write(self.end, text.encode())
+
+    def leave(self):
+        """Return the exit status, once the program has ended."""
+        while self.read(1):
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def open_prompt(**keys):
+    keys = {"load": NAME, "text_gen_type": "interactive", "maximum_tokens": 100, **keys}
+    settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    script = str(ROOT / "tools" / "generate.py")
+    terminal = Terminal(sys.executable, script, f"{NAME}/{NAME}.yml", *settings)
+    terminal.wait_for(PROMPT)
+    return terminal
+
+
+def test_a_conversation():
+    terminal = open_prompt()
+    terminal.type("def main(\n")
+    terminal.wait_for(r"\[[\d,.]+ tokens/s\]")
+    terminal.wait_for(PROMPT)
+    terminal.type("\n")
+    terminal.wait_for(r"\(empty: type some text, or `stop` to end\)")
+    terminal.wait_for(PROMPT)
+    terminal.type("word " * 200 + "\n")
+    terminal.wait_for(r"the prompt has \d+ tokens, and this model's context is 128")
+    terminal.wait_for(PROMPT)
+    terminal.type(UP + UP + "\n")
+    again = terminal.wait_for(r"\[[\d,.]+ tokens/s\]")
+    assert "def main(" in again, "the prompt before the last was not brought back"
+    terminal.wait_for(PROMPT)
+    terminal.type("stop\n")
+    assert terminal.leave() == 0
+
+
+def test_ctrl_c_ends_it_in_the_middle_of_an_answer():
+    terminal = open_prompt(max_position_embeddings=100000, maximum_tokens=90000, minimum_tokens=90000)
+    terminal.type("def main(\n")
+    terminal.wait_for(r"main\(\r\n.")  # the first token is shown before the last is known
+    terminal.type("\x03")
+    terminal.wait_for("interrupted")
+    assert terminal.leave() == 130
+    assert "Traceback" not in terminal.shown
