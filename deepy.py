@@ -46,7 +46,6 @@ from neox.launch.placement import (
     Placement,
     Request,
     check_local_devices,
-    code_root,
     master_port_problem,
     place,
 )
@@ -60,7 +59,7 @@ from neox.launch.preflight import (
 from neox.launch.run_directory import run_directory, write_run_directory
 from neox.launch.run_lock import reserve
 from neox.launch.shown import deepspeed_command, format_commands, host_commands
-from neox.launch.spec import Host, LaunchSpec
+from neox.launch.spec import Host, LaunchSpec, code_root
 from neox.launch.start import chosen_launcher, head_command, launch, launcher_problem, new_spec
 from neox.launch.tool import TOOLS, launch_tool
 from neox.log import setup_logging

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from neox.launch.commands import ssh_command
-from neox.launch.placement import code_root, is_this_machine
+from neox.launch.placement import is_this_machine
 from neox.launch.probe import code_hash, encode_request
-from neox.launch.spec import Host, LaunchSpec
+from neox.launch.spec import Host, LaunchSpec, code_root
 
 _AT_ONCE = 128
 _CLOCK_SECONDS = 5.0

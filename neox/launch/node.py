@@ -5,7 +5,7 @@
 fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, output that cannot be
 written, a network that is cut), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks:
 those that answer (`acknowledge_stop`) have `stop_timeout` to save, those that neither answer nor end are killed after
-six seconds. SIGUSR1 shows every rank's stacks.
+five seconds. SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
@@ -220,8 +219,3 @@ def _reserve(port: int) -> bool:
         return error.errno != errno.EADDRINUSE
     holder.detach()  # open as long as the process
     return True
-
-
-def code_root() -> Path:
-    """The directory that holds the `neox` package."""
-    return Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from typing import Any
 
 from neox.errors import run_script
 from neox.launch.accelerators import count_accelerators
-from neox.launch.placement import code_root
+from neox.launch.spec import code_root
 
 _CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/*.py")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from neox.launch.rendezvous import answer_path
 
-# Nothing may be left ten seconds after a signal: four of them are for the end itself, on a busy machine.
-ANSWER_SECONDS = 6.0
+# Nothing may be left ten seconds after a signal: half of them are for the end itself, on a busy machine.
+ANSWER_SECONDS = 5.0
 
 
 class Progress:

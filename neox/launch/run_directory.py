@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,6 @@ def write_run_directory(
         _write(directory / "command.txt", "".join(f"{command}\n" for command in commands))
     except OSError as error:
         raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
-
-
-def new_run_id() -> str:
-    """A name for one launch, unique on every host."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 def _write(path: Path, text: str) -> None:

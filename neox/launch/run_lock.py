@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from neox.errors import LaunchError
-from neox.launch.run_directory import new_run_id
+from neox.launch.spec import new_run_id
 from neox.log import get_logger
 
 _log = get_logger(__name__)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError
@@ -87,6 +90,16 @@ class LaunchSpec:
             return LaunchSpec(hosts=hosts, **data)
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
+
+
+def new_run_id() -> str:
+    """A name for one launch, unique on every host."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
+
+
+def code_root() -> Path:
+    """The directory that holds the `neox` package."""
+    return Path(__file__).resolve().parents[2]
 
 
 def _json(value: object) -> bytes:

@@ -21,11 +21,10 @@ from neox.launch.commands import (
     slurm_command,
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, withheld_secrets
-from neox.launch.placement import Placement, Request, code_root, is_this_machine, master_address, master_port
-from neox.launch.run_directory import new_run_id
+from neox.launch.placement import Placement, Request, is_this_machine, master_address, master_port
 from neox.launch.secrets import deliver_secrets
 from neox.launch.shown import printed_commands
-from neox.launch.spec import Host, LaunchSpec
+from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
 
 _NEEDS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}

@@ -52,7 +52,8 @@ def launch(
     hostfile = directory / "hostfile"
     directory.mkdir(parents=True, exist_ok=True)
     hostfile.write_text("".join(f"{host} slots=2\n" for host in machines.hosts))
-    arguments = ["-H", str(hostfile), *(word for setting in set_ for word in ("--set", setting))]
+    settings = ["doctor_timeout=30", *set_]
+    arguments = ["-H", str(hostfile), *(word for setting in settings for word in ("--set", setting))]
     environment = {**machines.environment, **variables}
     return LaunchedRun(directory, arguments, ranks=None, script=script, prefix=machines.inside([]), **environment)
 
@@ -184,7 +185,7 @@ def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: 
         directory = tmp_path / where
         directory.mkdir()
         (directory / "hosts").write_text("".join(f"{host} slots=2\n" for host in machines.hosts))
-        settings = ["pipe_parallel_size=2", "train_iters=4", f"data_path={DATA}", "log_interval=1"]
+        settings = ["doctor_timeout=30", "pipe_parallel_size=2", "train_iters=4", f"data_path={DATA}", "log_interval=1"]
         arguments = [word for setting in settings for word in ("--set", setting)]
         if where == "two":
             arguments += ["-H", str(directory / "hosts")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,3 +23,11 @@ def test_a_full_disk_costs_the_log_and_not_the_run() -> None:
     texts = [event["text"] for event in events if event is not None and event["kind"] == "line"]
     assert [text for text in texts if "log cannot be written" not in text] == ["one", "two"]
     assert sum("[rank 0] its log cannot be written, the run goes on" in text for text in texts) == 1
+
+
+def test_processes_on_every_host_start_without_the_configuration() -> None:
+    code = (
+        "import sys, neox.launch.node, neox.launch.rank, neox.launch.bootstrap, neox.launch.probe, neox.launch.control\n"
+        "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
