@@ -24,6 +24,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 
+_NEARLY_NONE = 1e-9  # top_p: 0 leaves only the most probable token here, where in our settings it means that all stay
+
 
 class BadRequest(GenerationError):
     """A request that cannot be answered; status: the HTTP status that says why."""
@@ -115,7 +117,7 @@ def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
         "max_new_tokens": longest,
         "min_new_tokens": _number(fields, "min_tokens", 0, int, 0, longest),
         "temperature": _number(fields, "temperature", 1.0, float, 0, 100),
-        "top_p": _number(fields, "top_p", 1.0, float, 0, 1),
+        "top_p": _number(fields, "top_p", 1.0, float, 0, 1) or _NEARLY_NONE,
         "top_k": _number(fields, "top_k", 0, int, 0, 2**31),
         "repetition_penalty": _number(fields, "repetition_penalty", 1.0, float, 0.01, 100),
     }

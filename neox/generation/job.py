@@ -11,7 +11,7 @@ from neox.generation.interactive import interact
 from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import write_completions
 from neox.generation.replicas import over_replicas
-from neox.generation.request import encode_prompts, mode, prompts_of, sampling_params
+from neox.generation.request import encode_prompts, mode, notes, prompts_of, sampling_params
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
@@ -26,6 +26,8 @@ def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: 
     """
     config, keys = plan.config, plan.config.generation
     params = sampling_params(config)
+    for note in notes(config):
+        _log.info("%s", note)
     if mode(config) == "interactive":
         interact(model, params, codec, grid, prompt_end=keys.prompt_end)
         return []

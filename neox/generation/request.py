@@ -14,9 +14,6 @@ from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import read_prompts
 from neox.generation.text_stream import TextCodec
 from neox.generation.whole_file import check_writable
-from neox.log import get_logger
-
-_log = get_logger(__name__)
 
 
 def sampling_params(config: NeoXConfig) -> SamplingParams:
@@ -44,6 +41,16 @@ def sampling_params(config: NeoXConfig) -> SamplingParams:
     )
 
 
+def notes(config: NeoXConfig) -> list[str]:
+    """Return what a person may not expect of these settings."""
+    keys, found = config.generation, []
+    if keys.temperature == 0 and sampling_params(config).samples:
+        found.append("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
+    if keys.sample_input_file is not None and keys.text_gen_type == "interactive":
+        found.append("sample_input_file is given: its prompts are used instead of text_gen_type interactive")
+    return found
+
+
 def mode(config: NeoXConfig) -> str:
     """Return `unconditional`, `input-file` or `interactive`: an input file decides, then `text_gen_type`."""
     keys = config.generation
@@ -56,10 +63,19 @@ def mode(config: NeoXConfig) -> str:
 
 def prompts_of(config: NeoXConfig) -> list[str]:
     """Return the prompts of a run that is not interactive, as often as each is to be continued."""
+    file, times = config.generation.sample_input_file, copies(config)
+    return [prompt for prompt in ([""] if file is None else read_prompts(file)) for _ in range(times)]
+
+
+def copies(config: NeoXConfig) -> int:
+    """Return how often each prompt is continued. Raises GenerationError where all continuations would be the same."""
     keys = config.generation
-    if keys.sample_input_file is None:
-        return [""] * keys.num_samples
-    return [prompt for prompt in read_prompts(keys.sample_input_file) for _ in range(keys.num_return_sequences)]
+    key = "num_samples" if keys.sample_input_file is None else "num_return_sequences"
+    times: int = getattr(keys, key)
+    if times > 1 and not sampling_params(config).samples:
+        how = "beam search" if keys.num_beams > 1 else "greedy decoding (temperature, top_k and top_p are 0)"
+        raise GenerationError(f"{key} is {times}, and {how} would give the same text every time; set it to 1, or draw")
+    return times
 
 
 def context_length(config: NeoXConfig) -> int:
@@ -94,6 +110,7 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
     params = sampling_params(config)
     if mode(config) == "interactive":
         return
+    copies(config)
     prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
     if out.is_dir():
         raise GenerationError(f"sample_output_file: {out} is a directory")

@@ -9,6 +9,7 @@ from neox.errors import GenerationError
 from neox.generation import check_generation, check_output
 from neox.generation.completion import Completion
 from neox.generation.prompt_file import read_prompts, write_completions
+from neox.generation.request import notes
 from tests.unit.generation.toy import ToyCodec
 
 
@@ -101,6 +102,8 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
     check()
     check(codec=ToyCodec(), max_position_embeddings=9)
     check(codec=ToyCodec(), sample_input_file=None)
+    check(num_return_sequences=2, top_k=3)
+    check(num_samples=2)  # counts only where there is no file
     for keys, message in (
         ({"codec": ToyCodec()}, "prompt 2: the prompt has 8 tokens, and this model's context is 8"),
         ({"sample_output_file": str(prompts)}, "is the file of prompts"),
@@ -108,6 +111,16 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
         ({"sample_input_file": None, "text_gen_type": "input-file"}, "names no file"),
         ({"num_beams": 2, "stop_strings": ["x"]}, "stop strings and num_beams > 1"),
         ({"num_beams": 2, "return_logits": True}, "return_logits and num_beams > 1"),
+        ({"num_return_sequences": 2}, "num_return_sequences is 2, and greedy decoding"),
+        ({"num_return_sequences": 2, "num_beams": 2}, "beam search would give the same text"),
+        ({"num_samples": 2, "sample_input_file": None}, "num_samples is 2"),
     ):
         with pytest.raises(GenerationError, match=message):
             check(**keys)
+
+
+def test_what_one_may_not_expect_is_noted():
+    assert notes(NeoXConfig.from_flat({"top_p": 0.9, "temperature": 0.5})) == []
+    assert "drawing at temperature 1" in notes(NeoXConfig.from_flat({"top_p": 0.9}))[0]
+    both = NeoXConfig.from_flat({"sample_input_file": "p.txt", "text_gen_type": "interactive"})
+    assert "instead of text_gen_type interactive" in notes(both)[0]

@@ -46,6 +46,12 @@ def test_a_completion():
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
 
 
+def test_top_p_0_leaves_the_most_probable_token_alone():
+    body = {"prompt": "abc", "max_tokens": 3}
+    greedy = post({**body, "temperature": 0}, model=ToyModel(hashed)).json()["choices"]
+    assert post({**body, "top_p": 0}, model=ToyModel(hashed)).json()["choices"] == greedy
+
+
 def test_several_prompts_n_echo_and_stop():
     body = {"prompt": ["ab", [24]], "n": 2, "echo": True, "stop": "ef", "temperature": 0, "max_tokens": 9}
     choices = post(body).json()["choices"]
