@@ -194,7 +194,7 @@ def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: 
             arguments += ["--set", "gradient_accumulation_steps=2"]
             runs[where] = LaunchedRun(directory, arguments, 2, None)
     for where, run in runs.items():
-        output = run.output(120)
+        output = run.output(240)
         assert run.process.returncode == 0, output
         lines = (run.directory / "run" / "metrics.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]

@@ -26,8 +26,7 @@ def test_a_full_disk_costs_the_log_and_not_the_run() -> None:
 
 
 def test_processes_on_every_host_start_without_the_configuration() -> None:
-    code = (
-        "import sys, neox.launch.node, neox.launch.rank, neox.launch.bootstrap, neox.launch.probe, neox.launch.control\n"
-        "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
-    )
+    names = ("node", "rank", "bootstrap", "probe", "control", "secrets")
+    code = f"import sys, {', '.join(f'neox.launch.{name}' for name in names)}\n"
+    code += "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
