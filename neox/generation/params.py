@@ -58,9 +58,10 @@ class SamplingParams:
             (any(not text for text in self.stop), "an empty stop string would end every continuation at once"),
             (self.num_beams < 1, f"num_beams is {self.num_beams}: it must be at least 1"),
             (
-                self.num_beams > 1 and self.samples,
-                f"num_beams is {self.num_beams} and temperature {self.temperature}: beams search for the most probable "
-                "text and draw nothing; set temperature, top_k and top_p to 0, or num_beams to 1",
+                self.num_beams > 1 and (self.samples or self.top_k > 0 or 0 < self.top_p < 1),
+                f"num_beams is {self.num_beams}, temperature {self.temperature}, top_k {self.top_k}, top_p "
+                f"{self.top_p}: beams search for the most probable text and draw nothing; set these to 0, or num_beams "
+                "to 1",
             ),
             (
                 self.num_beams > 1 and bool(self.stop),

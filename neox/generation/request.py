@@ -13,7 +13,7 @@ from neox.errors import GenerationError
 from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import read_prompts
 from neox.generation.text_stream import TextCodec
-from neox.generation.whole_file import check_writable
+from neox.generation.whole_file import check_writable, closed_directory
 
 
 def sampling_params(config: NeoXConfig) -> SamplingParams:
@@ -46,6 +46,8 @@ def notes(config: NeoXConfig) -> list[str]:
     keys, found = config.generation, []
     if keys.temperature == 0 and sampling_params(config).samples:
         found.append("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
+    if keys.length_penalty != 1 and keys.num_beams == 1:
+        found.append(f"length_penalty {keys.length_penalty} has no effect: it ranks beams, and num_beams is 1")
     if keys.sample_input_file is not None and keys.text_gen_type == "interactive":
         found.append("sample_input_file is given: its prompts are used instead of text_gen_type interactive")
     return found
@@ -114,6 +116,8 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
     prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
     if out.is_dir():
         raise GenerationError(f"sample_output_file: {out} is a directory")
+    if (closed := closed_directory(out)) is not None:
+        raise GenerationError(f"sample_output_file {out}: nothing can be written in {closed}")
     if prompts is not None:
         if out.exists() and Path(prompts).exists() and out.samefile(prompts):
             raise GenerationError(

@@ -26,3 +26,10 @@ def check_writable(path: Path) -> None:
     """Raise OSError where a file could not be written; makes its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def closed_directory(path: Path) -> Path | None:
+    """Return what is in the way of a file and its directories as far as can be seen without making any: the nearest
+    thing above it that exists, where that is no directory or may not be written in."""
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    return None if above.is_dir() and os.access(above, os.W_OK) else above

@@ -31,9 +31,10 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path):
         f"perplexity={tmp_path}/fine.jsonl",
     ]
     with pytest.raises(EvaluationError) as caught:
-        check_own_tasks(config(*tasks, eval_stride=33), TOKENIZER)
-    stride, wiki, lambada, corpus = str(caught.value).splitlines()
+        check_own_tasks(config(*tasks, eval_stride=33, eval_results_prefix=f"{tmp_path}/empty.txt/x"), TOKENIZER)
+    stride, results, wiki, lambada, corpus = str(caught.value).splitlines()
     assert "eval_stride is 33" in stride
+    assert results.endswith("nothing can be written in " + str(tmp_path / "empty.txt"))
     assert "bytes.raw: cannot be read as text" in wiki
     assert "empty.txt: holds no text" in lambada
     assert "no key 'text' (it has 'content')" in corpus

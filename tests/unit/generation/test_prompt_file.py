@@ -108,6 +108,7 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
         ({"codec": ToyCodec()}, "prompt 2: the prompt has 8 tokens, and this model's context is 8"),
         ({"sample_output_file": str(prompts)}, "is the file of prompts"),
         ({"sample_output_file": str(tmp_path)}, "is a directory"),
+        ({"sample_output_file": f"{prompts}/new/out"}, "nothing can be written in .*p.txt"),
         ({"sample_input_file": None, "text_gen_type": "input-file"}, "names no file"),
         ({"num_beams": 2, "stop_strings": ["x"]}, "stop strings and num_beams > 1"),
         ({"num_beams": 2, "return_logits": True}, "return_logits and num_beams > 1"),
@@ -122,5 +123,6 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
 def test_what_one_may_not_expect_is_noted():
     assert notes(NeoXConfig.from_flat({"top_p": 0.9, "temperature": 0.5})) == []
     assert "drawing at temperature 1" in notes(NeoXConfig.from_flat({"top_p": 0.9}))[0]
+    assert "num_beams is 1" in notes(NeoXConfig.from_flat({"length_penalty": 2.0}))[0]
     both = NeoXConfig.from_flat({"sample_input_file": "p.txt", "text_gen_type": "interactive"})
     assert "instead of text_gen_type interactive" in notes(both)[0]
