@@ -25,17 +25,17 @@ _log = get_logger(__name__)
 _NAME = ".run.lock"
 
 
-def lock_directory(directory: Path, script: str, held: ExitStack) -> str | None:
+def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "") -> str | None:
     """Take the directory (made where missing) for as long as `held` is open; who has it already, None when we do now.
 
     Where the file system knows no locks (some network file systems) a warning says so. Raises LaunchError when the
-    directory cannot be written.
+    directory cannot be written; `key: ` names the setting.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / _NAME, "a+")  # noqa: SIM115 (open as long as the run)
     except OSError as error:
-        raise LaunchError(f"{directory} cannot be written: {error.strerror}") from None
+        raise LaunchError(f"{key}{directory} cannot be written: {error.strerror}; choose another directory") from None
     held.enter_context(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) ->
     that is in use. Raises LaunchError that names the holder.
     """
     training = Path(script).stem == "train"
-    owner = lock_directory(directory, script, held)
+    owner = lock_directory(directory, script, held, "log_dir: ")
     if owner is not None and training:
         raise LaunchError(f"the run directory {directory} is in use by {owner}: set another log_dir, or end that run")
     if owner is not None:
@@ -87,7 +87,7 @@ def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) ->
         _log.warning("the run directory %s is in use by %s: this run's logs go to %s", directory, owner, aside.name)
         return aside
     if training and save is not None and save.resolve() != directory.resolve():
-        owner = lock_directory(save, script, held)
+        owner = lock_directory(save, script, held, "save: ")
         if owner is not None:
             raise LaunchError(f"save: {save} is in use by {owner}: set another directory, or end that run")
     return directory
