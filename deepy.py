@@ -396,7 +396,7 @@ def show_dry_run(
         ]
         print(json.dumps({**plan_as_dict(plan), "hosts": hosts, "warnings": warnings, **commands}))
         return
-    print(format_plan(plan))
+    print(format_plan(plan, training=Path(spec.script).stem not in _INFERENCE))
     print(f"hosts     {len(placement.hosts)} ({placement.why})")
     for group in host_groups(plan.grid, placement.hosts):
         print(f"          {group}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from neox.config.figures import figures
 from neox.config.fit import GIB, Fit, check_fit
+from neox.config.inference_memory import inference_bytes, inference_memory_problem
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
 from neox.config.provenance import all_values, deepspeed_sources, derived_values
@@ -47,12 +48,15 @@ def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def format_plan(plan: RunPlan) -> str:
-    """Return the plan as text for a terminal."""
-    sections = (_grid_lines, _model_lines, _memory_lines, _figure_lines, _source_lines)
+def format_plan(plan: RunPlan, *, training: bool = True) -> str:
+    """Return the plan as text for a terminal. training: False where the model is only run, which needs less memory and
+    nothing of DeepSpeed."""
+    of_training = (_memory_lines, _figure_lines)
+    sections = (_grid_lines, _model_lines, *(of_training if training else (_inference_lines,)), _source_lines)
     lines = [line for section in sections for line in section(plan)]
     lines += _labelled("note", plan.notes)
-    lines.append("deepspeed " + json.dumps(_plain(plan.deepspeed), indent=2))
+    if training:
+        lines.append("deepspeed " + json.dumps(_plain(plan.deepspeed), indent=2))
     return "\n".join(lines)
 
 
@@ -123,6 +127,13 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     source = plan.config.source("gpu_memory_gib")
     verdict = f"fits on a GPU of {_gib(gpu_bytes)}, of which {_gib(fit.usable)} are usable" if fit.fits else None
     yield f"          {verdict or _fit_sentence(fit, gpu_bytes, plan.grid.world)} (gpu_memory_gib: {source})"
+
+
+def _inference_lines(plan: RunPlan) -> Iterator[str]:
+    needed, gpu_bytes = inference_bytes(plan, plan.grid.pp, plan.grid.mp), plan.config.runner.gpu_memory_gib * GIB
+    verdict = inference_memory_problem(plan, gpu_bytes) or f"fits on a GPU of {_gib(gpu_bytes)}"
+    yield f"memory    {_gib(needed)} on the fullest GPU: weights, keys and values"
+    yield f"          {verdict} (gpu_memory_gib: {plan.config.source('gpu_memory_gib')})"
 
 
 def _figure_lines(plan: RunPlan) -> Iterator[str]:

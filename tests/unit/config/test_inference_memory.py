@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.config import inference_memory_problem, load_config, resolve
+from neox.config import format_plan, inference_memory_problem, load_config, resolve
 from neox.config.inference_memory import inference_bytes
 
 GIB = 2**30
@@ -46,3 +46,12 @@ def test_the_fewest_gpus_that_hold_it_are_named_and_do(gib, gpus):
 
 def test_a_model_that_no_number_of_gpus_holds():
     assert "nor on 64" in inference_memory_problem(plan_20b(1, 1, 1), 2.2 * GIB)
+
+
+def test_the_plan_of_a_model_that_is_only_run_tells_its_memory_and_not_trainings():
+    text = format_plan(plan_20b(1, 1, 1, gpu_memory_gib=40), training=False)
+    assert "memory    39.1 GiB on the fullest GPU: weights, keys and values" in text
+    assert "it does on 2 GPUs" in text
+    assert "optimizer 2" not in text
+    assert "deepspeed {" not in text
+    assert "fits on a GPU of 80.0 GiB" in format_plan(plan_20b(1, 1, 1), training=False)
