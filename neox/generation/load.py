@@ -82,9 +82,23 @@ def _packed_stage(
     stage = stage_of_layers(plan, layers, grid, blocks)
     if _has_tied_head(plan, grid):
         stage = replace(stage, head=partial(PackedWeight(layers[0].word_embeddings.weight), weight=None, bias=None))
-    if stage.embedding is not None and grid.tp_size == 1:
-        # Two modules and a dropout that is off take tens of microseconds when a step's weights have emptied the caches.
-        stage = replace(stage, embedding=partial(torch.embedding, layers[0].word_embeddings.weight))
+    return _bare_ends(plan, layers, stage) if grid.tp_size == 1 else stage
+
+
+def _bare_ends(plan: RunPlan, layers: Mapping[int, nn.Module], stage: Stage) -> Stage:
+    """Replace modules by the functions in them: in a step whose weights have emptied the caches, a module's calls take
+    ten microseconds and more."""
+    kinds = {plan.layers[index].kind: layer for index, layer in layers.items()}
+    if stage.embedding is not None:
+        stage = replace(stage, embedding=partial(torch.embedding, kinds["embedding"].word_embeddings.weight))
+    if stage.norm is not None:
+        norm = kinds["norm"].norm
+        shape, weight, bias = norm.normalized_shape, norm.weight, norm.bias
+        stage = replace(
+            stage, norm=partial(torch.layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=norm.eps)
+        )
+    if stage.head is not None and not plan.layers.tied:
+        stage = replace(stage, head=partial(kinds["head"].final_linear.multiply, weight=None, bias=None))
     return stage
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from neox.generation.blocks import Blocks
 from neox.model import KVCache
@@ -29,7 +29,7 @@ class Stage:
 
     blocks: Blocks
     embedding: Callable[[Tensor], Tensor] | None
-    norm: nn.Module | None
+    norm: Callable[[Tensor], Tensor] | None
     head: Callable[[Tensor], Tensor] | None
 
 
