@@ -78,9 +78,11 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     if directory is None:
         return [] if training else ["neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"]
     load = Path(directory)
+    own = training and keys.save is not None and load.absolute() == Path(keys.save).absolute()  # a first start, maybe
     if not load.is_dir():
-        own = training and keys.save is not None and load.absolute() == Path(keys.save).absolute()
         return [] if own else [f"{place(config, key)}`{key}: {directory}` is no directory: nothing to load"]
+    if not own and not any(any(load.glob(sign)) for sign in ("*global_step*", "*.pt", _CHECKPOINT_CONFIG)):
+        return [f"{place(config, key)}`{key}: {directory}` holds no checkpoint: no global_stepN directory"]
     chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else _newest(load)
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ITERATIONS = 28
 
 
-def payload(directory: Path) -> str:
+def payload(directory: Path, **changes: object) -> str:
     """Two stages, tied weights, dropout, a checkpoint every fourth iteration."""
     flat = {
         "pipe_parallel_size": 2,
@@ -45,12 +45,13 @@ def payload(directory: Path) -> str:
         "checkpoint_factor": 4,
         "log_dir": f"{directory.name}/logs",
         "log_interval": 1,
+        **changes,
     }
     config = NeoXConfig.from_flat(flat)
     return encode_payload(resolve(config, 2, build_tokenizer("HFTokenizer", flat["vocab_file"]).vocab_size))
 
 
-def start(directory: Path) -> list[subprocess.Popen]:
+def start(directory: Path, **changes: object) -> list[subprocess.Popen]:
     """Start both ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -59,7 +60,7 @@ def start(directory: Path) -> list[subprocess.Popen]:
     directory.mkdir(exist_ok=True)
     return [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--payload", payload(directory)],
+            [sys.executable, str(ROOT / "train.py"), "--payload", payload(directory, **changes)],
             cwd=directory.parent,
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
@@ -101,10 +102,14 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path):
     assert killed == [-signal.SIGKILL] * 2
     assert (rough / "checkpoints" / "latest").read_text().strip() == "global_step4"
 
-    ended = signal_when(start(rough), lambda: reached(rough, 10), signal.SIGTERM)
+    def saving_beside_training() -> bool:
+        return reached(rough, 8) and any((rough / "checkpoints").glob(".staging-*"))
+
+    ended = signal_when(start(rough, async_save=True), saving_beside_training, signal.SIGTERM)
     assert ended == [0, 0], (rough / "stderr_0").read_text()
     saved = int((rough / "checkpoints" / "latest").read_text().strip().removeprefix("global_step"))
-    assert saved >= 10
+    assert saved >= 8
+    assert not any((rough / "checkpoints").glob(".staging-*"))
     assert "SIGTERM" in (rough / "stderr_0").read_text()
 
     staging = rough / "checkpoints" / ".staging-global_step24"

@@ -51,6 +51,10 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     assert "is no directory" in checkpoint_problems(config(load=nowhere), training=True)[0]
     assert "is no directory" in checkpoint_problems(config(save=nowhere), training=False)[0]
     assert "neither `load` nor `save`" in checkpoint_problems(config(), training=False)[0]
+    load.mkdir()
+    assert checkpoint_problems(config(load=str(load), save=str(load)), training=True) == []
+    for keys, training in (({"load": str(load)}, True), ({"save": str(load)}, False)):
+        assert "holds no checkpoint" in checkpoint_problems(config(**keys), training=training)[0]
     write_checkpoint(load, 5)
     (problem,) = checkpoint_problems(config(load=str(load), iteration=4), training=True)
     assert problem == f"--set: `iteration: 4`: {load} has global_step5"
