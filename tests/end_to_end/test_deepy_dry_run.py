@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
+from neox.head import command_line
 from tests.end_to_end.launched_runs import CPU_ONLY, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,20 +212,15 @@ def test_scripts_help_version_and_usage(tiny: Path) -> None:
 
 
 def test_flags_become_keys() -> None:
-    spec = importlib.util.spec_from_file_location("deepy", ROOT / "deepy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     words = ["evaluate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
     words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
-    arguments = module.parse_arguments(words)
+    arguments = command_line.parse_arguments(words)
     assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
-    assert set(module.overrides(arguments)) == {
+    assert set(command_line.overrides(arguments)) == {
         "sample_input_file=in.txt",
         "sample_output_file=out.txt",
         "iteration=5",
         'eval_tasks=["wikitext", "lambada"]',
         "top_k=3",
     }
-    assert module.find_script("train.py").name == "train.py"
+    assert command_line.find_script("train.py").name == "train.py"

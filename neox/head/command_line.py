@@ -1,0 +1,121 @@
+"""`deepy.py`'s command line: its flags, the keys some of them stand for, and the script that ranks run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from shlex import join
+
+import neox
+from neox.errors import LaunchError
+from neox.launch.spec import code_root
+
+# Scripts that only run a model: on any number of ranks, whatever was trained on.
+INFERENCE = ("generate", "evaluate")
+_SCRIPTS = ("train.py", "generate.py", "evaluate.py", "preprocess_data.py")
+
+_FLAGS_OF_KEYS = (
+    "hostfile",
+    "include",
+    "exclude",
+    "num_nodes",
+    "num_gpus",
+    "master_addr",
+    "master_port",
+    "launcher",
+    "sample_input_file",
+    "sample_output_file",
+    "iteration",
+    "eval_results_prefix",
+    "eval_tasks",
+    "wandb_group",
+    "wandb_team",
+    "autotuning_run",
+)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="deepy.py",
+        description="Check a configuration, show what follows from it, and start a script on every rank.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
+    parser.add_argument("conf_file", nargs="*", help="configuration files (YAML or JSON; .yml may be left out)")
+    parser.add_argument("-d", "--conf_dir", help="directory of the configuration files")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key (repeatable)")
+    parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
+    parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for so many hosts")
+    parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
+    parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
+    parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
+    parser.add_argument("--exclude", help="hosts and slots not to use")
+    parser.add_argument("--num_nodes", type=_positive, help="use the first so many hosts")
+    parser.add_argument("--num_gpus", type=_positive, help="ranks on each host")
+    parser.add_argument("--master_addr", help="address of the first host")
+    parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one where left out")
+    parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
+    parser.add_argument("-i", "--sample_input_file", help="prompts for generation, one a line")
+    parser.add_argument("-o", "--sample_output_file", help="where completions are written")
+    parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="evaluation tasks")
+    parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest where left out")
+    parser.add_argument("--eval_results_prefix", help="prefix of the evaluation's result files")
+    parser.add_argument("--wandb_group", help="wandb group")
+    parser.add_argument("--wandb_team", help="wandb team (entity)")
+    parser.add_argument("--autotuning", choices=["tune", "run"], dest="autotuning_run", help="DeepSpeed's autotuner")
+    parser.add_argument("--version", action="version", version=f"neox {neox.__version__}")
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        keys = [text.lstrip("-").replace("-", "_").split("=")[0] for text in unknown if text.startswith("--")]
+        hint = f"; a configuration's key is given as `--set {keys[0]}=VALUE`" if keys else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if not arguments.conf_file and arguments.script != "doctor":
+        parser.error("at least one configuration file is needed")
+    if (arguments.json or arguments.hosts or arguments.gpus) and not arguments.dry_run:
+        parser.error("--json, --hosts and --gpus go with --dry-run")
+    return arguments
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def overrides(arguments: argparse.Namespace) -> list[str]:
+    """Turn flags into overrides of the keys they stand for; `--set` comes last and wins."""
+    given = ((key, getattr(arguments, key)) for key in _FLAGS_OF_KEYS)
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
+    return [*(f"{key}={text}" for key, text in texts), *arguments.set]
+
+
+def find_script(name: str) -> Path:
+    """Return the script's absolute path: as given, else in the project's root, else in its tools/."""
+    if (path := _existing_script(name)) is not None:
+        return path
+    if close := get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1):
+        raise LaunchError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
+    raise LaunchError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
+
+
+def _existing_script(name: str) -> Path | None:
+    path = name if name.endswith(".py") else f"{name}.py"
+    candidates = (Path(path), code_root() / path, code_root() / "tools" / path)
+    return next((candidate.absolute() for candidate in candidates if candidate.is_file()), None)
+
+
+def refuse_lone_tool(name: str, *rest: str) -> None:
+    """Raise LaunchError for a tool of the project that runs by itself, in one process, with flags of its own."""
+    path = _existing_script(name)
+    root, tool = code_root(), code_root() / "tools" / Path(path or name).name
+    if path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS:
+        command = join(["python", os.path.relpath(tool), *rest])
+        raise LaunchError(
+            f"{tool.name} runs by itself, without a launcher: `{command}` (ranks run {', '.join(_SCRIPTS)})"
+        )
