@@ -36,6 +36,7 @@ from neox.generation import (
     start_ranks,
     tokenizer_of,
 )
+from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
 from neox.train.boards import TensorBoard, WandB
 from neox.train.callbacks import Callback
@@ -74,6 +75,7 @@ def main() -> None:
         args.overrides.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
     if args.eval_results_prefix:
         args.overrides.append(f"eval_results_prefix={args.eval_results_prefix}")
+    setup_logging()
     plan = plan_from_arguments(args)
     keys = plan.config.generation
     tokenizer = tokenizer_of(plan.config)

@@ -26,6 +26,7 @@ from neox.generation import (
     start_ranks,
     tokenizer_of,
 )
+from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
 
 
@@ -45,6 +46,7 @@ def main() -> None:
     for key in ("sample_input_file", "sample_output_file"):
         if (value := getattr(args, key)) is not None:
             args.overrides.append(f"{key}={value}")
+    setup_logging()
     plan = plan_from_arguments(args)
     tokenizer = tokenizer_of(plan.config)
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))

@@ -17,7 +17,6 @@ from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import Span, windows
 from neox.generation import Completion, SamplingParams, generate, over_replicas
-from neox.log import get_logger
 from neox.parallel import ParallelGrid
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
-_log = get_logger(__name__)
 _DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that name no maximum
 
 

@@ -7,8 +7,10 @@ import torch
 
 from neox.config import NeoXConfig, resolve
 from neox.engine import initialize_distributed, initialize_engine
+from neox.errors import EvaluationError
 from neox.evaluation import evaluate_in_training
 from neox.tokenizer import build_tokenizer
+from neox.train.pretrain import build_tasks
 from tests.distributed.spawn import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -48,6 +50,23 @@ def scores(text: str, layouts: list[dict]) -> list[dict[str, float]]:
         assert body.training
         assert torch.equal(torch.get_rng_state(), before)
     return results
+
+
+def refusal(task: str) -> str:
+    """Return what training says of a task at its start; called by every rank."""
+    keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "pos_emb": "rotary"}
+    files = {"tokenizer_type": "HFTokenizer", "vocab_file": str(GOLDEN / "data" / "tokenizer.json")}
+    rest = {"seq_length": 32, "train_micro_batch_size_per_gpu": 1, "eval_tasks": [task]}
+    plan = resolve(NeoXConfig.from_flat({**keys, **files, **rest}), 2, 1000)
+    with pytest.raises(EvaluationError) as caught:
+        build_tasks(plan, None, None, None)  # before it looks at the engine
+    return str(caught.value)
+
+
+def test_training_says_at_its_start_on_every_rank_which_tasks_it_cannot_score(tmp_path):
+    (tmp_path / "empty.raw").touch()
+    for answer in run_ranks(2, refusal, f"wikitext={tmp_path}/empty.raw"):
+        assert answer == f"eval_tasks: wikitext: {tmp_path}/empty.raw: holds no text"
 
 
 def test_every_body_scores_alike(tmp_path):
