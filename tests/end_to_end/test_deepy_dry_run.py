@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
-from neox.head import command_line
 from tests.end_to_end.launched_runs import CPU_ONLY, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,18 +208,3 @@ def test_scripts_help_version_and_usage(tiny: Path) -> None:
     assert "go with --dry-run" in deepy("train.py", "tiny.yml", "--json", cwd=tiny, code=2).stderr
     assert "script trian.py does not exist" in deepy("trian.py", "tiny.yml", cwd=tiny, code=1).stderr
     assert "no such file" in deepy("train.py", "none.yml", cwd=tiny, code=2).stderr
-
-
-def test_flags_become_keys() -> None:
-    words = ["evaluate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
-    words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
-    arguments = command_line.parse_arguments(words)
-    assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
-    assert set(command_line.overrides(arguments)) == {
-        "sample_input_file=in.txt",
-        "sample_output_file=out.txt",
-        "iteration=5",
-        'eval_tasks=["wikitext", "lambada"]',
-        "top_k=3",
-    }
-    assert command_line.find_script("train.py").name == "train.py"

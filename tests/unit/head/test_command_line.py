@@ -1,0 +1,39 @@
+"""Flags and the keys they stand for, and the script that ranks run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from neox.errors import LaunchError
+from neox.head.command_line import find_script, overrides, parse_arguments, refuse_lone_tool
+
+
+def test_flags_become_keys() -> None:
+    words = ["evaluate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
+    words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
+    arguments = parse_arguments(words)
+    assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
+    assert set(overrides(arguments)) == {
+        "sample_input_file=in.txt",
+        "sample_output_file=out.txt",
+        "iteration=5",
+        'eval_tasks=["wikitext", "lambada"]',
+        "top_k=3",
+    }
+    assert find_script("train.py").name == "train.py"
+
+
+def test_scripts_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_script("generate").parent.name == "tools"
+    with pytest.raises(LaunchError, match=r"did you mean train\.py\?"):
+        find_script("trian")
+    for script in ("train.py", "generate.py", "preprocess_data", "nothing.py", "doctor"):
+        refuse_lone_tool(script, "a.yml")
+    with pytest.raises(LaunchError, match=r"tools/reshard\.py 'a b'`"):
+        refuse_lone_tool("reshard", "a b")
+    Path("reshard.py").touch()  # a script of one's own with that name
+    refuse_lone_tool("reshard", "a b")
+    assert find_script("reshard") == tmp_path / "reshard.py"
