@@ -16,7 +16,7 @@ from neox.evaluation.last_words import fit
 from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
 from neox.evaluation.scoring import Span, windows
-from neox.generation import Completion, SamplingParams, generate, over_replicas
+from neox.generation import SamplingParams, generate_all, over_replicas
 from neox.parallel import ParallelGrid
 
 if TYPE_CHECKING:
@@ -186,7 +186,14 @@ def harness_model(scoring: Scoring) -> TemplateLM:
             texts: dict[int, str] = {}
             for params, numbers in groups.items():
                 prompts = [self._shortened(requests[n].args[0], params) for n in numbers]
-                done = continue_prompts(scoring, prompts, params)
+                done = generate_all(
+                    scoring.model,  # type: ignore[arg-type]
+                    prompts,
+                    params,
+                    scoring.tokenizer,
+                    scoring.grid,
+                    batch_size=scoring.batch_size,
+                )
                 texts.update((n, completion.text) for n, completion in zip(numbers, done, strict=True))
             return [texts[n] for n in range(len(requests))]
 
@@ -229,19 +236,3 @@ def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
         stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
         **known,
     )
-
-
-def continue_prompts(scoring: Scoring, prompts: list[str], params: SamplingParams) -> list[Completion]:
-    """Continue prompts, shared out to the copies of the model."""
-
-    def share(numbers: Sequence[int]) -> list[Completion]:
-        return generate(
-            scoring.model,  # type: ignore[arg-type]
-            [prompts[n] for n in numbers],
-            params,
-            scoring.tokenizer,
-            batch_size=scoring.batch_size,
-            numbers=numbers,
-        )
-
-    return over_replicas(range(len(prompts)), share, scoring.grid)
