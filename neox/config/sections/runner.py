@@ -61,8 +61,8 @@ class RunnerConfig(Section):
 
     forward_environment: tuple[str, ...] | None = None
     """Environment variables (with `*`) that travel to the ranks on other hosts, in place of the default list: NCCL_*,
-    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) never
-    do."""
+    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) among
+    them travel apart, on no command line and in no log."""
 
     doctor_timeout: Annotated[float, OnlyWith("launcher", ("pdsh",))] = Field(8.0, gt=0)
     """Seconds that each host has to answer `deepy.py doctor` and the checks before a launch; busy hosts need more."""
