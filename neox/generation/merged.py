@@ -60,7 +60,7 @@ class MergedBlocks:
         """Merge one block after the other: of an iterator that gives them up, few copies of one exist at a time."""
         self.heads = self.head_dim = self.wide = 0
         self.turns: Tensor | None = None  # [positions, R/2]
-        self.blocks = []
+        self.blocks: list[MergedBlock] = []
         for block in blocks:
             if not self.blocks:
                 self._measure(block, max_length)
