@@ -44,6 +44,11 @@ def parse_tasks(tasks: Sequence[str]) -> tuple[list[OwnTask], list[str]]:
         f"eval_tasks: {kind} is no kind of task; there are {', '.join(KINDS)}" for kind, _ in own if kind not in KINDS
     ]
     problems += [f"eval_tasks: {kind}={path}: no such file" for kind, path in own if not _exists(path)]
+    problems += [
+        f"eval_tasks: {kind}={path}: there is no .idx beside it, without which a .bin cannot be read"
+        for kind, path in own
+        if path.endswith(".bin") and Path(path).exists() and not is_token_file(path)
+    ]
     problems += [f"eval_tasks: {task} is there {times} times" for task, times in Counter(tasks).items() if times > 1]
     if problems:
         raise EvaluationError("\n".join(problems))

@@ -44,7 +44,7 @@ def run_generation(plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: 
         write_completions(keys.sample_output_file, done)
         tokens, seconds = sum(c.length for c in done), max(c.duration for c in done)
         _log.info(
-            "%d completions, %d tokens, in %s (longest batch %.2f s)",
+            "%d completion(s), %d tokens, in %s (longest batch %.2f s)",
             len(done),
             tokens,
             keys.sample_output_file,

@@ -83,5 +83,8 @@ def test_every_task_has_a_name_of_its_own(tmp_path):
 def test_all_wrong_tasks_are_named(tmp_path):
     with pytest.raises(EvaluationError, match=r"(?s)wiki is no kind of task.*lambada=.*no such file"):
         parse_tasks([f"wiki={tmp_path}", f"lambada={tmp_path / 'none.jsonl'}"])
+    (tmp_path / "alone.bin").touch()
+    with pytest.raises(EvaluationError, match=r"alone.bin: there is no .idx beside it"):
+        parse_tasks([f"perplexity={tmp_path / 'alone.bin'}"])
     with pytest.raises(EvaluationError, match="no eval_tasks"):
         parse_tasks([])
