@@ -13,15 +13,15 @@ def upload(directory: Path, repository: str) -> str:
     Needs the package huggingface_hub and a login (`hf auth login`, or HF_TOKEN). Raises ConversionError.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     try:
         api = HfApi()
         address = api.create_repo(repository, exist_ok=True, private=True)
         api.upload_folder(folder_path=str(directory), repo_id=repository)
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+    except Exception as error:  # a failed connection is of whichever HTTP library the hub's client is built on
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConversionError(
-            f"{directory} was exported, but uploading it to {repository} failed: {str(error).strip().splitlines()[0]}; "
-            "log in with `hf auth login` and repeat with `hf upload`"
+            f"{directory} was exported, but uploading it to {repository} failed: {reason}; "
+            f"log in with `hf auth login` and repeat with `hf upload {repository} {directory}`"
         ) from error
     return str(address)

@@ -40,10 +40,11 @@ class Hub:
     """A hub that remembers, or refuses."""
 
     calls: list = []  # noqa: RUF012
+    failure: Exception
 
     def create_repo(self, repository, **kwargs):
         if repository == "nobody/no":
-            raise OSError("no network")
+            raise self.failure
         self.calls.append((repository, kwargs["private"]))
         return f"https://huggingface.co/{repository}"
 
@@ -55,5 +56,7 @@ def test_upload(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert upload(tmp_path, "me/model") == "https://huggingface.co/me/model"
     assert Hub.calls == [("me/model", True), (str(tmp_path), "me/model")]
-    with pytest.raises(ConversionError, match=r"was exported, but uploading it to nobody/no failed: no network"):
-        upload(tmp_path, "nobody/no")
+    for failure in (OSError("no network"), type("ConnectError", (Exception,), {})("no network")):
+        Hub.failure = failure
+        with pytest.raises(ConversionError, match=r"was exported, but uploading it to nobody/no failed: no network"):
+            upload(tmp_path, "nobody/no")
