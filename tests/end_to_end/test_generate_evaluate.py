@@ -15,6 +15,7 @@ NAME = "v2_pp2_mp1_dp1_fp32"
 def run(tmp_path, *command):
     """Run a command of the project on the golden checkpoint; return the finished process."""
     settings = ("--set", f"load={NAME}", "--set", "save=null", "--set", f"log_dir={tmp_path / 'log'}")
+    settings += ("--set", "master_port=null")  # the file's one belongs to whichever run is first
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     return subprocess.run(
         [sys.executable, str(ROOT / command[0]), *command[1:], f"{NAME}/{NAME}.yml", *settings],

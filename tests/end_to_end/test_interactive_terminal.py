@@ -60,7 +60,7 @@ class Terminal:
 
 
 def open_prompt(**keys):
-    keys = {"load": NAME, "text_gen_type": "interactive", "maximum_tokens": 100, **keys}
+    keys = {"load": NAME, "master_port": "null", "text_gen_type": "interactive", "maximum_tokens": 100, **keys}
     settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     script = str(ROOT / "tools" / "generate.py")
     terminal = Terminal(sys.executable, script, f"{NAME}/{NAME}.yml", *settings)
