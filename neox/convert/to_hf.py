@@ -65,7 +65,7 @@ def to_hf(
     verify: compare the logits of both models and fail if they are not the same; None: up to 300 M parameters.
     verify_text: text to compare on. tokenizer_file: instead of the config's vocab_file. average_replicas: average
     replicated weights whose copies differ between tensor ranks instead of refusing. overwrite: replace `output_dir`.
-    The checkpoint's hashes are checked while its weights are written.
+    The checkpoint's hashes are checked while its weights are written, unless `checkpoint_verify` is off.
 
     Raises ConversionError with every reason why the model cannot be expressed, before any file is looked for;
     CheckpointError for what is wrong with the checkpoint.
@@ -79,9 +79,9 @@ def to_hf(
     planned = plan_tensors(reader, reader.layers, DTYPES[precision] if precision else None, rows)
     check = None
     with written_beside(output, overwrite=overwrite) as staged, ThreadPoolExecutor(1) as beside:
-        damage = beside.submit(damaged_weights, reader.path)
+        damage = beside.submit(damaged_weights, reader.path) if config.checkpoint.checkpoint_verify else None
         export = write_weights(reader, planned, staged, max_shard_bytes=max_shard_bytes)
-        if problems := damage.result():
+        if damage is not None and (problems := damage.result()):
             raise ConversionError(f"{reader.path} is not whole: {'; '.join(problems)}; nothing was kept")
         hf = hf_config(config, vocab_size=rows, eod=source.tokenizer.eod if source else None, dtype=_name(export.dtype))
         _write_json(staged / "config.json", hf)

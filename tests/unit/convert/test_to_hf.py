@@ -198,6 +198,8 @@ def test_damaged_weights_are_not_exported(tmp_path):
     with pytest.raises(ConversionError, match=r"layer_02-model_01-model_states\.pt is damaged.*nothing was kept"):
         to_hf(directory, config, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
+    unchecked = NeoXConfig.from_flat({**SIZES, "checkpoint_verify": False})
+    assert to_hf(directory, unchecked, tmp_path / "out", verify=False).check is None
 
 
 def test_a_config_of_another_model_is_refused(tmp_path):
