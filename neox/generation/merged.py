@@ -97,14 +97,12 @@ class MergedBlocks:
         turns, pairs = self.turns, 0
         if turns is not None:
             pairs = turns.size(1)
-            if cache is None:
-                turns = turns[:length]
-            elif cache.start is None:
+            if cache is not None and cache.start is None:
                 turns = turns[cache.length : cache.length + length]
             else:
                 # A row that has reached the end of the context goes on unseen while others finish.
-                rows = cache.positions(length).clamp(max=len(turns) - 1)
-                turns = turns[rows][:, None, None]
+                rows = (torch.arange(length) if cache is None else cache.positions(length)).clamp(max=len(turns) - 1)
+                turns = turns[rows] if cache is None else turns[rows][:, None, None]
         return Place(
             heads=((batch, heads, 3, length, size), (length * row, 3 * size, size, row, 1)),
             turned=(

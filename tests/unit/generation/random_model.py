@@ -10,7 +10,8 @@ from neox.parallel import ParallelGrid
 CPU = torch.device("cpu")
 
 
-def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32"):
+def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", **keys):
+    """Return the model and its layers by index; keys: further settings of the configuration."""
     flat = {
         "num_layers": 3,
         "hidden_size": 48,
@@ -25,6 +26,7 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32"):
         "init_method_std": 0.2,
         "precision": dtype,
         "train_micro_batch_size_per_gpu": 1,
+        **keys,
     }
     plan = resolve(NeoXConfig.from_flat(flat), 1, 100)
     grid = ParallelGrid.single()

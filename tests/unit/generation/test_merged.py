@@ -34,6 +34,26 @@ def test_equal_logits(rotary, tanh, lengths):
     assert torch.allclose(merged, by_modules, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rotary_pct": 1.0},
+        {"rotary_pct": 0.125},
+        {"num_attention_heads": 1},
+        {"num_attention_heads": 12},
+        {"apply_query_key_layer_scaling": True},
+        {"no_weight_tying": False},
+    ],
+    ids=str,
+)
+def test_equal_logits_of_other_shapes(keys):
+    model, layers = runner(**keys)
+    model.stage.blocks.step = None
+    by_modules = logits(model, [3, 7, 5], 4)
+    merge(model, layers)
+    assert torch.allclose(logits(model, [3, 7, 5], 4), by_modules, atol=2e-5, rtol=1e-5)
+
+
 def test_equal_hidden_states_without_a_cache_and_in_pieces():
     model, layers = runner()
     tokens = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -63,10 +83,21 @@ def test_rows_are_dropped_and_doubled():
         assert torch.allclose(after_reordering(), by_modules, atol=2e-5)
 
 
-def test_rows_at_the_end_of_the_context_do_not_disturb_others():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rows_at_the_end_of_the_context_do_not_disturb_others(recompute):
+    """The first of 31 tokens has room for one more of 32; the other goes on."""
     model, layers = runner()
+    model.recompute = recompute
+    by_modules = logits(model, [31, 20], 5)
     merge(model, layers)
-    assert torch.isfinite(logits(model, [32, 20], 5)).all()
+    assert torch.allclose(logits(model, [31, 20], 5)[:, 1], by_modules[:, 1], atol=2e-5, rtol=1e-5)
+
+
+def test_a_stage_without_blocks():
+    blocks, x = MergedBlocks((), max_length=32), torch.ones(2, 3, 48)
+    cache = blocks.new_cache(2, 8)
+    assert torch.equal(blocks(x, cache), x)
+    assert cache.length == 3
 
 
 def test_a_full_cache_refuses():
