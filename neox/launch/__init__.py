@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from neox.launch.environment import child_environment, forwarded_environment
     from neox.launch.hosts import read_hostfile, select_hosts
     from neox.launch.placement import Placement, Request, place
-    from neox.launch.rendezvous import acknowledge_stop, report_progress
+    from neox.launch.rendezvous import acknowledge_stop, busy_saving, report_progress
     from neox.launch.spec import Host, LaunchSpec
     from neox.launch.supervise import Supervisor
 
@@ -24,6 +24,7 @@ _HOMES = {
     "Request": "placement",
     "Supervisor": "supervise",
     "acknowledge_stop": "rendezvous",
+    "busy_saving": "rendezvous",
     "child_environment": "environment",
     "count_accelerators": "accelerators",
     "forwarded_environment": "environment",
@@ -40,6 +41,7 @@ __all__ = [
     "Request",
     "Supervisor",
     "acknowledge_stop",
+    "busy_saving",
     "child_environment",
     "count_accelerators",
     "forwarded_environment",

@@ -6,7 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from neox.launch.rendezvous import answer_path
+from neox.launch.rendezvous import answer_path, busy_path
 
 # Nothing may be left ten seconds after a signal: half of them are for the end itself, on a busy machine.
 ANSWER_SECONDS = 5.0
@@ -43,5 +43,6 @@ class Progress:
         return max(ANSWER_SECONDS, self._reported + 2 * self._longest - time.time())
 
     def answered(self, rank: int) -> bool:
-        """Whether a rank said that it heard the signal and is ending by itself (`acknowledge_stop`)."""
-        return answer_path(self.file, rank).exists()
+        """Whether a rank said that it heard the signal and is ending by itself (`acknowledge_stop`), or is where it may
+        not hear one yet (`busy_saving`)."""
+        return answer_path(self.file, rank).exists() or busy_path(self.file, rank).exists()

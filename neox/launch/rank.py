@@ -147,7 +147,7 @@ def _open_stdin(path: str | None) -> int:
 def main(argv: list[str]) -> int:
     """Run the keeper; the agent, not this exit status, tells the result onwards."""
     agent_path, first_rank, log_dir, stdin, *command = argv
-    # DeepSpeed's launcher signals its children when one fails; when to stop a rank is the agent's decision.
+    # DeepSpeed's launcher signals its children when it is signalled; when to stop a rank is the agent's decision.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: None)
     rank = int(os.environ["RANK"])
@@ -158,7 +158,8 @@ def main(argv: list[str]) -> int:
         agent.connect(agent_path)
         keeper = RankKeeper(agent, rank, Path(log_dir) / f"rank_{rank:04d}.log")
         script = [sys.executable, "-u", "-m", "neox.launch.bootstrap", *command]
-        return 1 if keeper.run(script, stdin or None) else 0
+        keeper.run(script, stdin or None)
+        return 0  # a failure would make DeepSpeed's launcher end the other ranks, at once and by a signal of its own
 
 
 if __name__ == "__main__":

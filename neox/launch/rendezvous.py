@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from neox.errors import LaunchError
@@ -58,15 +59,43 @@ def acknowledge_stop() -> None:
 
     It then has `stop_timeout` seconds to save; ranks that neither say this nor end are killed after a few seconds.
     """
-    path, rank = os.environ.get(PROGRESS_VARIABLE), os.environ.get("RANK")
-    if path and rank:
+    if (path := _own_file(answer_path)) is not None:
         with suppress(OSError):  # the agent is gone: nobody waits for an answer
-            answer_path(Path(path), int(rank)).touch()
+            path.touch()
+
+
+@contextmanager
+def busy_saving() -> Iterator[None]:
+    """Say that this rank writes a checkpoint: a signal meanwhile counts as answered.
+
+    Python hears no signal while a disk, or another rank that is not as far, is waited for in C code.
+    """
+    path = _own_file(busy_path)
+    with suppress(OSError):
+        if path is not None:
+            path.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
 def answer_path(progress: Path, rank: int) -> Path:
     """The file by which a rank answers a signal, beside the one that it touches for progress."""
     return progress.with_name(f"stopping.{rank}")
+
+
+def busy_path(progress: Path, rank: int) -> Path:
+    """The file that is there while a rank writes a checkpoint."""
+    return progress.with_name(f"saving.{rank}")
+
+
+def _own_file(path_of: Callable[[Path, int], Path]) -> Path | None:
+    """This rank's file of a kind; None outside a run."""
+    path, rank = os.environ.get(PROGRESS_VARIABLE), os.environ.get("RANK")
+    return path_of(Path(path), int(rank)) if path and rank else None
 
 
 def _own_directory() -> Path:

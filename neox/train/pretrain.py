@@ -31,7 +31,7 @@ def pretrain(plan: RunPlan) -> int:
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
     if code:
-        # The first rank to be gone with such a status makes DeepSpeed's launcher end the others, who have done all too.
+        # The first rank to be gone with such a status makes torchrun end the others, who have done all too.
         ignore_signals()
     leave()
     return code

@@ -13,7 +13,7 @@ import torch
 from neox.config import RunPlan
 from neox.data import Batch, BatchIterator, DataIterators
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
-from neox.launch import report_progress
+from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.train.callbacks import Callback, StepReport
 from neox.train.flops import flops_per_iteration
@@ -150,6 +150,7 @@ class Trainer:
         self._notify("on_evaluation", self.state, "tasks", self.tasks())
         report_progress()
 
+    @busy_saving()
     def save(self) -> None:
         """Write a checkpoint of this iteration, once; with `async_save`, begin to. Raises CheckpointError, with
         `async_save` also for the save before."""

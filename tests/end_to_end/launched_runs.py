@@ -44,6 +44,16 @@ if mode in ("save", "answer"):
 if mode == "stubborn" and rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+if mode == "late":
+    signal.signal(signal.SIGINT, stopped)
+    if rank == 1:
+        from neox.launch import busy_saving
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as where C code waits for a disk
+        with busy_saving():
+            while signal.SIGINT not in signal.sigpending():
+                time.sleep(0.1)
+            time.sleep(7)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 if mode == "quick":
     sys.exit(0)
 if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:

@@ -67,19 +67,24 @@ def seconds_to_end(runs: Sequence[LaunchedRun], asked: Sequence[float], limit: f
 
 
 def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
-    """What a signal ends, and in which time: ranks that save, that take long but answer, that are stuck."""
+    """What a signal ends, and in which time: ranks that save, that take long but answer, that are stuck.
+
+    "late": rank 1 is in the middle of a save where it hears nothing, and rank 0 does not wait for it.
+    """
     cases = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 0}  # as the ranks, which train.py ends so
     saving = [LaunchedRun(tmp_path, NEOX_DUMMY="save") for _ in cases]
     answering = LaunchedRun(tmp_path, NEOX_DUMMY="answer")
+    late = LaunchedRun(tmp_path, NEOX_DUMMY="late")
     stuck = [LaunchedRun(tmp_path, NEOX_DUMMY="stubborn") for _ in range(2)]
-    runs += [*saving, answering, *stuck]
+    runs += [*saving, answering, late, *stuck]
     for run in runs:
         run.wait_up()
     asked = []
-    for run, signum in zip(runs, [*cases, signal.SIGTERM, signal.SIGTERM, signal.SIGINT], strict=True):
+    signals = [*cases, signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+    for run, signum in zip(runs, signals, strict=True):
         asked.append(time.monotonic())
         run.process.send_signal(signum)
-    *seconds, answered, terminated, interrupted = seconds_to_end(runs, asked)
+    *seconds, answered, seconds_late, terminated, interrupted = seconds_to_end(runs, asked)
     for run, code in zip(saving, cases.values(), strict=True):
         output = run.output()
         assert run.process.returncode == code, output
@@ -97,6 +102,11 @@ def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None
     assert answered > 9  # which is longer than a rank has that does not answer
     assert answering.process.returncode == 0, output
     assert "[rank 1] saved" in output
+    output = late.output()
+    assert seconds_late > 7
+    assert late.process.returncode == 130, output
+    assert "[rank 1] saved" in output
+    assert "error" not in output
 
 
 def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: list[LaunchedRun]) -> None:
