@@ -4,8 +4,8 @@
 (`neox.launch.events`) to the head process. Nothing of a run outlives it: it kills the ranks when the first of them
 fails, when the head process or the ssh connection ends (`--lifeline`: end of standard input, output that cannot be
 written, a network that is cut), or when nothing moved for `hang_timeout`. SIGTERM and SIGINT pass on to the ranks:
-those that answer (`acknowledge_stop`) or are saving just then have `stop_timeout`, those that neither answer nor end are
-killed after five seconds. SIGUSR1 shows every rank's stacks.
+those that answer (`acknowledge_stop`) or are saving just then have `stop_timeout`; those that neither answer nor end
+are killed after five seconds. SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
