@@ -212,7 +212,7 @@ def full_windows(text: Sequence[int], length: int) -> list[Span]:
     spans = list(windows(text, length, length))
     if len(spans) > 1 and len(spans[-1].tokens) < length + 1:
         new = len(spans[-1].tokens) - 1
-        spans[-1] = Span(tuple(text[-(length + 1) :]), length - new + 1)
+        spans[-1] = Span(text[-(length + 1) :], length - new + 1)
     return spans
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from neox.errors import EvaluationError
 from neox.evaluation.detokenize import detokenize_wikitext
 from neox.evaluation.formulas import bits_per_byte, count_words, token_perplexity, word_perplexity
@@ -73,7 +75,7 @@ def corpus_perplexity(path: str | Path, scoring: Scoring, name: str = "perplexit
         texts = list(token_documents(path, scoring.tokenizer))
     else:
         documents = list(read_corpus(path))
-        texts = [[eod, *ids, eod] for ids in scoring.tokenizer.encode_batch(documents)]
+        texts = [np.array([eod, *ids, eod], dtype=np.int32) for ids in scoring.tokenizer.encode_batch(documents)]
         counts = {"words": sum(map(count_words, documents)), "bytes": sum(len(text.encode()) for text in documents)}
     loss, scored = _loss(texts, scoring, name)
     metrics = {"ppl": token_perplexity(loss, scored + 1), "loss": loss / scored}
@@ -83,7 +85,7 @@ def corpus_perplexity(path: str | Path, scoring: Scoring, name: str = "perplexit
     return TaskResult(name, metrics, {"documents": len(texts), "scored": scored, **counts})
 
 
-def _loss(texts: Iterable[Sequence[int]], scoring: Scoring, name: str) -> tuple[float, int]:
+def _loss(texts: Iterable[Sequence[int] | np.ndarray], scoring: Scoring, name: str) -> tuple[float, int]:
     """Return the summed loss of all texts (ids), and how many tokens were scored."""
     stride = scoring.stride or scoring.window
     spans = [span for text in texts for span in windows(text, scoring.window, stride)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,12 @@ class ScoringModel(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of which those from `first` (at least 1) on are scored, each given all before it."""
+    """Tokens of which those from `first` (at least 1) on are scored, each given all before it.
 
-    tokens: tuple[int, ...]
+    Spans of an array are views of it: a corpus of 10^9 tokens is in memory once, and not as Python's integers.
+    """
+
+    tokens: Sequence[int] | np.ndarray
     first: int
 
 
@@ -49,7 +53,7 @@ class SpanScore:
     last_greedy: bool
 
 
-def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Span]:
+def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Span]:
     """Cut a text into windows of at most `length` predicted tokens that start every `stride` tokens.
 
     The first window scores all of its tokens, each later one the last `stride` (what is new in it), so that every token
@@ -60,7 +64,7 @@ def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Span]:
         raise EvaluationError(f"eval_stride is {stride}: it must lie between 1 and the window, {length} tokens")
     start = 0
     while True:
-        part = tuple(tokens[start : start + length + 1])
+        part = tokens[start : start + length + 1]
         first = 1 if start == 0 else length - stride + 1
         if len(part) > first:
             yield Span(part, first)
@@ -99,17 +103,19 @@ def score_spans(
 @torch.inference_mode()
 def _score_batch(model: ScoringModel, spans: Sequence[Span]) -> Iterable[SpanScore]:
     """Score one batch, padded on the right, where causality keeps the padding out of every scored token."""
-    width = max(len(span.tokens) for span in spans)
-    padded = torch.tensor([[*s.tokens, *[0] * (width - len(s.tokens))] for s in spans], device=model.device)
+    rows = np.zeros((len(spans), max(len(span.tokens) for span in spans)), dtype=np.int64)
+    for row, span in zip(rows, spans, strict=True):
+        row[: len(span.tokens)] = span.tokens
+    padded = torch.from_numpy(rows).to(model.device)
     log_probabilities, greedy = model.score(padded[:, :-1], padded[:, 1:])
     log_probabilities, greedy = log_probabilities.double().cpu(), greedy.cpu()
-    for row, span in enumerate(spans):
+    for number, span in enumerate(spans):
         place = slice(span.first - 1, len(span.tokens) - 1)
-        total = log_probabilities[row, place].sum().item()
+        total = log_probabilities[number, place].sum().item()
         if total != total:
             raise EvaluationError(
                 "the model's log-probabilities are not numbers (NaN): the weights are broken, or overflow in this "
                 "precision; look at the training loss of this checkpoint, try an earlier one, or evaluate in fp32"
             )
-        hits = greedy[row, place]
+        hits = greedy[number, place]
         yield SpanScore(total, hits.numel(), bool(hits.all()), bool(hits[-1]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from neox.corpus import read_documents
 from neox.data import IndexedDataset, check_fits
 from neox.errors import EvaluationError
@@ -59,8 +61,9 @@ def open_token_file(path: str | Path, tokenizer: Tokenizer) -> IndexedDataset:
     return dataset
 
 
-def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield each document's ids after an end-of-document. Raises EvaluationError for ids that the tokenizer lacks."""
+def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield each document's ids after an end-of-document, int32. Raises EvaluationError for ids that the tokenizer
+    lacks."""
     dataset, found = open_token_file(path, tokenizer), False
     if dataset.num_tokens and (largest := int(dataset.tokens.max())) >= tokenizer.vocab_size:
         raise EvaluationError(
@@ -68,10 +71,10 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[list[int
             "the file"
         )
     for first, last in zip(dataset.document_index[:-1], dataset.document_index[1:], strict=True):
-        ids = [int(token) for sequence in range(first, last) for token in dataset[sequence]]
-        if ids:
+        sequences = [dataset[sequence] for sequence in range(first, last)]
+        if any(map(len, sequences)):
             found = True
-            yield [tokenizer.eod, *ids]
+            yield np.concatenate(([tokenizer.eod], *sequences), dtype=np.int32)
     if not found:
         raise EvaluationError(f"{path}: holds no documents with text")
 

@@ -126,7 +126,7 @@ def test_generation_settings_of_tasks():
 
 def test_the_last_window_reaches_back():
     spans = full_windows(range(10), 4)
-    assert [(span.tokens, span.first) for span in spans] == [
+    assert [(tuple(span.tokens), span.first) for span in spans] == [
         ((0, 1, 2, 3, 4), 1),
         ((4, 5, 6, 7, 8), 1),
         ((5, 6, 7, 8, 9), 4),

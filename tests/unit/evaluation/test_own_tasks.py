@@ -9,6 +9,7 @@ from neox.data import IndexedDatasetBuilder
 from neox.errors import DataError, EvaluationError
 from neox.evaluation import Scoring, corpus_perplexity, lambada, wikitext
 from neox.evaluation.detokenize import detokenize_wikitext
+from neox.evaluation.texts import token_documents
 from neox.parallel import ParallelGrid
 from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
 
@@ -51,6 +52,18 @@ def test_a_corpus_and_its_token_file_score_alike(tmp_path):
     assert documents.counts["documents"] == tokens.counts["documents"] == 3
     assert documents.counts["scored"] == tokens.counts["scored"] == scored
     assert set(documents.metrics) - set(tokens.metrics) == {"word_ppl", "bits_per_byte"}
+
+
+def test_documents_of_a_token_file_are_whole_and_small(tmp_path):
+    """Four bytes a token; documents without tokens are left out."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "c"), "uint16")
+    builder.add_document([1, 2, 3, 256])
+    builder.add_document([])
+    builder.add_document([5])
+    builder.finalize()
+    documents = list(token_documents(tmp_path / "c", ByteTokenizer()))
+    assert [ids.tolist() for ids in documents] == [[256, 1, 2, 3, 256], [256, 5]]
+    assert {ids.dtype.name for ids in documents} == {"int32"}
 
 
 def test_token_files_of_another_tokenizer_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Windows and batches: every token scored once, with the context it should have."""
 
+import numpy as np
 import pytest
 
 from neox.errors import EvaluationError
@@ -20,7 +21,14 @@ def test_every_token_but_the_first_is_scored_once_in_order(size, stride):
 
 
 def test_without_overlap_windows_share_only_the_token_between_them():
-    assert [span.tokens for span in windows(range(8), 3, 3)] == [(0, 1, 2, 3), (3, 4, 5, 6), (6, 7)]
+    assert [tuple(span.tokens) for span in windows(range(8), 3, 3)] == [(0, 1, 2, 3), (3, 4, 5, 6), (6, 7)]
+
+
+def test_windows_of_an_array_are_views_and_score_as_those_of_a_list():
+    model, ids = TableModel(), np.arange(100, 140, dtype=np.uint16)
+    spans = list(windows(ids, 10, 3))
+    assert all(np.shares_memory(span.tokens, ids) for span in spans)
+    assert score_spans(model, spans) == score_spans(model, list(windows(ids.tolist(), 10, 3)))
 
 
 @pytest.mark.parametrize("stride", [0, 11])
