@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from neox.config import NeoXConfig
@@ -63,8 +64,9 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
 def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 5)
     path, load = tmp_path / "global_step5", {"load": str(tmp_path)}
-    (path / "layer_00-model_00-model_states.pt").write_bytes(bytes(1000))
-    (path / "mp_rank_00_model_states.pt").write_bytes(bytes(100))
+    (path / "layer_00-model_00-model_states.pt").touch()
+    client = path / "mp_rank_00_model_states.pt"
+    torch.save({"optimizer": None}, client)
     (problem,) = checkpoint_problems(config(**load), training=True)
     assert "holds no optimizer state" in problem
     assert "`no_load_optim: true`" in problem
@@ -72,7 +74,10 @@ def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
     assert checkpoint_problems(config(**load), training=False) == []
     for way_out in ("no_load_optim", "finetune"):
         assert checkpoint_problems(config(**load, **{way_out: True}), training=True) == []
-    (path / "mp_rank_00_model_states.pt").write_bytes(bytes(2000))  # without ZeRO the state is in there
+    client.unlink()
+    assert len(checkpoint_problems(config(**load), training=True)) == 1
+    untouched = torch.optim.AdamW([torch.zeros(1)]).state_dict()  # before the first step, without moments
+    torch.save({"optimizer": untouched}, client)  # without ZeRO the state is in there
     assert checkpoint_problems(config(**load), training=True) == []
 
     file = path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
