@@ -54,7 +54,7 @@ def main() -> None:
         # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)
     model = load_model(plan, checkpoint, grid, device, recompute=plan.config.generation.recompute)
-    run_generation(plan, model, tokenizer, grid)
+    run_generation(plan, model, tokenizer, grid, checkpoint)
 
 
 if __name__ == "__main__":
