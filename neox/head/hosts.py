@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from neox.config import NeoXConfig, static_problems
 from neox.errors import ConfigError, LaunchError
@@ -45,4 +46,5 @@ def assumed_hosts(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
     runner = config.runner
     count = runner.global_num_gpus or runner.num_gpus or one_copy(config)
     what = "" if runner.global_num_gpus or runner.num_gpus else ", one copy of the model"
-    return place(Request(global_num_gpus=count)), [f"{why}; {count} ranks are assumed{what}"]
+    placement = replace(place(Request(global_num_gpus=count)), why="assumed")
+    return placement, [f"{why}; {count} ranks are assumed{what}"]

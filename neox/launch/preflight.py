@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 
 from neox.config import NeoXConfig, network_settings
 from neox.config.wording import place, said
 from neox.config.yaml_file import read_file
-from neox.errors import ConfigError
+from neox.errors import ConfigError, install_command
 from neox.launch.saved_optimizer import optimizer_problem
 
 _CHECKPOINT_CONFIG = "configs/config.yml"  # what `neox.checkpoint.write_config` writes beside the weights
@@ -36,7 +37,7 @@ def missing_data(config: NeoXConfig) -> list[str]:
         absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
         if absent:
             made = prefix.removesuffix("_document").removesuffix("_text")
-            command = f"python tools/preprocess_data.py --input FILE.jsonl.zst --output-prefix {made} ..."
+            command = f"python tools/preprocess_data.py --input FILE.jsonl.zst --output-prefix {quote(made)} ..."
             problems.append(
                 f"{config.source(key)}: {key} is {prefix!r}, but {' and '.join(prefix + s for s in absent)} "
                 f"{'does' if len(absent) == 1 else 'do'} not exist; make them with "
@@ -61,7 +62,7 @@ def missing_packages(config: NeoXConfig) -> list[str]:
     )
     return [
         f"{place(config, key)}`{key}` needs the package {package}, which is not installed: "
-        f"pip install -r requirements/{file}, or unset {key}"
+        f"{install_command(file)}, or unset {key}"
         for asked, key, package, file in wanted
         if asked and find_spec(package) is None
     ]

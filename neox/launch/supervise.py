@@ -244,7 +244,8 @@ class Supervisor:
             return 124
         failures = [failure for failure in self.failures if not self._was_asked_to(failure)]
         cause = next((failure for failure in failures if not is_secondary(failure.tail)), None)
-        cause = cause or (failures[0] if failures else None)
+        if cause is None and failures and len(failures) == len(self.failures):  # else they follow one that was asked to
+            cause = failures[0]
         if cause is not None:
             self._explain(cause)
             return exit_status(cause.code)

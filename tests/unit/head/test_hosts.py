@@ -26,6 +26,11 @@ def choose(dry_run: bool = True, hosts: int | None = None, gpus: int | None = No
 
 
 def test_a_dry_run_assumes_what_is_not_said() -> None:
+    config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2})
+    asked = Namespace(dry_run=True, hosts=None, gpus=None)
+    assert choose_hosts(config, asked)[0].why == "num_gpus"
+    config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2, "hostfile": "none"})
+    assert choose_hosts(config, asked)[0].why == "assumed"
     ranks, warning = choose()
     assert ranks == 8
     assert "8 ranks are assumed, one copy of the model" in warning
