@@ -65,7 +65,7 @@ class UnfinishedRun:
             self.read_before = {number: Completion(**record) for number, record in map(json.loads, lines[1:])}
         except (ValueError, TypeError) as error:
             raise GenerationError(f"{self.path}: is broken ({error}); remove it to start over") from error
-        _log.info("going on with an interrupted run: %d completion(s) of it are in %s", len(self.read_before), self.path)
+        _log.info("going on with an interrupted run: %s holds %d completion(s)", self.path, len(self.read_before))
         return dict(self.read_before)
 
 

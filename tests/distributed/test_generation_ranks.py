@@ -20,6 +20,8 @@ from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.unit.evaluation.local_tasks import write_tasks
+from tests.unit.generation.interrupted_run import PROMPTS as LETTERS
+from tests.unit.generation.interrupted_run import Interrupting, Run, interrupt
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAME = "v2_pp2_mp2_dp1_fp32"
@@ -85,3 +87,22 @@ def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, tmp_path
             assert torch.allclose(torch.tensor(their_scores), torch.tensor(scores), atol=1e-5), layout
             assert their_top == top, layout
             assert their_metrics == pytest.approx(metrics, rel=1e-5), layout
+
+
+def interrupted_and_started_again(run: Run) -> list:
+    """Be interrupted at the second batch and go on; called by both replicas."""
+    grid = ParallelGrid.build(Topology(1, 2, 1))
+    interrupt(run, last=1, grid=grid, generation_batch_size=1)
+    rest = Interrupting()
+    texts = [completion.text for completion in run(rest, grid=grid, generation_batch_size=1)]
+    return [rest.began, texts]
+
+
+def test_replicas_go_on_together(tmp_path):
+    run = Run(tmp_path)
+    expected = [completion.text for completion in run(Interrupting())]
+    (first, texts), (second, other) = run_ranks(2, interrupted_and_started_again, run)
+    assert texts == other == expected
+    assert (first, second) == ([[2], [1]], [[1]]), "of 5 prompts the longest 2 were done"
+    assert [record["context"] for record in run.written()] == LETTERS
+    assert not run.partial.exists()
