@@ -61,6 +61,11 @@ class EvaluationError(NeoXError, ValueError):
     """A task that does not exist, or a text or token file that cannot be scored."""
 
 
+def install_command(file: str) -> str:
+    """What installs `requirements/FILE` for the interpreter that misses it (`pip` alone may be another one's)."""
+    return f"{sys.executable} -m pip install -r requirements/{file}"
+
+
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's `main` and exit: user errors become one message and their exit code, Ctrl-C becomes 130."""
     try:

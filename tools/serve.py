@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from neox.errors import ConfigError, NeoXError, run_script
+from neox.errors import ConfigError, NeoXError, install_command, run_script
 from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
 from neox.generation.completions_api import Limits
 from neox.generation.server import make_app
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     setup_logging()
     if missing := [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]:
-        raise NeoXError(f"{' and '.join(missing)} missing: pip install -r requirements/requirements-serve.txt")
+        raise NeoXError(f"{' and '.join(missing)} missing: {install_command('requirements-serve.txt')}")
     import uvicorn
 
     plan = plan_from_arguments(args)

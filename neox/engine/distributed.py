@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import let_deepspeed_speak
-from neox.errors import LaunchError
+from neox.errors import LaunchError, install_command
 from neox.log import get_logger
 from neox.parallel import ParallelGrid, Topology
 
@@ -66,7 +66,7 @@ def check_deepspeed(version: str) -> None:
         oldest = ".".join(map(str, _OLDEST_DEEPSPEED))
         raise LaunchError(
             f"deepspeed {version} is installed; before {oldest} its pipeline accumulates wrong gradients: "
-            "pip install -r requirements/requirements.txt"
+            f"{install_command('requirements.txt')}"
         )
 
 

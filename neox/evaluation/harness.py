@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from neox.errors import EvaluationError, NeoXError
+from neox.errors import EvaluationError, NeoXError, install_command
 from neox.evaluation.last_words import fit
 from neox.evaluation.perplexity import Scoring
 from neox.evaluation.result import TaskResult
@@ -100,7 +100,7 @@ def require_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise EvaluationError(
             "eval_tasks names tasks of lm-evaluation-harness, which is not installed: "
-            "pip install -r requirements/requirements-eval.txt"
+            f"{install_command('requirements-eval.txt')}"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
-from neox.errors import NeoXError, TokenizerError
+from neox.errors import NeoXError, TokenizerError, install_command
 from neox.preprocess.settings import TokenizerSpec
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
@@ -140,9 +140,7 @@ def load_ftfy() -> Callable[[str], str]:
     try:
         import ftfy
     except ImportError as error:
-        raise TokenizerError(
-            "--ftfy needs the package ftfy: pip install -r requirements/requirements-corpus.txt"
-        ) from error
+        raise TokenizerError(f"--ftfy needs the package ftfy: {install_command('requirements-corpus.txt')}") from error
     return ftfy.fix_text
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from neox.errors import TokenizerError
+from neox.errors import TokenizerError, install_command
 from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 from neox.tokenizer.words import WordEncoder, cut, cut_reason
 
@@ -92,9 +92,7 @@ class FastokensEncoder:
         try:
             import fastokens
         except ImportError as error:
-            raise TokenizerError(
-                "fastokens is not installed: pip install -r requirements/requirements-corpus.txt"
-            ) from error
+            raise TokenizerError(f"fastokens is not installed: {install_command('requirements-corpus.txt')}") from error
         try:
             self._backend = fastokens.Tokenizer.from_json_str(tokenizer.to_json())
         except Exception as error:  # whatever a young package raises means the same here

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.errors import TokenizerError
+from neox.errors import TokenizerError, install_command
 from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 
@@ -22,7 +22,7 @@ class SPMTokenizer(Tokenizer):
             import sentencepiece
         except ImportError as error:
             raise TokenizerError(
-                "SPMTokenizer needs the package sentencepiece: pip install -r requirements/requirements-corpus.txt"
+                f"SPMTokenizer needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
             ) from error
         if not path.is_file():
             raise TokenizerError(f"SentencePiece model {path} does not exist; set vocab_file to a .model file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from neox.errors import TokenizerError
+from neox.errors import TokenizerError, install_command
 from neox.tokenizer.base import Tokenizer
 
 
@@ -22,7 +22,7 @@ class TiktokenTokenizer(Tokenizer):
             import tiktoken
         except ImportError as error:
             raise TokenizerError(
-                "TiktokenTokenizer needs the package tiktoken: pip install -r requirements/requirements-corpus.txt"
+                f"TiktokenTokenizer needs the package tiktoken: {install_command('requirements-corpus.txt')}"
             ) from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)

@@ -11,7 +11,7 @@ from typing import Literal
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from neox.errors import TokenizerError
+from neox.errors import TokenizerError, install_command
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
 
 TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece"]
@@ -91,7 +91,7 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path) -> Pa
         import sentencepiece
     except ImportError as error:
         raise TokenizerError(
-            "kind sentencepiece needs the package sentencepiece: pip install -r requirements/requirements-corpus.txt"
+            f"kind sentencepiece needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
         ) from error
     counted = _Counted(texts)
     beside = out.with_name(out.name + ".partial")

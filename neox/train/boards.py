@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.config import RunPlan
-from neox.errors import ConfigError, TrainingError
+from neox.errors import ConfigError, TrainingError, install_command
 from neox.train.callbacks import ScalarCallback
 from neox.train.state import TrainState
 
@@ -26,7 +26,7 @@ class TensorBoard(ScalarCallback):
         except ImportError as error:
             raise ConfigError(
                 f"tensorboard_dir is set, but tensorboard is not installed ({error}): "
-                "pip install -r requirements/requirements-tensorboard.txt, or unset tensorboard_dir"
+                f"{install_command('requirements-tensorboard.txt')}, or unset tensorboard_dir"
             ) from error
         self.directory = directory
         self._make_writer = SummaryWriter
@@ -65,7 +65,7 @@ class WandB(ScalarCallback):
         except ImportError as error:
             raise ConfigError(
                 f"use_wandb is true, but wandb is not installed ({error}): "
-                "pip install -r requirements/requirements-wandb.txt, or set use_wandb to false"
+                f"{install_command('requirements-wandb.txt')}, or set use_wandb to false"
             ) from error
         self._wandb: Any = wandb
         self._plan = plan

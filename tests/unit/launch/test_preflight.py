@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def test_packages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_packages(config(eval_tasks=["wikitext=a.txt"])) == []
     problems = missing_packages(config(use_wandb=True, tensorboard_dir="tb", eval_tasks=["piqa"]))
     assert [problem.split("package ")[1].split(",")[0] for problem in problems] == ["wandb", "tensorboard", "lm_eval"]
-    assert "pip install -r requirements/requirements-wandb.txt, or unset use_wandb" in problems[0]
+    command = f"{sys.executable} -m pip install -r requirements/requirements-wandb.txt"
+    assert f"not installed: {command}, or unset use_wandb" in problems[0]
 
 
 def test_missing_data_names_the_command() -> None:
