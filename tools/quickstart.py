@@ -89,6 +89,12 @@ def gpu_settings(accelerators: int) -> list[str]:
     return []
 
 
+def finished_checkpoint(save: Path, steps: int) -> Path | None:
+    """The newest checkpoint in `save`, where training came to `steps` or was carried on beyond them."""
+    found = {int(path.name[11:]): path for path in save.glob("global_step*") if path.name[11:].isdigit()}
+    return found[max(found)] if found and max(found) >= steps else None
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The run's metrics by iteration; after a resume the later line of an iteration wins."""
     rows: dict[int, dict[str, float]] = {}
@@ -166,13 +172,14 @@ def main() -> None:
             *("--tokenizer-type", "HFTokenizer", "--vocab-file", str(tokenizer), "--dataset-impl", "mmap"),
         )
 
-    steps = config.training.train_iters
-    checkpoint = save / f"global_step{steps}"
-    if checkpoint.is_dir():
+    steps = config.training.train_iters or 0
+    checkpoint = finished_checkpoint(save, steps)
+    if checkpoint:
         reuse(checkpoint)
     else:
         run("deepy.py", "train.py", "-d", "configs", CONFIG, *settings)
-    if not checkpoint.is_dir():  # a signal asked the ranks to end: they saved, and left with exit code 0
+        checkpoint = finished_checkpoint(save, steps)
+    if checkpoint is None:
         raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
 
     hf = runs / "hf"
@@ -185,6 +192,7 @@ def main() -> None:
             f"configs/{CONFIG}",
             "--output_dir",
             str(hf),
+            *(["--overwrite"] if hf.exists() else []),  # of an earlier checkpoint
         )
 
     prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
