@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,11 +174,12 @@ def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
 
 @contextmanager
 def _marker(paths: Sequence[str]) -> Iterator[Path | None]:
-    """A file in the first save path (or None without one), to see whether other hosts see it."""
+    """A file in the first save path (or None without one), to see whether hosts see it; a path made for it goes again."""
     if not paths:
         yield None
         return
     directory = Path(paths[0])
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".doctor-{socket.gethostname()}-", dir=directory)
     os.close(handle)
@@ -186,6 +187,9 @@ def _marker(paths: Sequence[str]) -> Iterator[Path | None]:
         yield Path(name)
     finally:
         Path(name).unlink(missing_ok=True)
+        with suppress(OSError):  # another run has begun to use it
+            for path in made:
+                path.rmdir()
 
 
 def format_reports(reports: Sequence[HostReport]) -> str:

@@ -65,13 +65,16 @@ def test_each_problem_is_named_with_its_remedy() -> None:
 
 
 def test_asking_this_machine(tmp_path: Path) -> None:
-    checks = Checks(save_paths=(str(tmp_path / "save"),), data_paths=(str(tmp_path / "none.bin"),))
+    checks = Checks(save_paths=(str(tmp_path / "save" / "checkpoints"),), data_paths=(str(tmp_path / "none.bin"),))
     (report,) = examine(spec("localhost"), checks, os.environ)
     assert report.answer["python"] == sys.version.split()[0]
     assert report.answer["torch"] != "missing"
     assert report.problems == [
         f"{tmp_path / 'none.bin'} does not exist there: put the data on a shared file system, or copy it"
     ]
-    assert not list((tmp_path / "save").iterdir())
+    assert not (tmp_path / "save").exists()
+    (tmp_path / "save" / "checkpoints").mkdir(parents=True)
+    examine(spec("localhost"), checks, os.environ)
+    assert not list((tmp_path / "save" / "checkpoints").iterdir())
     (report,) = examine(spec("localhost", python="/nowhere/python"), Checks(), os.environ)
     assert "no Python at /nowhere/python" in report.problems[0]
