@@ -70,7 +70,9 @@ def checkpoint_at(path: Path) -> Path:
         if checkpoint_directories(path):
             return find_checkpoint(path, verify=False, way_out="give another directory")
     what = "has no model files and no global_stepN directories" if path.is_dir() else "is not a directory"
-    raise CheckpointError(f"{path} {what}; give the global_stepN directory of a NeoX checkpoint")
+    beside = [] if path.is_dir() or not path.parent.is_dir() else checkpoint_directories(path.parent)
+    there = f" ({path.parent} has {', '.join(sorted(p.name for p in beside))})" if beside else ""
+    raise CheckpointError(f"{path} {what}{there}; give the global_stepN directory of a NeoX checkpoint")
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -26,6 +26,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", help="YAML files: the model's, and text_generation.yml or the like")
     parser.add_argument("-d", "--conf_dir", help="directory of the files")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest where left out")
     parser.add_argument("--payload", help="a resolved configuration, from deepy.py")
 
 
@@ -35,7 +36,8 @@ def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
         return decode_payload(args.payload)
     if not args.files:
         raise ConfigError("no configuration: name the model's YAML files, or start this script through deepy.py")
-    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=args.overrides))
+    chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
+    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.overrides, *chosen]))
     return resolve(config, 1, tokenizer_of(config).vocab_size)
 
 

@@ -119,7 +119,7 @@ def training() -> Iterator[UnsupportedKey]:
         section,
         "later",
         "refused",
-        "weights are not served to other programs while training; generate.py serves a checkpoint",
+        "weights are not served to other programs while training; tools/serve.py serves a checkpoint",
         ("serve_model_weights", "bool", False),
     )
     yield from keys(

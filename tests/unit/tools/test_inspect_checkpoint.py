@@ -70,7 +70,10 @@ def test_messages(tmp_path):
         "reshard.py", "--input_dir", tmp_path / "global_step3", "--output_dir", tmp_path, "--model-parallel-size", 1
     )
     assert "gpt_j_residual" in failed.stderr
-    for wrong, what in ((tmp_path / "empty", "has no model files"), (tmp_path / "none", "is not a directory")):
+    for wrong, what in (
+        (tmp_path / "empty", "has no model files"),
+        (tmp_path / "none", f"is not a directory ({tmp_path} has global_step3); give"),
+    ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         failed = run("reshard.py", "--input_dir", wrong, "--output_dir", tmp_path / "c", "--model-parallel-size", 1)
         assert f"error: {wrong} {what}" in failed.stderr
