@@ -18,11 +18,11 @@ class GenerationConfig(Section):
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
 
-    top_p: Annotated[float, OnlyWith("temperature")] = Field(0.0, ge=0, le=1)
-    """Sample from the smallest set of tokens with this probability; 0 is off."""
+    top_p: float = Field(0.0, ge=0, le=1)
+    """Sample from the smallest set of tokens with this probability; 0 is off. Where `temperature` is 0, it is then 1."""
 
-    top_k: Annotated[int, OnlyWith("temperature")] = Field(0, ge=0)
-    """Sample from this many most likely tokens; 0 is off."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many most likely tokens; 0 is off. Where `temperature` is 0, it is then 1."""
 
     return_logits: bool = False
     """Write the logits of generated tokens too."""

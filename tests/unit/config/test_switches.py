@@ -43,6 +43,7 @@ def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
     assert notes(zero_optimization={"stage": 1, "overlap_comm": True}) == []
     assert notes(iteration=5, save="x") == []
     assert notes(split="9,1,1", data_path="a") == []
+    assert notes(top_p=0.9) == notes(top_k=3) == [], "generation draws at temperature 1 then, and says so"
 
 
 def test_every_switch_is_a_key(tiny: dict[str, Any]) -> None:
