@@ -19,10 +19,10 @@ class GenerationConfig(Section):
     """Sampling temperature; 0 is greedy."""
 
     top_p: float = Field(0.0, ge=0, le=1)
-    """Sample from the smallest set of tokens with this probability; 0 is off. Where `temperature` is 0, it is then 1."""
+    """Sample from the smallest set of tokens with this probability; 0 is off. With `temperature` 0 it draws at 1."""
 
     top_k: int = Field(0, ge=0)
-    """Sample from this many most likely tokens; 0 is off. Where `temperature` is 0, it is then 1."""
+    """Sample from this many most likely tokens; 0 is off. With `temperature` 0 it draws at 1."""
 
     return_logits: bool = False
     """Write the logits of generated tokens too."""
