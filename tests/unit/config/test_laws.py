@@ -86,7 +86,7 @@ VIOLATIONS = [
     ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, ("checkpoint_factor: 1", "above 1")),
     ({"checkpoint_scale": "log"}, ("needs checkpoint_factor",)),
     ({"checkpoint_factor": 1, "train_iters": 10**9}, ("1,000,000,000 checkpoints", "checkpoint_factor: 1")),
-    ({"serve_model_weights": True}, ("serve_model_weights", "generate.py")),
+    ({"serve_model_weights": True}, ("serve_model_weights", "tools/serve.py")),
     ({"extra_save_iters": [3, -1]}, ("extra_save_iters", "-1")),
     ({"finetune": True}, ("finetune: true", "`load`")),
     ({"data_path": "a", "train_data_paths": ["b"]}, ("`data_path`", "train_data_paths: ['b']", "keep one")),
