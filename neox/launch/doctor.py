@@ -174,7 +174,7 @@ def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
 
 @contextmanager
 def _marker(paths: Sequence[str]) -> Iterator[Path | None]:
-    """A file in the first save path (or None without one), to see whether hosts see it; a path made for it goes again."""
+    """A file in the first save path (or None without one) that other hosts should see; it and a path made for it go."""
     if not paths:
         yield None
         return
