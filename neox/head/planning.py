@@ -49,9 +49,10 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
     if taken := master_port_problem(placement, Request.of(config.runner)):
         problems.append(taken)
     training = script.stem == "train"
+    runs_model = training or script.stem in INFERENCE  # what another script needs is not known
     if training:
         problems += unusable_data(config, tokenizer, dry_run)
-    if training or script.stem in INFERENCE:
+    if runs_model:
         problems += [*checkpoint_problems(config, training=training), *refused_work(config, script.stem, tokenizer)]
     if training or script.stem == "evaluate":
         problems += missing_packages(config)
@@ -59,5 +60,6 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         plan = resolve(config, world, size)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
-    problems += too_little_memory(plan, placement, training=script.stem not in INFERENCE, dry_run=dry_run)
+    if runs_model:
+        problems += too_little_memory(plan, placement, training=training, dry_run=dry_run)
     return plan, problems

@@ -128,6 +128,8 @@ def test_memory_of_a_gpu_that_is_given_is_a_law_of_a_launch(tiny: Path) -> None:
     small = ("--set", "gpu_memory_gib=2.001")
     done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny)
     assert "does not fit" in done.stderr
+    (tiny / "other.py").touch()  # nobody knows what this one needs
+    assert "does not fit" not in deepy("other.py", "tiny.yml", *small, "--dry-run", cwd=tiny).stderr
     done = deepy("train.py", "tiny.yml", *small, cwd=tiny, code=2)
     assert "does not fit" in done.stderr
     assert not (tiny / "run").exists()

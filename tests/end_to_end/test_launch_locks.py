@@ -5,22 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, LaunchedRun
 
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
-
-
-@pytest.fixture
-def runs() -> Iterator[list[LaunchedRun]]:
-    started: list[LaunchedRun] = []
-    yield started
-    for run in started:
-        run.end()
 
 
 def test_two_trainings_with_one_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:

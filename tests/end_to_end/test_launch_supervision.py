@@ -6,22 +6,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 from neox.launch.progress import ANSWER_SECONDS
 from tests.end_to_end.launched_runs import ROLES, LaunchedRun, marked_pids
-
-
-@pytest.fixture
-def runs() -> Iterator[list[LaunchedRun]]:
-    """Runs to clean up after."""
-    started: list[LaunchedRun] = []
-    yield started
-    for run in started:
-        run.end()
 
 
 def test_killing_any_process_leaves_nothing_running(tmp_path: Path, runs: list[LaunchedRun]) -> None:
