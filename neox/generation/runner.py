@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.generation.blocks import Blocks
+from neox.launch import report_progress
 from neox.model import KVCache
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
@@ -92,6 +93,7 @@ class ModelRunner:
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
         """Return the hidden states after the final norm [B, S, H]; None on all but the last stage."""
+        report_progress()  # a batch of long texts may print nothing for longer than the launcher waits
         stage, (batch, length) = self.stage, tokens.shape
         if stage.embedding is None:
             x = torch.empty(batch, length, self.hidden_size, device=self.device, dtype=self.dtype)

@@ -130,3 +130,15 @@ def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(stored, kno
     monkeypatch.setattr(CheckpointReader, "args", stored)
     with pytest.raises(CheckpointError, match=f"a tokenizer of {known} ids, and this one has 1000"):
         choose_checkpoint(plan)
+
+
+def test_every_step_tells_the_launcher_that_it_got_on(tmp_path, monkeypatch):
+    """A batch may take longer than `hang_timeout` without printing anything."""
+    model, told = golden_model(RUNS[0]), tmp_path / "progress"
+    monkeypatch.setenv("NEOX_PROGRESS_FILE", str(told))
+    decoding = model.begin([2], 4)
+    for tokens in ([[5, 6]], [[7]]):
+        decoding.feed(torch.tensor(tokens))
+        told.unlink()
+    model.score(torch.tensor([[5, 6]]), torch.tensor([[6, 7]]))
+    told.unlink()
