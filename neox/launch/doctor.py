@@ -31,7 +31,7 @@ _ANSWER = "@probe "
 
 @dataclass(frozen=True)
 class Checks:
-    """save_paths are written, data_paths read; with needs_shared the save paths must be one file system."""
+    """save_paths are written, data_paths read; several hosts must see one file system under the first save path."""
 
     save_paths: tuple[str, ...] = ()
     data_paths: tuple[str, ...] = ()
@@ -53,12 +53,11 @@ class HostReport:
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
     """Ask all hosts in parallel, and judge the answers; with `checks.seconds` as it is in under ten seconds."""
-    with _marker(checks.save_paths) as marker, ThreadPoolExecutor(min(_AT_ONCE, len(spec.hosts))) as pool:
-        jobs = [
-            pool.submit(_ask, spec, number, checks, environment, str(marker) if marker else None)
-            for number, _ in enumerate(spec.hosts)
-        ]
+    with _marker(checks.save_paths) as (marker, problem), ThreadPoolExecutor(min(_AT_ONCE, len(spec.hosts))) as pool:
+        jobs = [pool.submit(_ask, spec, number, checks, environment, marker) for number, _ in enumerate(spec.hosts)]
         reports = [job.result() for job in jobs]
+    if problem:
+        reports[0].problems.append(problem)
     _judge(reports, spec, checks, code_hash(code_root()))
     return reports
 
@@ -173,18 +172,23 @@ def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
 
 
 @contextmanager
-def _marker(paths: Sequence[str]) -> Iterator[Path | None]:
-    """A file in the first save path (or None without one) that other hosts should see; it and a path made for it go."""
+def _marker(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """A file in the first save path (None without one) that other hosts should see, or why this machine cannot write
+    it; file and a path made for it go."""
     if not paths:
-        yield None
+        yield None, None
         return
     directory = Path(paths[0])
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".doctor-{socket.gethostname()}-", dir=directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".doctor-{socket.gethostname()}-", dir=directory)
+    except OSError as error:
+        yield None, f"{directory} cannot be written on this machine: {error.strerror}"
+        return
     os.close(handle)
     try:
-        yield Path(name)
+        yield name, None
     finally:
         Path(name).unlink(missing_ok=True)
         with suppress(OSError):  # another run has begun to use it

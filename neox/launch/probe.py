@@ -69,13 +69,14 @@ def _port_problem(port: int) -> str:
 
 
 def _path_state(path: Path) -> dict[str, Any]:
-    """Whether a path is there, whether it (or what would hold it) can be written, and free bytes."""
+    """Whether a path is there, whether it (or what would hold it) is a directory to write in, and free bytes."""
     exists = path.exists()
     holder = path
     while not holder.exists():
         holder = holder.parent
     directory = holder if holder.is_dir() else holder.parent
-    return {"exists": exists, "writable": os.access(holder, os.W_OK), "free": shutil.disk_usage(directory).free}
+    writable = holder == directory and os.access(holder, os.W_OK)
+    return {"exists": exists, "writable": writable, "free": shutil.disk_usage(directory).free}
 
 
 def main() -> int:

@@ -78,3 +78,13 @@ def test_asking_this_machine(tmp_path: Path) -> None:
     assert not list((tmp_path / "save" / "checkpoints").iterdir())
     (report,) = examine(spec("localhost", python="/nowhere/python"), Checks(), os.environ)
     assert "no Python at /nowhere/python" in report.problems[0]
+
+
+def test_a_save_path_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    save = tmp_path / "file" / "checkpoints"
+    (report,) = examine(spec("localhost"), Checks(save_paths=(str(save),)), os.environ)
+    assert report.problems == [
+        f"{save} cannot be written on this machine: Not a directory",
+        f"{save} cannot be written",
+    ]
