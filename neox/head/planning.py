@@ -22,7 +22,8 @@ def read_config(arguments: argparse.Namespace, *more: str) -> NeoXConfig:
     if Path(arguments.script).stem in INFERENCE:
         draft = replace(draft, config=for_inference(draft.config))
     if draft.problems:
-        raise ConfigError([*draft.problems, *other_problems(draft, arguments)])
+        more_problems = [] if arguments.script == "doctor" else other_problems(draft, arguments)
+        raise ConfigError([*draft.problems, *more_problems])
     return draft.config
 
 

@@ -201,6 +201,9 @@ def test_doctor(tiny: Path) -> None:
     assert "ok" in table
     table = deepy("doctor", "tiny.yml", "--set", "data_path=none", cwd=tiny, code=1).stdout
     assert "first thing to fix, on localhost" in table
+    error = deepy("doctor", "--set", "hostfil=x", cwd=tiny, code=2).stderr
+    assert "did you mean `hostfile`?" in error
+    assert "num_layers" not in error  # no model is asked for
 
 
 def test_scripts_help_version_and_usage(tiny: Path) -> None:
