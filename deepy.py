@@ -219,6 +219,8 @@ def main() -> int:
         warnings += [*missing, *([unable] if unable else [])]
         show_dry_run(plan, placement, spec, environment, warnings, arguments.json)
         return 0
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     with ExitStack() as held:
         spec, plan = prepare(arguments, config, placement, script, environment, held)
         return launch(spec, plan.config.runner, environment, forwarded_names(config, environment))

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from neox.config import NeoXConfig, static_problems
+from neox.config.wording import said
 from neox.errors import ConfigError, LaunchError
 from neox.launch.placement import UNCOUNTED, Placement, Request, check_local_devices, place
 from neox.launch.spec import Host
@@ -27,13 +28,23 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
             check_local_devices(placement)
         elif placement.why == UNCOUNTED and one_copy(config) > 1:
             return assumed_hosts(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
-        return placement, []
+        return placement, overruled(config, placement)
     except LaunchError as error:
         if arguments.dry_run:
             return assumed_hosts(config, str(error))
         if problems := static_problems(config):
             raise ConfigError([*problems, str(error)]) from None
         raise
+
+
+def overruled(config: NeoXConfig, placement: Placement) -> list[str]:
+    """Say that `num_gpus` counts nothing where `global_num_gpus` does and no hostfile tells what a host has."""
+    total, each = config.runner.global_num_gpus, config.runner.num_gpus
+    if placement.why != "global_num_gpus" or each in (None, total):
+        return []
+    keys = said(config, "num_gpus", each), said(config, "global_num_gpus", total)
+    advice = "`--set global_num_gpus=None` unsets it"
+    return ["{} has no effect: without a hostfile {} counts the ranks; ".format(*keys) + advice]
 
 
 def one_copy(config: NeoXConfig) -> int:

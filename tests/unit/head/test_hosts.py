@@ -34,7 +34,10 @@ def test_a_dry_run_assumes_what_is_not_said() -> None:
     ranks, warning = choose()
     assert ranks == 8
     assert "8 ranks are assumed, one copy of the model" in warning
-    assert choose(global_num_gpus=96) == (96, "")
+    assert choose(global_num_gpus=96) == choose(global_num_gpus=96, num_gpus=96) == (96, "")
+    ranks, warning = choose(global_num_gpus=96, num_gpus=8)
+    assert ranks == 96
+    assert "`num_gpus: 8` has no effect: without a hostfile `global_num_gpus: 96` counts" in warning
     ranks, warning = choose(hostfile="none", global_num_gpus=16)
     assert ranks == 16
     assert warning.startswith("hostfile none does not exist")
