@@ -74,10 +74,10 @@ def format_commands(spec: LaunchSpec, launcher: str) -> list[str]:
     """Lines of a plan's text: the first host's command, how the others differ, what it starts; long words cut."""
     lines = host_commands(spec, launcher)
     text = [f"on {lines[0].host}: {_cut(lines[0].command)}"]
-    if len(lines) > 1 and lines[0].command == lines[1].command:
-        text.append(f"on {len(lines) - 1} more hosts the same")
-    elif len(lines) > 1:
-        text.append(f"on {len(lines) - 1} more hosts the same with --node_rank 1 to {len(lines) - 1}")
+    if more := len(lines) - 1:
+        same = f"on {more} more host{'s' * (more > 1)} the same"
+        number = "" if lines[0].command == lines[1].command else " with --node_rank 1" + f" to {more}" * (more > 1)
+        text.append(same + number)
     text.append(f"which starts: {_cut(deepspeed_command(spec))}")
     text.append("(long words are cut here; --json has every host's command whole)")
     return text

@@ -112,6 +112,8 @@ def test_every_host_has_its_exact_command() -> None:
     assert "on 511 more hosts the same with --node_rank 1 to 511" in text
     assert len(text) < 2000
     assert "on 511 more hosts the same\n" in "\n".join(format_commands(many, "slurm"))
+    two = spec(hosts=many.hosts[:2])
+    assert "on 1 more host the same with --node_rank 1\n" in "\n".join(format_commands(two, "pdsh"))
 
 
 def test_slurm_and_openmpi() -> None:
