@@ -9,6 +9,8 @@ from neox.config import NeoXConfig, resolve
 from neox.data import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
+from neox.launch.progress import Progress
+from neox.launch.rendezvous import PROGRESS_VARIABLE
 from neox.train import Trainer
 from neox.train.callbacks import Callback
 
@@ -116,6 +118,16 @@ def test_a_signal_cuts_an_evaluation_off(fit):
     _, diary = fit(engine, eval_iters=50)
     assert diary.lines[-3:] == ["validation 6", "save 6", "end"]
     assert engine.evaluated == 151
+
+
+def test_a_rank_that_saves_need_not_answer_a_signal_yet(fit, monkeypatch, tmp_path):
+    progress = Progress(tmp_path / "progress", tmp_path)
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(progress.file))
+    monkeypatch.setenv("RANK", "0")
+    answered = []
+    monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda *_: answered.append(progress.answered(0)))
+    fit(IdleEngine(at_step={5: lambda: answered.append(progress.answered(0))}))
+    assert answered == [True, False, True]  # the saves after steps 4 and 6
 
 
 def test_exit_interval_saves_and_ends(fit):
