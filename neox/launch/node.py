@@ -223,7 +223,9 @@ class NodeAgent:
             self.progress.started = time.time()
             if self.stopping:  # the signal came before this rank did
                 signal_group(event["pid"], signal.SIGKILL)
-        if not (self.showing_stacks and event["kind"] == "line"):  # rank 0's would be shown twice
+        shown_twice = self.showing_stacks and event["kind"] == "line"  # rank 0's
+        no_error = self.plain is not None and event["kind"] == "exit" and self._was_asked_to(event["code"])
+        if not (shown_twice or no_error):
             self.tell(event)
         if event["kind"] == "exit":
             self._ended(rank, event["code"])

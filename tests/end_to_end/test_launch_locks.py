@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -46,4 +47,5 @@ def test_an_agent_without_a_head_process_holds_the_run_directory(tmp_path: Path,
     assert agents[1].wait(20) == 1
     assert agents[0].poll() is None
     agents[0].terminate()
-    agents[0].communicate(timeout=20)
+    assert "error" not in agents[0].communicate(timeout=20)[0]  # it was asked to
+    assert agents[0].returncode == 128 + signal.SIGTERM
