@@ -20,8 +20,8 @@ def kernels_and_numbers() -> Iterator[UnsupportedKey]:
     yield from keys(
         model,
         "v2.0",
-        "refused",
-        "bias, dropout and residual are not one kernel; leave it out, the results are the same",
+        "no effect",
+        "bias, dropout and residual are not one kernel here; the results are the same",
         ("bias_dropout_fusion", "bool", False),
     )
     yield from keys(
@@ -48,8 +48,8 @@ def kernels_and_numbers() -> Iterator[UnsupportedKey]:
     yield from keys(
         model,
         "later",
-        "refused",
-        "not a kernel here; leave it out, the results are the same",
+        "no effect",
+        "not a kernel of its own here; the results are the same",
         ("layernorm_fusion", "bool", False),
         ("rmsnorm_fusion", "bool", False),
         ("rope_fusion", "bool", False),
