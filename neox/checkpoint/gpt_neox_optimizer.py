@@ -14,12 +14,10 @@ from neox.checkpoint.names import mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_forms import Key
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
+from neox.config.wording import WITHOUT_SAVED_OPTIMIZER
 from neox.errors import CheckpointError
 
 WRITER = "written by"
-_WAYS_OUT = (
-    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
-)
 
 
 def gpt_neox_layout(path: Path) -> dict[str, Any]:
@@ -33,11 +31,13 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
     client: Mapping[str, Any] = load_file(first) if first.is_file() else {}
     settings = client.get("ds_config")
     if not isinstance(settings, Mapping) or not weights.pp_size or (not files and client.get("optimizer") is None):
-        raise CheckpointError(f"{path}: holds no optimizer state, or none that this program can read; {_WAYS_OUT}")
+        raise CheckpointError(
+            f"{path}: holds no optimizer state, or none that this program can read; {WITHOUT_SAVED_OPTIMIZER}"
+        )
     zero = settings.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
     if stage == 3:
-        raise CheckpointError(f"{path}: gpt-neox's optimizer state of ZeRO 3 is not read; {_WAYS_OUT}")
+        raise CheckpointError(f"{path}: gpt-neox's optimizer state of ZeRO 3 is not read; {WITHOUT_SAVED_OPTIMIZER}")
     for file in sorted(files)[:1]:  # refused here, before a model is built
         divided_keys(file, [load_file(file)["optimizer_state_dict"]])
     return {
@@ -77,7 +77,7 @@ def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights
         if [len(group) for group in ordered] != list(groups):
             raise CheckpointError(
                 f"{path}: stage {number} has optimizer groups of {list(groups)} parameters, its layers would give "
-                f"{[len(group) for group in ordered]}; {_WAYS_OUT}"
+                f"{[len(group) for group in ordered]}; {WITHOUT_SAVED_OPTIMIZER}"
             )
         if number == stage:
             return [key for group in ordered for key in group]
@@ -98,7 +98,7 @@ def divided_keys(file: Path, states: Sequence[Mapping[str, Any]]) -> list[str]:
         if "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
             raise CheckpointError(
                 f"{file}: a form of optimizer state that does not say where parameters lie (DeepSpeed before 0.7, "
-                f"GPT-NeoX-20B's full weights among them, or its elastic checkpoints); {_WAYS_OUT}"
+                f"GPT-NeoX-20B's full weights among them, or its elastic checkpoints); {WITHOUT_SAVED_OPTIMIZER}"
             )
     names = [name for state in states for fragments in state["param_slice_mappings"] for name in fragments]
     return list(dict.fromkeys(names))
@@ -108,7 +108,7 @@ def _whole_state(file: Path) -> Mapping[str, Any]:
     state = load_file(file).get("optimizer")
     if not isinstance(state, Mapping) or "param_groups" not in state:
         form = "fp16's flat groups without ZeRO" if isinstance(state, Mapping) else "none"
-        raise CheckpointError(f"{file}: a form of optimizer state that is not read ({form}); {_WAYS_OUT}")
+        raise CheckpointError(f"{file}: a form of optimizer state that is not read ({form}); {WITHOUT_SAVED_OPTIMIZER}")
     return state
 
 

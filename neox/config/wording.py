@@ -8,6 +8,11 @@ from pydantic import BaseModel
 
 from neox.config.sections import NeoXConfig
 
+WITHOUT_SAVED_OPTIMIZER = (
+    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
+)
+"""What a user can do about an optimizer's state that cannot be taken up."""
+
 
 def place(config: NeoXConfig, key: str) -> str:
     """Return `file:line: ` of a key, for the start of a message; nothing where it was not given."""

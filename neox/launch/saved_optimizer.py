@@ -6,10 +6,7 @@ import zipfile
 from pathlib import Path
 
 from neox.config import NeoXConfig
-
-_WAYS_OUT = (
-    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
-)
+from neox.config.wording import WITHOUT_SAVED_OPTIMIZER
 
 
 def optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
@@ -24,11 +21,11 @@ def optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
         return None
     divided = sorted(checkpoint.glob("*zero_pp_rank_*_optim_states.pt"))
     if not divided and not any(_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
-        return f"{checkpoint} holds no optimizer state to go on with; {_WAYS_OUT}"
+        return f"{checkpoint} holds no optimizer state to go on with; {WITHOUT_SAVED_OPTIMIZER}"
     if divided and not (checkpoint / "manifest.json").is_file() and not _mentions(divided[0], b"param_slice_mappings"):
         return (
             f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before 0.7 "
-            f"wrote it (GPT-NeoX-20B's full weights are of that kind); {_WAYS_OUT}"
+            f"wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
         )
     return None
 

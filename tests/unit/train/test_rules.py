@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from neox.config import NeoXConfig, resolve
 from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.train.flops import flops_per_iteration
 from neox.train.nonfinite import NonFiniteRule
 from neox.train.stopping import StopSignals, ignore_signals
+from tests.unit.train.idle_plan import idle_plan
 
 GOOD = StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
 
@@ -64,27 +64,14 @@ def test_the_first_signal_is_remembered_and_handlers_come_back(signum, code):
     assert signal.getsignal(signum) is former
 
 
-def plan(**keys):
-    flat = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-        "pos_emb": "rotary",
-        "train_micro_batch_size_per_gpu": 3,
-        **keys,
-    }
-    return resolve(NeoXConfig.from_flat(flat), 1, 100)
-
-
 def test_flops_are_six_per_parameter_and_token_plus_attention():
-    p = plan()
+    p = idle_plan()
     tokens, hidden, layers, vocab = 3 * 32, 64, 2, p.padded_vocab_size
     matrices = layers * 12 * hidden**2 + vocab * hidden
     attention = layers * 12 * 32 * hidden  # scores and their use, forward and backward, per token
     assert flops_per_iteration(p, recompute=False) == pytest.approx(tokens * (6 * matrices + attention))
     recomputed = tokens * (8 * layers * 12 * hidden**2 + attention * 4 / 3 + 6 * vocab * hidden)
-    assert flops_per_iteration(plan(checkpoint_activations=True), recompute=True) == pytest.approx(recomputed)
+    assert flops_per_iteration(idle_plan(checkpoint_activations=True), recompute=True) == pytest.approx(recomputed)
 
 
 def test_a_process_that_is_about_to_end_ignores_signals():

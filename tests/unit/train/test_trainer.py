@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from neox.config import NeoXConfig, resolve
 from neox.data import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
@@ -13,6 +12,7 @@ from neox.launch.progress import Progress
 from neox.launch.rendezvous import PROGRESS_VARIABLE
 from neox.train import Trainer
 from neox.train.callbacks import Callback
+from tests.unit.train.idle_plan import idle_plan
 
 
 class IdleEngine:
@@ -71,12 +71,6 @@ def fit(monkeypatch, tmp_path):
 
     def run(engine, **keys):
         flat = {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "seq_length": 32,
-            "pos_emb": "rotary",
-            "train_micro_batch_size_per_gpu": 3,
             "train_iters": 6,
             "eval_interval": 2,
             "eval_iters": 2,
@@ -86,7 +80,7 @@ def fit(monkeypatch, tmp_path):
         }
         diary = Diary()
         data = DataIterators(*(iter(range(1000)) for _ in range(3)))
-        return Trainer(resolve(NeoXConfig.from_flat(flat), 1, 100), engine, data, [diary]).fit(), diary
+        return Trainer(idle_plan(**flat), engine, data, [diary]).fit(), diary
 
     return run
 
