@@ -9,7 +9,7 @@ import torch.distributed as dist
 from neox.model import GPT, lm_loss, shard
 from neox.parallel import ParallelGrid, Topology, gather_last_dim
 from tests.distributed.spawn import run_ranks
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 HEADS = (
     {"no_weight_tying": True, "output_layer_parallelism": "column"},

@@ -8,7 +8,7 @@ import torch
 from neox.model import GPT, lm_loss
 from neox.ops import core_attention, linear_cross_entropy, linear_cross_entropy_reference, scale_mask_softmax
 from neox.parallel import ParallelGrid, vocab_parallel_cross_entropy
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 pytestmark = [
     pytest.mark.gpu,

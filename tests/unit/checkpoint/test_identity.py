@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 
 from neox.checkpoint import check_same_model, identity_state, model_differences, padding_note
-from neox.config import NeoXConfig, resolve
 from neox.errors import CheckpointError
+from tests.plans import SIZES, plan_of
 
 
 def plan(**changes):
-    flat = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "seq_length": 8,
-        "pos_emb": "rotary",
-        "train_micro_batch_size_per_gpu": 1,
-    }
-    return resolve(NeoXConfig.from_flat({**flat, **changes}), 1, 60)
+    return plan_of(1, 60, **{**SIZES, "num_layers": 2, "hidden_size": 16, "rotary_pct": 1, **changes})
 
 
 def args(run):

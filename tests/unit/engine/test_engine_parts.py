@@ -6,27 +6,17 @@ import re
 import pytest
 import torch
 
-from neox.config import NeoXConfig, resolve
 from neox.engine import distributed
 from neox.engine.bodies import _counts, clips_itself, runtime_json
 from neox.engine.deepspeed_log import let_deepspeed_speak
 from neox.engine.saving import layout_of, neox_client_state
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
+from tests.plans import SIZES, plan_of
 
 
 def plan(world=1, **keys):
-    flat = {
-        "num_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "seq_length": 16,
-        "pos_emb": "rotary",
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        **keys,
-    }
-    return resolve(NeoXConfig.from_flat(flat), world, 60)
+    return plan_of(world, 60, **{**SIZES, "gradient_clipping": 1.0, **keys})
 
 
 @pytest.mark.parametrize(

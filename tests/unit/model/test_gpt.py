@@ -8,7 +8,7 @@ import torch
 from neox.errors import NeoXError
 from neox.model import GPT, lm_loss
 from neox.parallel import ParallelGrid
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ import torch
 from neox.model import GPT, build_layer, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 
 def drawn(method: str, shape: tuple[int, int] = (300, 200)) -> torch.Tensor:

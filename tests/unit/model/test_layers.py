@@ -11,7 +11,7 @@ from torch import nn
 
 from neox.model import GPT, TransformerLayer, build_layer
 from neox.parallel import ParallelGrid, Topology
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 
 def grid_of(tp_size: int, tp_rank: int = 0) -> ParallelGrid:

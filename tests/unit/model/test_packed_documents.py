@@ -10,7 +10,7 @@ from neox.data.batches import document_starts
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
-from tests.unit.model.plans import small_plan
+from tests.plans import small_plan
 
 EOD = 0
 LENGTHS = ((5, 1, 7, 3), (12, 4))

@@ -12,7 +12,7 @@ from neox.train.boards import WANDB_RUN_ID_FILE, TensorBoard, WandB
 from neox.train.callbacks import StepReport
 from neox.train.pretrain import build_callbacks
 from neox.train.state import TrainState
-from tests.unit.train.idle_plan import idle_plan
+from tests.plans import small_plan
 
 NAMES = {
     "train/lm_loss",
@@ -89,7 +89,7 @@ def offline(monkeypatch, tmp_path):
 
 def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, tmp_path):
     logs = tmp_path / "logs"
-    asked = idle_plan(use_wandb=True, log_dir=str(logs), wandb_project="p", wandb_group="g", wandb_run_name="n")
+    asked = small_plan(use_wandb=True, log_dir=str(logs), wandb_project="p", wandb_group="g", wandb_run_name="n")
     run(WandB(asked), [4.0, 3.0, 2.0], failed=True)
     run_id = (logs / WANDB_RUN_ID_FILE).read_text().strip()
     __import__("wandb").teardown()  # a resume is another process
@@ -115,7 +115,7 @@ def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, t
 
 
 def test_a_fresh_start_is_a_new_run_of_wandb(offline, tmp_path):
-    asked = idle_plan(use_wandb=True, save=str(tmp_path / "save"))
+    asked = small_plan(use_wandb=True, save=str(tmp_path / "save"))
     ids = []
     for _ in range(2):
         board = WandB(asked)
@@ -131,21 +131,21 @@ def test_wandb_without_a_login_says_what_to_do(offline, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(TrainingError, match="WANDB_MODE=offline"):
-        WandB(idle_plan(use_wandb=True, log_dir=str(tmp_path))).on_start(TrainState())
+        WandB(small_plan(use_wandb=True, log_dir=str(tmp_path))).on_start(TrainState())
 
 
 def test_absent_keys_mean_off(tmp_path):
-    kinds = {type(c).__name__ for c in build_callbacks(idle_plan(log_dir=str(tmp_path)))}
+    kinds = {type(c).__name__ for c in build_callbacks(small_plan(log_dir=str(tmp_path)))}
     assert kinds == {"TerminalLine", "MetricsFile", "LossPicture"}
     keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
-    assert {type(c).__name__ for c in build_callbacks(idle_plan(**keys))} == {"TerminalLine", "TensorBoard", "WandB"}
+    assert {type(c).__name__ for c in build_callbacks(small_plan(**keys))} == {"TerminalLine", "TensorBoard", "WandB"}
 
 
 def test_boards_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="requirements-wandb"):
-        WandB(idle_plan(use_wandb=True))
+        WandB(small_plan(use_wandb=True))
     with pytest.raises(ConfigError, match="requirements-tensorboard"):
         TensorBoard(str(tmp_path))
 
@@ -155,4 +155,4 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(TrainingError, match="tensorboard_dir"):
         TensorBoard(str(tmp_path / "file" / "tb")).on_start(TrainState())
     with pytest.raises(TrainingError, match="wandb"):
-        WandB(idle_plan(use_wandb=True, log_dir=str(tmp_path / "file" / "logs"))).on_start(TrainState())
+        WandB(small_plan(use_wandb=True, log_dir=str(tmp_path / "file" / "logs"))).on_start(TrainState())

@@ -12,7 +12,7 @@ from neox.launch.progress import Progress
 from neox.launch.rendezvous import PROGRESS_VARIABLE
 from neox.train import Trainer
 from neox.train.callbacks import Callback
-from tests.unit.train.idle_plan import idle_plan
+from tests.plans import small_plan
 
 
 class IdleEngine:
@@ -80,7 +80,7 @@ def fit(monkeypatch, tmp_path):
         }
         diary = Diary()
         data = DataIterators(*(iter(range(1000)) for _ in range(3)))
-        return Trainer(idle_plan(**flat), engine, data, [diary]).fit(), diary
+        return Trainer(small_plan(**flat), engine, data, [diary]).fit(), diary
 
     return run
 

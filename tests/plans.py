@@ -1,0 +1,46 @@
+"""Small configurations and run plans for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neox.config import NeoXConfig, RunPlan, resolve
+
+# The fewest keys that resolve; everything else has its default.
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "pos_emb": "rotary",
+    "rotary_pct": 0.25,
+    "train_iters": 10,
+    "train_micro_batch_size_per_gpu": 2,
+}
+
+# Two layers without dropout and tied weights, which are quick to build and to compare.
+SMALL: dict[str, Any] = {
+    **SIZES,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "rotary_pct": 0.5,
+    "no_weight_tying": True,
+    "output_layer_parallelism": "column",
+    "make_vocab_size_divisible_by": 32,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "lr_decay_iters": 10,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+}
+
+
+def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
+    """Resolve flat keys as they are."""
+    return resolve(NeoXConfig.from_flat(keys), world_size, vocab_size)
+
+
+def small_plan(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
+    """Resolve `SMALL` with further flat keys."""
+    return plan_of(world_size, vocab_size, **{**SMALL, **keys})
