@@ -177,7 +177,7 @@ def prepare(
     if config.runner.distributed_backend == "nccl" and without_gpus(placement, reports):
         print("note: there is no GPU: distributed_backend nccl becomes gloo", file=sys.stderr)
         config = read_config(arguments, "distributed_backend=gloo")
-        plan = resolve(config, plan.grid.world, plan.vocab_size)
+        plan = resolve(config, plan.grid.world_size, plan.vocab_size)
         spec = replace(spec, arguments=("--payload", encode_payload(plan)))
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)

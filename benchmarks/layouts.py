@@ -45,7 +45,7 @@ def measure(worlds: list[int], steps: int) -> list[dict[str, Any]]:
             plans = [tiny_plan(world, **layout, **keys) for layout in layouts]
             curves = run_ranks(world, train_curves, plans, steps, timeout=3600)[0]
             for layout, plan, curve in zip(layouts, plans, curves, strict=True):
-                row = {**layout, "dp": plan.grid.dp, "tied": tied, **compare(curve, reference)}
+                row = {**layout, "dp": plan.grid.dp_size, "tied": tied, **compare(curve, reference)}
                 print(row, flush=True)
                 rows.append(row)
     return rows

@@ -65,7 +65,7 @@ def main() -> None:
     import uvicorn
 
     plan = plan_from_arguments(args)
-    if plan.grid.world > 1:
+    if plan.grid.world_size > 1:
         raise ConfigError("serving takes one process: python tools/serve.py -d configs MODEL.yml, without deepy.py")
     address = open_socket(args.host, args.port)
     tokenizer = tokenizer_of(plan.config)

@@ -34,13 +34,13 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
             "padded_vocab_size": plan.padded_vocab_size,
             "tokenizer_type": plan.config.tokenizer.tokenizer_type,
-            "model_parallel_size": plan.grid.mp,
+            "model_parallel_size": plan.grid.tp_size,
         },
         MODEL: {
             **{key: value for key, value in network_settings(plan.config).items() if key not in _SIZES},
             "vocab_size": plan.vocab_size,
-            "pipe_parallel_size": plan.grid.pp,
-            "data_parallel_size": plan.grid.dp,
+            "pipe_parallel_size": plan.grid.pp_size,
+            "data_parallel_size": plan.grid.dp_size,
             "zero_stage": plan.config.deepspeed.zero_optimization.stage,
             "precision": plan.precision,
         },
@@ -77,6 +77,6 @@ def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
     saved, here = args.get("padded_vocab_size"), plan.padded_vocab_size
     if saved is None or saved == here:
         return None
-    keep = saved % plan.grid.mp == 0 and saved >= plan.vocab_size
+    keep = saved % plan.grid.tp_size == 0 and saved >= plan.vocab_size
     advice = f"; `padded_vocab_size: {saved}` keeps them and the loss as they were" if keep else ""
     return f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which moves the loss{advice}"

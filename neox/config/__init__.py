@@ -8,7 +8,7 @@ from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_l
 from neox.config.loader import Draft, draft_config, load_config
 from neox.config.network import network_settings
 from neox.config.payload import decode_payload, encode_payload
-from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision, RunPlan, StagePlan
+from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.report import format_plan, memory_problem, plan_as_dict
 from neox.config.resolve import further_problems, resolve
 from neox.config.sections import NeoXConfig
@@ -17,7 +17,7 @@ __all__ = [
     "AttentionImpl",
     "BatchPlan",
     "Draft",
-    "GridPlan",
+    "Topology",
     "LayerEntry",
     "LayerPlan",
     "MemoryPlan",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neox.config.plan import BatchPlan, GridPlan, Precision
+from neox.config.plan import BatchPlan, Precision, Topology
 from neox.config.sections import NeoXConfig
 from neox.config.wording import said
 
@@ -44,7 +44,7 @@ _PLAIN = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero
 
 
 def deepspeed_json(
-    config: NeoXConfig, grid: GridPlan, batch: BatchPlan, precision: Precision
+    config: NeoXConfig, grid: Topology, batch: BatchPlan, precision: Precision
 ) -> tuple[dict[str, Any], list[str]]:
     """Return DeepSpeed's configuration, and notes on what was translated or dropped.
 
@@ -79,7 +79,7 @@ def deepspeed_json(
     return result, notes
 
 
-def _zero(config: NeoXConfig, grid: GridPlan, notes: list[str]) -> dict[str, Any]:
+def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
     """Return the ZeRO block; offload keys that say `none` are left out (others are refused by a law)."""
     settings = config.deepspeed.zero_optimization
     block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_DEEPSPEEDS_CHECKPOINTS})
@@ -88,7 +88,7 @@ def _zero(config: NeoXConfig, grid: GridPlan, notes: list[str]) -> dict[str, Any
         for key in _DEEPSPEEDS_CHECKPOINTS
         if getattr(settings, key)
     )
-    if grid.pp > 1 and block.pop("overlap_comm", False):
+    if grid.pp_size > 1 and block.pop("overlap_comm", False):
         notes.append(
             f"{said(config, 'zero_optimization.overlap_comm', True)} is dropped: DeepSpeed's pipeline engine cannot "
             "overlap reduction with the backward pass"

@@ -39,11 +39,11 @@ def flops_per_token(plan: RunPlan) -> float:
 
 def figures(plan: RunPlan) -> Figures:
     """Return a plan's figures."""
-    steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp
+    steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
     per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
     iterations = plan.config.training.train_iters
     tokens = None if iterations is None else per_step * iterations
     peak = plan.config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
     mfu, operations = plan.config.logging.expected_mfu, flops_per_token(plan)
-    days = None if tokens is None else tokens * operations / (plan.grid.world * peak * 1e12 * mfu) / 86_400
+    days = None if tokens is None else tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
     return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)

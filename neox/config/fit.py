@@ -48,7 +48,7 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
     """
     usable, needed = usable_bytes(gpu_bytes), plan.memory.total
     if needed <= usable:
-        return Fit(True, needed, usable, plan.grid.world)
+        return Fit(True, needed, usable, plan.grid.world_size)
     start = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     method = plan.config.parallelism.pipe_partition_method
 
@@ -69,9 +69,9 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
         wider = replace(start, dp=start.dp * growth, accumulation=max(1, start.accumulation // growth))
         found = _search(wider, plan.layers, lambda setting: memory(setting).total <= usable)
         if found is not None:
-            return Fit(False, needed, usable, plan.grid.world * growth, _changes(start, found), memory(found))
+            return Fit(False, needed, usable, plan.grid.world_size * growth, _changes(start, found), memory(found))
         growth *= 2
-    return Fit(False, needed, usable, plan.grid.world)
+    return Fit(False, needed, usable, plan.grid.world_size)
 
 
 def _search(start: MemorySetting, layers: LayerPlan, fits: Callable[[MemorySetting], bool]) -> MemorySetting | None:

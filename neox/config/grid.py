@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from neox.config.plan import GridPlan
+from neox.config.plan import Topology
 from neox.config.sections import NeoXConfig
 from neox.config.wording import said
 
 
-def solve_grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan | None:
+def solve_grid(config: NeoXConfig, world: int, problems: list[str]) -> Topology | None:
     """Return pp, mp and dp = world / (pp x mp); a world that cannot be divided goes to `problems`."""
     asked, mp = config.parallelism.pipe_parallel_size, config.parallelism.model_parallel_size
     pp = max(1, asked)  # NeoX's 0 and 1 both mean one stage
@@ -20,4 +20,4 @@ def solve_grid(config: NeoXConfig, world: int, problems: list[str]) -> GridPlan 
             f"use {' or '.join(map(str, near))} GPUs, or other degrees"
         )
         return None
-    return GridPlan(pp, mp, world // copy, world)
+    return Topology(pp_size=pp, dp_size=world // copy, tp_size=mp)

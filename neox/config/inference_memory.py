@@ -37,7 +37,7 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
 
 def inference_memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
     """Return a sentence where a model does not fit on GPUs of this size (bytes), with the fewest that hold it."""
-    usable, needed = usable_bytes(gpu_bytes), inference_bytes(plan, plan.grid.pp, plan.grid.mp)
+    usable, needed = usable_bytes(gpu_bytes), inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
     if needed <= usable:
         return None
     found = (

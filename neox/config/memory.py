@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neox.config.layer_plan import LayerPlan
-from neox.config.plan import AttentionImpl, BatchPlan, GridPlan, MemoryPlan, Precision
+from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
 from neox.config.sections import NeoXConfig
 from neox.config.stages import held_parameters
 
@@ -52,15 +52,15 @@ class MemorySetting:
 
 
 def memory_setting(
-    config: NeoXConfig, grid: GridPlan, batch: BatchPlan, precision: Precision, attention: tuple[AttentionImpl, ...]
+    config: NeoXConfig, grid: Topology, batch: BatchPlan, precision: Precision, attention: tuple[AttentionImpl, ...]
 ) -> MemorySetting:
     """Collect what memory depends on; of mixed attention kinds the largest counts."""
     model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
     asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
     return MemorySetting(
-        pp=grid.pp,
-        mp=grid.mp,
-        dp=grid.dp,
+        pp=grid.pp_size,
+        mp=grid.tp_size,
+        dp=grid.dp_size,
         zero=zero.stage,
         micro=batch.train_micro_batch_size_per_gpu,
         accumulation=batch.gradient_accumulation_steps,

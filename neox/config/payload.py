@@ -17,7 +17,7 @@ def encode_payload(plan: RunPlan) -> str:
     data = {
         "config": plan.config.to_flat(),
         "sources": plan.config.sources(),
-        "world_size": plan.grid.world,
+        "world_size": plan.grid.world_size,
         "vocab_size": plan.vocab_size,
     }
     return base64.urlsafe_b64encode(json.dumps(data).encode()).decode()

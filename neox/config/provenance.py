@@ -16,14 +16,14 @@ def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
     grid, batch, config = plan.grid, plan.batch, plan.config
     source, ranks = config.source, "global_num_gpus"
     rules: dict[str, tuple[Any, str]] = {
-        "world": (grid.world, source(ranks) if getattr(config.runner, ranks) == grid.world else "the hosts"),
-        "pp": (grid.pp, f"pipe_parallel_size ({source('pipe_parallel_size')}); 0 and 1 are one stage"),
-        "mp": (grid.mp, f"model_parallel_size ({source('model_parallel_size')})"),
-        "dp": (grid.dp, f"world {grid.world} / (pp {grid.pp} x mp {grid.mp})"),
+        "world": (grid.world_size, source(ranks) if getattr(config.runner, ranks) == grid.world_size else "the hosts"),
+        "pp": (grid.pp_size, f"pipe_parallel_size ({source('pipe_parallel_size')}); 0 and 1 are one stage"),
+        "mp": (grid.tp_size, f"model_parallel_size ({source('model_parallel_size')})"),
+        "dp": (grid.dp_size, f"world {grid.world_size} / (pp {grid.pp_size} x mp {grid.tp_size})"),
         "precision": (plan.precision, _precision_rule(config)),
         "padded_vocab_size": (plan.padded_vocab_size, _vocabulary_rule(plan)),
     }
-    product = f"{batch.train_micro_batch_size_per_gpu} x {batch.gradient_accumulation_steps} x dp {grid.dp}"
+    product = f"{batch.train_micro_batch_size_per_gpu} x {batch.gradient_accumulation_steps} x dp {grid.dp_size}"
     missing = {
         TOTAL: (batch.train_batch_size, f"{MICRO} x {STEPS} x dp = {product}"),
         MICRO: (batch.train_micro_batch_size_per_gpu, f"{TOTAL} / ({STEPS} x dp)"),
@@ -96,4 +96,4 @@ def _vocabulary_rule(plan: RunPlan) -> str:
     if config.given("padded_vocab_size"):
         return config.source("padded_vocab_size")
     multiple = config.model.make_vocab_size_divisible_by
-    return f"{plan.vocab_size} ids rounded up to a multiple of {multiple} x mp {plan.grid.mp}"
+    return f"{plan.vocab_size} ids rounded up to a multiple of {multiple} x mp {plan.grid.tp_size}"

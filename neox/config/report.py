@@ -18,9 +18,9 @@ from neox.config.provenance import all_values, deepspeed_sources, derived_values
 
 def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed."""
-    fit = check_fit(plan, plan.config.runner.gpu_memory_gib * GIB)
+    grid, fit = plan.grid, check_fit(plan, plan.config.runner.gpu_memory_gib * GIB)
     return {
-        "grid": asdict(plan.grid),
+        "grid": {"pp": grid.pp_size, "mp": grid.tp_size, "dp": grid.dp_size, "world": grid.world_size},
         "batch": asdict(plan.batch),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,
@@ -63,7 +63,7 @@ def format_plan(plan: RunPlan, *, training: bool = True) -> str:
 def memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
     """Return a sentence when the run does not fit on GPUs of this size (bytes), with the nearest settings that do."""
     fit = check_fit(plan, gpu_bytes)
-    return None if fit.fits else _fit_sentence(fit, gpu_bytes, plan.grid.world)
+    return None if fit.fits else _fit_sentence(fit, gpu_bytes, plan.grid.world_size)
 
 
 def memory_with(plan: RunPlan, *, recompute: bool) -> MemoryPlan:
@@ -81,17 +81,17 @@ def imbalance(plan: RunPlan) -> float:
 
 def stage_ranks(plan: RunPlan, stage: int) -> tuple[int, int]:
     """Return the first and last rank of a stage; its tensor groups are consecutive runs of mp ranks."""
-    size = plan.grid.dp * plan.grid.mp
+    size = plan.grid.dp_size * plan.grid.tp_size
     return stage * size, (stage + 1) * size - 1
 
 
 def _grid_lines(plan: RunPlan) -> Iterator[str]:
     grid, batch = plan.grid, plan.batch
-    ranks, stages = _count(grid.world, "rank"), _count(grid.pp, "pipeline stage")
-    yield f"grid      {ranks} = {stages} x {grid.dp} data x {grid.mp} tensor"
+    ranks, stages = _count(grid.world_size, "rank"), _count(grid.pp_size, "pipeline stage")
+    yield f"grid      {ranks} = {stages} x {grid.dp_size} data x {grid.tp_size} tensor"
     yield (
         f"batch     {_count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per GPU x "
-        f"{_count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp} data"
+        f"{_count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp_size} data"
     )
 
 
@@ -103,12 +103,12 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         first, last = stage_ranks(plan, index)
         ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        groups = f", {plan.grid.dp} tensor groups of {plan.grid.mp} in a row" if plan.grid.mp > 1 else ""
+        groups = f", {plan.grid.dp_size} tensor groups of {plan.grid.tp_size} in a row" if plan.grid.tp_size > 1 else ""
         yield (
             f"stage {index:<3} layers {stage.first}-{stage.last - 1} ({_contents(plan, stage)}), "
             f"{stage.parameters:,} parameters; {ranks}{groups}"
         )
-    if plan.grid.pp > 1:
+    if plan.grid.pp_size > 1:
         yield f"          the largest stage holds {imbalance(plan):.3f} x the mean"
 
 
@@ -126,11 +126,14 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     fit = check_fit(plan, gpu_bytes)
     source = plan.config.source("gpu_memory_gib")
     verdict = f"fits on a GPU of {_gib(gpu_bytes)}, of which {_gib(fit.usable)} are usable" if fit.fits else None
-    yield f"          {verdict or _fit_sentence(fit, gpu_bytes, plan.grid.world)} (gpu_memory_gib: {source})"
+    yield f"          {verdict or _fit_sentence(fit, gpu_bytes, plan.grid.world_size)} (gpu_memory_gib: {source})"
 
 
 def _inference_lines(plan: RunPlan) -> Iterator[str]:
-    needed, gpu_bytes = inference_bytes(plan, plan.grid.pp, plan.grid.mp), plan.config.runner.gpu_memory_gib * GIB
+    needed, gpu_bytes = (
+        inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size),
+        plan.config.runner.gpu_memory_gib * GIB,
+    )
     verdict = inference_memory_problem(plan, gpu_bytes) or f"fits on a GPU of {_gib(gpu_bytes)}"
     yield f"memory    {_gib(needed)} on the fullest GPU: weights, keys and values"
     yield f"          {verdict} (gpu_memory_gib: {plan.config.source('gpu_memory_gib')})"

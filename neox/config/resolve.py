@@ -14,7 +14,7 @@ from neox.config.laws.collect import unsupported_notes
 from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
-from neox.config.plan import GridPlan, RunPlan, StagePlan
+from neox.config.plan import RunPlan, StagePlan, Topology
 from neox.config.precision import choose_precision
 from neox.config.problem import in_file_order
 from neox.config.saves import save_iterations, save_notes
@@ -49,12 +49,12 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     """
     problems = static_problems(config)
     grid = solve_grid(config, world_size, problems)
-    batch = solve_batch(config, grid.dp if grid else None, problems)
+    batch = solve_batch(config, grid.dp_size if grid else None, problems)
     precision = choose_precision(config, [])  # a contradiction is among the laws' problems
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
-    padded = padded_vocabulary(config, vocab_size, grid.mp)
+    padded = padded_vocabulary(config, vocab_size, grid.tp_size)
     layers = layer_plan(config, padded)
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
@@ -113,8 +113,8 @@ def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[str]:
         yield f"{where}`padded_vocab_size: {explicit}` is not a multiple of {ranks}; remove it"
 
 
-def _stages(config: NeoXConfig, layers: LayerPlan, grid: GridPlan) -> tuple[StagePlan, ...]:
-    bounds = partition_layers(layers, grid.pp, config.parallelism.pipe_partition_method, grid.mp)
+def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
+    bounds = partition_layers(layers, grid.pp_size, config.parallelism.pipe_partition_method, grid.tp_size)
     stages = []
     for first, last in pairwise(bounds):
         held = layers.layers[first:last]

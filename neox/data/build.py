@@ -121,7 +121,7 @@ def build_data_iterators(
             dataset,
             batch.train_micro_batch_size_per_gpu,
             dp_rank=dp_rank,
-            dp_size=plan.grid.dp,
+            dp_size=plan.grid.dp_size,
             start=start,
             num_workers=data.num_workers,
             eod=tokenizer.eod,

@@ -109,7 +109,7 @@ def build_body(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[Bod
 def clips_itself(plan: RunPlan) -> bool:
     """Whether our optimizer clips and checks: with ZeRO 0, except where DeepSpeed's bf16 pipeline optimizer does."""
     stage = plan.config.deepspeed.zero_optimization.stage
-    return stage == 0 and not (plan.precision == "bf16" and plan.grid.pp > 1)
+    return stage == 0 and not (plan.precision == "bf16" and plan.grid.pp_size > 1)
 
 
 def runtime_json(plan: RunPlan) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_log import let_deepspeed_speak
 from neox.errors import LaunchError, install_command
 from neox.log import get_logger
-from neox.parallel import ParallelGrid, Topology
+from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
 _OLDEST_DEEPSPEED = (0, 19, 3)
@@ -37,10 +37,10 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     given = set(os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given
-    if world != plan.grid.world:
+    if world != plan.grid.world_size:
         raise LaunchError(
-            f"{world} ranks were started, the plan was made for {plan.grid.world} "
-            f"(pp {plan.grid.pp} x dp {plan.grid.dp} x mp {plan.grid.mp}); start them through deepy.py"
+            f"{world} ranks were started, the plan was made for {plan.grid.world_size} "
+            f"(pp {plan.grid.pp_size} x dp {plan.grid.dp_size} x mp {plan.grid.tp_size}); start them through deepy.py"
         )
     local_rank = int(os.environ["LOCAL_RANK"])
     device = choose_device(local_rank)
@@ -55,7 +55,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     for name in invented:  # a child process must not take this process's port for its own
         os.environ.pop(name, None)
-    grid = ParallelGrid.build(Topology(pp_size=plan.grid.pp, dp_size=plan.grid.dp, tp_size=plan.grid.mp))
+    grid = ParallelGrid.build(plan.grid)
     return grid, device
 
 

@@ -125,9 +125,9 @@ def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup 
 def layout_of(plan: RunPlan) -> dict[str, Any]:
     """What decides the form of DeepSpeed's files; the optimizer's state fits this layout alone."""
     return {
-        "pp": plan.grid.pp,
-        "mp": plan.grid.mp,
-        "dp": plan.grid.dp,
+        "pp": plan.grid.pp_size,
+        "mp": plan.grid.tp_size,
+        "dp": plan.grid.dp_size,
         "zero_stage": plan.config.deepspeed.zero_optimization.stage,
         "precision": plan.precision,
         "stages": [stage.first for stage in plan.stages],

@@ -34,7 +34,7 @@ def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
         return plan
     flat = {**plan.config.to_flat(), "padded_vocab_size": rows}
     sources = {**plan.config.sources(), "padded_vocab_size": str(checkpoint)}
-    return resolve(NeoXConfig.from_flat(flat, sources), plan.grid.world, plan.vocab_size)
+    return resolve(NeoXConfig.from_flat(flat, sources), plan.grid.world_size, plan.vocab_size)
 
 
 def load_model(

@@ -18,7 +18,7 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
 
     A NeoXError of `prepare` is raised on all ranks. A lone process needs no group: none is made.
     """
-    if plan.grid.world == 1:
+    if plan.grid.world_size == 1:
         return ParallelGrid.single(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), prepare()
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from neox.config.plan import GridPlan
+from neox.config.plan import Topology
 from neox.launch.spec import Host
 
 
@@ -27,16 +27,16 @@ class HostGroup:
         return f"{hosts}: {slots}, {_span('rank', self.ranks)}, {_span('stage', self.stages)}"
 
 
-def ranks_of_hosts(grid: GridPlan, hosts: Sequence[Host]) -> Iterator[HostGroup]:
+def ranks_of_hosts(grid: Topology, hosts: Sequence[Host]) -> Iterator[HostGroup]:
     """Yield each host by itself. Ranks are counted through the hosts in order, pipeline stages outermost."""
-    per_stage, first = grid.dp * grid.mp, 0
+    per_stage, first = grid.dp_size * grid.tp_size, 0
     for host in hosts:
         last = first + len(host.slots) - 1
         yield HostGroup((host.name,), len(host.slots), (first, last), (first // per_stage, last // per_stage))
         first = last + 1
 
 
-def host_groups(grid: GridPlan, hosts: Sequence[Host]) -> list[HostGroup]:
+def host_groups(grid: Topology, hosts: Sequence[Host]) -> list[HostGroup]:
     """Return hosts in a row with equal slots and stages as one."""
     groups: list[HostGroup] = []
     for host in ranks_of_hosts(grid, hosts):

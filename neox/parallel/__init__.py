@@ -1,5 +1,6 @@
 """Where a rank stands and what it may say: topology, grid, split layers, random streams. Knows torch, not DeepSpeed."""
 
+from neox.config.plan import Topology
 from neox.parallel.collectives import (
     copy_to_tensor_ranks,
     gather_last_dim,
@@ -12,7 +13,6 @@ from neox.parallel.embedding import VocabParallelEmbedding
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from neox.parallel.rng import RNGTracker, derive_seed
-from neox.parallel.topology import Topology
 
 __all__ = [
     "ColumnParallelLinear",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from neox.config.plan import Topology
 from neox.parallel.rng import RNGTracker, derive_seed
-from neox.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class ParallelGrid:
         return cls(
             topology,
             rank,
-            tp_group=own_group(topology.tp_groups()),
-            dp_group=own_group(topology.dp_groups()),
-            pp_group=own_group(topology.pp_groups()),
-            model_group=own_group(topology.model_groups()),
+            tp_group=own_group(topology.groups("tp")),
+            dp_group=own_group(topology.groups("dp")),
+            pp_group=own_group(topology.groups("pp")),
+            model_group=own_group(topology.groups("pp", "tp")),
             rng=RNGTracker(enabled=topology.tp_size > 1),
         )
 

@@ -113,7 +113,7 @@ class Trainer:
             seconds=seconds,
             samples_per_second=samples,
             tokens_per_second=samples * (self.plan.config.model.seq_length or 0),
-            flops_per_second_per_gpu=self._flops / seconds / self.plan.grid.world,
+            flops_per_second_per_gpu=self._flops / seconds / self.plan.grid.world_size,
             peak_memory=_peak_memory(),
             reading=self._train_batches.take_seconds(),
         )

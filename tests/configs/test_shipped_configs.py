@@ -45,7 +45,7 @@ def _one_rank_group():
 
 
 def deepspeed_judges(plan) -> DeepSpeedConfig:
-    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: plan.grid.dp)
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: plan.grid.dp_size)
     return DeepSpeedConfig(dict(plan.deepspeed), mpu=mpu)
 
 
@@ -102,7 +102,7 @@ def test_parameter_counts_are_the_published_ones(name):
 def test_20b_is_as_published():
     config = load_config(["20B.yml"], conf_dir=CONFIGS, overrides=["global_num_gpus=96"])
     plan = resolve(config, 96, 50277)
-    assert (plan.grid.pp, plan.grid.mp, plan.grid.dp) == (4, 2, 12)
+    assert (plan.grid.pp_size, plan.grid.tp_size, plan.grid.dp_size) == (4, 2, 12)
     assert plan.batch.train_batch_size == 1536
     assert plan.padded_vocab_size == 50432
     model = config.model
@@ -130,4 +130,4 @@ def test_quickstart_is_small_and_saves_on_the_way():
     assert len(plan.save_iterations) > 1
     assert config.training.eval_interval < config.training.train_iters
     one = load_config(["quickstart"], conf_dir=CONFIGS, overrides=["pipe_parallel_size=1", "num_gpus=1"])
-    assert resolve(one, 1, 16384).grid.pp == 1
+    assert resolve(one, 1, 16384).grid.pp_size == 1

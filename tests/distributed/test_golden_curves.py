@@ -82,7 +82,7 @@ def test_losses_evaluations_and_logits(name, tmp_path):
     stored = np.load(GOLDEN / name / "logits_step30.npz")
     plan, keeps_adam = golden_plan(name, tmp_path), name == "v2_pp2_mp1_dp1_fp32"
     further = {"load": str(GOLDEN / name / "global_step30"), "finetune": False, "log_dir": None}
-    go_on = resolve(NeoXConfig.from_flat({**plan.config.to_flat(), **further}), plan.grid.world, plan.vocab_size)
+    go_on = resolve(NeoXConfig.from_flat({**plan.config.to_flat(), **further}), plan.grid.world_size, plan.vocab_size)
     answers = run_ranks(LAYOUTS[name], train_and_compute_logits, plan, stored["tokens"], go_on if keeps_adam else None)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     losses = {line["iteration"]: line["train/lm_loss"] for line in lines if "train/lm_loss" in line}

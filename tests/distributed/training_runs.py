@@ -60,7 +60,7 @@ def batches(plan: RunPlan, dp_rank: int, start: int = 0) -> Iterator[dict[str, t
     while True:
         step, part = divmod(micro, accumulation)
         samples = _step_samples(step, plan.batch.train_batch_size)
-        first = (part * plan.grid.dp + dp_rank) * size
+        first = (part * plan.grid.dp_size + dp_rank) * size
         chosen = samples[first : first + size]
         yield {
             "tokens": chosen[:, :-1].contiguous(),

@@ -19,7 +19,7 @@ def test_another_number_of_ranks_than_trainings():
     with pytest.raises(ConfigError, match="train_batch_size"):
         resolve(config, 1, 100)
     for world in (1, 8):
-        assert resolve(for_inference(config), world, 100).grid.dp == world
+        assert resolve(for_inference(config), world, 100).grid.dp_size == world
 
 
 def test_a_batch_alone_is_enough_to_be_left_out():
@@ -41,4 +41,4 @@ def test_deepy_plans_generation_beside_training(tmp_path):
         config = deepy.read_config(arguments)
         placement, _ = deepy.choose_hosts(config, arguments)
         plan, _ = deepy.build_plan(config, placement, deepy.find_script(script), dry_run=True)
-        assert plan.grid.world == world
+        assert plan.grid.world_size == world

@@ -230,7 +230,7 @@ class TestGridAndBatch:
 
     @pytest.mark.parametrize("asked", [0, 1])
     def test_zero_and_one_are_one_stage(self, tiny, asked):
-        assert resolve(NeoXConfig.from_flat({**tiny, "pipe_parallel_size": asked}), 2, 100).grid.pp == 1
+        assert resolve(NeoXConfig.from_flat({**tiny, "pipe_parallel_size": asked}), 2, 100).grid.pp_size == 1
 
     @pytest.mark.parametrize(
         ("total", "micro", "steps", "expected"),

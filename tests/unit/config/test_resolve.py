@@ -37,9 +37,9 @@ class TestV2Files:
         config = load_config([path])
         plan = resolve(config, config.runner.global_num_gpus, 1000)
         assert (plan.batch.train_micro_batch_size_per_gpu, plan.batch.gradient_accumulation_steps) == (4, 2)
-        assert plan.grid.dp == 1
+        assert plan.grid.dp_size == 1
         assert plan.precision == "fp32"
-        assert plan.padded_vocab_size % (128 * plan.grid.mp) == 0
+        assert plan.padded_vocab_size % (128 * plan.grid.tp_size) == 0
         assert plan.save_iterations == (0, 30)
         assert plan.attention == ("eager",) * 4
         assert plan.deepspeed["gradient_clipping"] == config.deepspeed.gradient_clipping

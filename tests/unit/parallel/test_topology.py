@@ -12,15 +12,15 @@ def test_pipe_is_outermost_and_tensor_innermost():
     assert topology.world_size == 24
     assert topology.rank_of(1, 2, 3) == 23
     assert [topology.rank_of(*topology.coordinates(rank)) for rank in range(24)] == list(range(24))
-    assert topology.tp_groups()[0] == [0, 1, 2, 3]
-    assert topology.dp_groups()[0] == [0, 4, 8]
-    assert topology.pp_groups()[0] == [0, 12]
-    assert topology.model_groups()[1] == [4, 5, 6, 7, 16, 17, 18, 19]
+    assert topology.groups("tp")[0] == [0, 1, 2, 3]
+    assert topology.groups("dp")[0] == [0, 4, 8]
+    assert topology.groups("pp")[0] == [0, 12]
+    assert topology.groups("pp", "tp")[1] == [4, 5, 6, 7, 16, 17, 18, 19]
 
 
-@pytest.mark.parametrize("groups", ["tp_groups", "dp_groups", "pp_groups", "model_groups"])
-def test_groups_of_an_axis_hold_every_rank_once(groups: str):
-    ranks = [rank for group in getattr(Topology(2, 3, 4), groups)() for rank in group]
+@pytest.mark.parametrize("axes", [("tp",), ("dp",), ("pp",), ("pp", "tp")])
+def test_groups_of_an_axis_hold_every_rank_once(axes):
+    ranks = [rank for group in Topology(2, 3, 4).groups(*axes) for rank in group]
     assert sorted(ranks) == list(range(24))
 
 
