@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.files import fsync_path, write_durably
 from neox.checkpoint.names import MANIFEST
 from neox.errors import CheckpointError
+from neox.files import fsync_path, write_text
 
 _VERSION = 1
 _CHUNK = 1 << 22
@@ -89,7 +89,7 @@ def write_manifest(
         if path.is_dir():
             fsync_path(path)
     manifest = Manifest(iteration, sequence, known)
-    write_durably(directory / MANIFEST, manifest.to_json())
+    write_text(directory / MANIFEST, manifest.to_json())
     return manifest
 
 

@@ -17,10 +17,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from neox.checkpoint.files import fsync_path, write_durably
 from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint.names import LATEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError
+from neox.files import fsync_path, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -80,13 +80,13 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
     try:
         write_manifest(staged, iteration, _next_sequence(save), records)
         fsync_path(staged)
-        write_durably(save / PENDING, name)
+        write_text(save / PENDING, name)
         replaced = save / f"{_REPLACED}{name}"
         if final.exists():
             os.rename(final, replaced)
         os.rename(staged, final)
         fsync_path(save)
-        write_durably(save / LATEST, name)
+        write_text(save / LATEST, name)
         (save / PENDING).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from neox.errors import ConversionError
+from neox.files import atomic_directory
 
 
 @contextmanager
@@ -19,17 +18,8 @@ def written_beside(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
         raise ConversionError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
-    beside = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside.mkdir()
-        yield beside
-        if output.is_dir():
-            shutil.rmtree(output)
-        elif output.exists():
-            output.unlink()
-        os.rename(beside, output)
+        with atomic_directory(output) as partial:
+            yield partial
     except OSError as error:
         raise ConversionError(f"{output}: cannot be written: {error.strerror or error} ({error.filename})") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

@@ -8,10 +8,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import BinaryIO
 
 from neox.corpus.document import CorruptInput
 from neox.corpus.streams import decompress_zstd
 from neox.errors import DataError
+from neox.files import atomic_write
 
 _SUFFIX = ".zst"
 _READ_BYTES = 1 << 17
@@ -84,37 +86,25 @@ def _one(source: Path, output: Path | None, consumed: Callable[[int], None] | No
         if consumed is not None:
             consumed(source.stat().st_size)
         return Decompressed(source, target, target.stat().st_size, fresh=False)
-    beside = None if target is None else target.with_name(target.name + ".partial")
     try:
-        size = _decompress(source, beside, consumed, stop)
-        if beside is not None and target is not None:
-            os.replace(beside, target)
+        with open(os.devnull, "wb") if target is None else atomic_write(target) as out:
+            size = _decompress(source, out, consumed, stop)
         return Decompressed(source, target, size)
     except CorruptInput as error:
         raise DataError(f"{source}: {error}; fetch it again") from error
     except OSError as error:
         raise DataError(f"{error.filename or target or source}: {error.strerror or error}") from error
-    finally:
-        if beside is not None:
-            beside.unlink(missing_ok=True)
 
 
-def _decompress(source: Path, beside: Path | None, consumed: Callable[[int], None] | None, stop: Event) -> int:
-    size = 0
-    if beside is not None:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb", buffering=_READ_BYTES) as file, open(beside or os.devnull, "wb", buffering=0) as out:
-        read = 0
+def _decompress(source: Path, out: BinaryIO, consumed: Callable[[int], None] | None, stop: Event) -> int:
+    size = read = 0
+    with open(source, "rb", buffering=_READ_BYTES) as file:
         for chunk in decompress_zstd(file):
             if stop.is_set():
                 raise _Stopped
-            view = memoryview(chunk)
-            while view:
-                view = view[out.write(view) :]
+            out.write(chunk)
             size += len(chunk)
             if consumed is not None and (at := file.tell()) != read:
                 consumed(at - read)
                 read = at
-        if beside is not None:
-            os.fsync(out.fileno())
     return size

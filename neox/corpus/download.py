@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import DataError
+from neox.files import fsync_file, partial_path, replace_file, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -37,7 +37,7 @@ def download(
     Raises DataError, naming URL and file, when it cannot be fetched in five tries, or its size or digest is wrong.
     """
     path = Path(path)
-    note, beside = path.with_name(path.name + ".sha256"), path.with_name(path.name + ".partial")
+    note, beside = path.with_name(path.name + ".sha256"), partial_path(path)
     if path.exists() and not force:
         _check_present(path, note, sha256)
         return path
@@ -59,8 +59,8 @@ def download(
     if sha256 is not None and digest != sha256.lower():
         beside.unlink()
         raise DataError(f"{url} has the sha256 {digest}, not {sha256}: nothing was kept")
-    note.write_text(f"{digest}  {path.name}\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_text(note, f"{digest}  {path.name}\n")
+    replace_file(beside, path)
     return path
 
 
@@ -96,7 +96,6 @@ def _fetch(url: str, beside: Path, received: Callable[[int], None] | None) -> No
                 file.write(chunk)
                 if received is not None:
                     received(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
+            fsync_file(file)
     if total is not None and (size := beside.stat().st_size) != total:
         raise OSError(f"the connection ended after {size:,} of {total:,} bytes")

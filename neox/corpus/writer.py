@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import zstandard
 
 from neox.corpus.document import Document
 from neox.errors import DataError
+from neox.files import atomic_write
 
 
 def write_documents(path: str | Path, documents: Iterable[Document], *, level: int = 3) -> int:
@@ -22,23 +22,15 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
     path = Path(path)
     if not path.name.endswith(".jsonl.zst"):
         raise DataError(f"{path}: documents are written as .jsonl.zst; choose a name that ends so")
-    beside = path.with_name(path.name + ".partial")
     count = 0
+    compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
-            with compressor.stream_writer(file, closefd=False) as stream:
-                for document in documents:
-                    stream.write(_line(document, count, path))
-                    count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        with atomic_write(path) as file, compressor.stream_writer(file, closefd=False) as stream:
+            for document in documents:
+                stream.write(_line(document, count, path))
+                count += 1
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
     return count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import numpy as np
 from neox.data.index_format import Layout, bin_path, dtype_code, idx_path, index_parts, json_path
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
+from neox.files import fsync_file, replace_file
 
 _COPY_TOKENS = 1 << 24
 
@@ -124,8 +124,7 @@ class IndexedDatasetBuilder:
         """Put everything added so far safely on disk and say how much that is (give it back as `resume`)."""
         with _placed(self.prefix):
             for file in (self._ids_file, self._sizes_file):
-                file.flush()
-                os.fsync(file.fileno())
+                fsync_file(file)
         return self.progress
 
     def finalize(self) -> None:
@@ -137,12 +136,11 @@ class IndexedDatasetBuilder:
             with open(self._idx, "wb") as file:
                 for part in index_parts(self.layout, self.dtype, sizes):
                     file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
+                fsync_file(file)
             for old in (idx_path(self.prefix), json_path(self.prefix)):  # so that they never describe the new data
                 old.unlink(missing_ok=True)
-            os.replace(self._bin, bin_path(self.prefix))
-            os.replace(self._idx, idx_path(self.prefix))
+            replace_file(self._bin, bin_path(self.prefix))
+            replace_file(self._idx, idx_path(self.prefix))
             self._sizes.unlink()
 
     def discard(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -19,6 +18,7 @@ from neox.data.sidecar import read_sidecar, write_sidecar
 from neox.data.verify import pieces
 from neox.data.weights import split_documents, split_shares
 from neox.errors import DataError
+from neox.files import atomic_write
 from neox.log import progress
 
 PARTS = ("train", "valid", "test")
@@ -44,7 +44,7 @@ def divide_dataset(prefix: str | Path, output_prefix: str | Path, split: str, se
     _refuse_existing([f"{output}.idx" for output in outputs])
     with ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(out, data.dtype, impl=data.layout)) for out in outputs]
-        maps = [stack.enter_context(_Renamed(f"{output}.tsv")) for output in outputs]
+        maps = [stack.enter_context(atomic_write(Path(f"{output}.tsv"))) for output in outputs]
         bar = stack.enter_context(progress(f"split {prefix}", data.num_tokens, "tokens"))
         for first, sizes, tokens in pieces(data):
             for number, (builder, lines) in enumerate(zip(builders, maps, strict=True)):
@@ -74,8 +74,8 @@ def divide_lines(
     names = [f"{output_prefix}_{name}" for name in PARTS]
     _refuse_existing([f"{name}.jsonl.zst" for name in names])
     with ExitStack() as stack:
-        outputs = [stack.enter_context(_Renamed(f"{name}.jsonl.zst", compressed=True)) for name in names]
-        maps = [stack.enter_context(_Renamed(f"{name}.tsv")) for name in names]
+        outputs = [stack.enter_context(_compressed(Path(f"{name}.jsonl.zst"))) for name in names]
+        maps = [stack.enter_context(atomic_write(Path(f"{name}.tsv"))) for name in names]
         bar = stack.enter_context(progress("split", None, "B"))
         for file, number, line in _lines(inputs, budget, bar.update):
             part = next(draws)
@@ -112,26 +112,9 @@ def _refuse_existing(paths: Sequence[str]) -> None:
         raise DataError(f"{', '.join(existing)} would be overwritten; remove it, or choose another output prefix")
 
 
-class _Renamed:
-    """A file written beside its name and renamed when the `with` block ends well; removed when it does not."""
-
-    def __init__(self, path: str, *, compressed: bool = False) -> None:
-        self.path, self.partial, self.compressed = Path(path), Path(f"{path}.partial"), compressed
-
-    def __enter__(self) -> IO[bytes]:
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.partial, "wb")
-        self._stream: IO[bytes] = self._file
-        if self.compressed:
-            compressor = zstandard.ZstdCompressor(write_checksum=True)
-            self._stream = compressor.stream_writer(self._file, closefd=False)  # type: ignore[assignment]
-        return self._stream
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.compressed:
-            self._stream.close()
-        self._file.close()
-        if kind is None:
-            os.replace(self.partial, self.path)
-        else:
-            self.partial.unlink()
+@contextmanager
+def _compressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a zstd file with a checksum that replaces `path` once the block has ended without an exception."""
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    with atomic_write(path) as file, compressor.stream_writer(file, closefd=False) as stream:
+        yield stream  # type: ignore[misc]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from neox.files import atomic_directory, lock_file
 from neox.log import get_logger
 
 _LOG = get_logger(__name__)
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -38,7 +34,8 @@ def load_or_build(
     built: Arrays | None = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.with_suffix(".lock")) as alone:
+        with open(entry.with_suffix(".lock"), "a") as file:
+            alone = lock_file(file, wait=True)  # without locks each process builds the same arrays
             arrays = _load(entry, names)  # another process may have built them while this one waited
             if arrays is not None:
                 return arrays
@@ -69,31 +66,10 @@ def _save(entry: Path, arrays: Arrays, *, remove_leftovers: bool) -> None:
     """
     for leftover in entry.parent.glob(f"{entry.name}.*.partial") if remove_leftovers else ():
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".partial", dir=entry.parent))
     try:
-        for name, array in arrays.items():
-            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
-        os.chmod(temporary, 0o755)
-        shutil.rmtree(entry, ignore_errors=True)
-        os.rename(temporary, entry)
+        with atomic_directory(entry) as partial:
+            for name, array in arrays.items():
+                np.save(partial / f"{name}.npy", array, allow_pickle=False)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # then another node was first, with the same arrays
             raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold a lock that the kernel releases when its owner dies, so that no stale lock can hang a later run.
-
-    On a file system without locks (False) nobody waits: each builds the same arrays, and renames do not collide.
-    """
-    with open(path, "a") as file:
-        locked = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            locked = False
-        yield locked

@@ -7,7 +7,6 @@ then only its ids can be checked, batch by batch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from neox.data.index_format import idx_path, json_path
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
+from neox.files import write_text
 from neox.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -48,10 +48,7 @@ class Sidecar:
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     """Write `PREFIX.json` beside the target and rename it; call it after the builder's `finalize()`."""
-    path = json_path(prefix)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(asdict(sidecar), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(json_path(prefix), json.dumps(asdict(sidecar), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import EvaluationError
-from neox.generation.whole_file import check_writable as writable
-from neox.generation.whole_file import write_whole
+from neox.files import check_writable as writable
+from neox.files import write_text
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str
         **about,
     }
     try:
-        write_whole(path, [json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False), "\n"])
+        write_text(path, [json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False), "\n"])
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: cannot be written ({error})") from error
     return path

@@ -15,7 +15,7 @@ from neox.config import NeoXConfig
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.result import results_path
 from neox.evaluation.texts import check_readable, is_token_file
-from neox.generation.whole_file import closed_directory
+from neox.files import unwritable_parent
 from neox.tokenizer import Tokenizer
 
 KINDS = ("wikitext", "lambada", "perplexity")
@@ -74,7 +74,7 @@ def check_own_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
     problems = []
     if keys.eval_stride is not None and window is not None and keys.eval_stride > window:
         problems.append(f"eval_stride is {keys.eval_stride}: it must lie between 1 and the window, {window} tokens")
-    if (closed := closed_directory(results_path(keys.eval_results_prefix, datetime.now()))) is not None:
+    if (closed := unwritable_parent(results_path(keys.eval_results_prefix, datetime.now()))) is not None:
         problems.append(f"eval_results_prefix {keys.eval_results_prefix}: nothing can be written in {closed}")
     for task in own:
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neox.errors import GenerationError
+from neox.files import write_text
 from neox.generation.text_stream import is_text
-from neox.generation.whole_file import write_whole
 
 if TYPE_CHECKING:
     from neox.generation.completion import Completion
@@ -47,7 +47,7 @@ def read_prompts(path: str | Path) -> list[str]:
 def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
     """Write one JSON object a line; the file appears whole or, on an error, stays as it was."""
     try:
-        write_whole(Path(path), (json.dumps(done.to_json(), ensure_ascii=False) + "\n" for done in completions))
+        write_text(Path(path), (json.dumps(done.to_json(), ensure_ascii=False) + "\n" for done in completions))
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written ({_reason(error)})") from error
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
+from neox.files import check_writable, unwritable_parent
 from neox.generation.params import SamplingParams
 from neox.generation.prompt_file import read_prompts
 from neox.generation.text_stream import TextCodec
-from neox.generation.whole_file import check_writable, closed_directory
 
 
 def sampling_params(config: NeoXConfig) -> SamplingParams:
@@ -116,7 +116,7 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
     prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
     if out.is_dir():
         raise GenerationError(f"sample_output_file: {out} is a directory")
-    if (closed := closed_directory(out)) is not None:
+    if (closed := unwritable_parent(out)) is not None:
         raise GenerationError(f"sample_output_file {out}: nothing can be written in {closed}")
     if prompts is not None:
         if out.exists() and Path(prompts).exists() and out.samefile(prompts):

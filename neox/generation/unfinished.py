@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from neox.errors import GenerationError
+from neox.files import write_text
 from neox.generation.completion import Completion
-from neox.generation.whole_file import write_whole
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -33,7 +33,7 @@ class UnfinishedRun:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.writelines(_lines(completions))
             else:  # whole: without the line that an interruption cut, and without another run's
-                write_whole(self.path, [self._title(), *_lines({**self.read_before, **completions})])
+                write_text(self.path, [self._title(), *_lines({**self.read_before, **completions})])
         except OSError as error:
             raise GenerationError(f"{self.path}: cannot be written ({error.strerror or error})") from error
         self.begun = True

@@ -10,7 +10,6 @@ living process holds open is removed, before a build and before every launch.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from neox.errors import LaunchError, run_script
+from neox.files import lock_file
 from neox.launch.accelerators import count_accelerators
 from neox.launch.environment import child_environment
 from neox.launch.lifeline import parent_death_hook
@@ -115,10 +115,10 @@ def _exclusive(path: Path) -> Iterator[None]:
     """Hold a kernel lock on a file; it ends with its process, however that ends."""
     with open(path, "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
         except BlockingIOError:
             _log.info("waiting for another process that is building in %s", path.parent)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file, wait=True)
         yield
 
 

@@ -32,7 +32,7 @@ from neox.launch.events import Event, LineBuffer, decode_event, encode_event, te
 from neox.launch.extensions import break_stale_locks
 from neox.launch.lifeline import exit_status, is_alive, parent_death_hook, signal_group
 from neox.launch.plain import PlainOutput
-from neox.launch.progress import Progress
+from neox.launch.progress import RankActivity
 from neox.launch.rendezvous import CPU_RANKS_VARIABLE, PROGRESS_VARIABLE, create_agent_directory
 from neox.launch.run_lock import hold
 from neox.launch.secrets import take_secrets
@@ -136,7 +136,7 @@ class NodeAgent:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         directory = create_agent_directory(self.spec.run_id, self.node_rank)
         self.directory = directory
-        self.progress = Progress(directory / "progress", self.log_dir)
+        self.progress = RankActivity(directory / "progress", self.log_dir)
         try:
             with socket.socket(socket.AF_UNIX) as listener, open(self.log_dir / "launcher.log", "ab") as log:
                 listener.bind(str(directory / "socket"))

@@ -12,7 +12,7 @@ from neox.launch.rendezvous import answer_path, busy_path
 ANSWER_SECONDS = 5.0
 
 
-class Progress:
+class RankActivity:
     """Times at which ranks reported progress (`report_progress`), printed, or answered a signal."""
 
     def __init__(self, file: Path, log_dir: Path) -> None:

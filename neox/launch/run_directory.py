@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from neox.errors import LaunchError
+from neox.files import write_text
 
 
 def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
@@ -32,15 +32,9 @@ def write_run_directory(
     """
     try:
         (directory / "ranks").mkdir(parents=True, exist_ok=True)
-        _write(directory / "plan.json", json.dumps(plan, indent=2) + "\n")
-        _write(directory / "deepspeed.json", json.dumps(deepspeed, indent=2) + "\n")
-        _write(directory / "config.yml", yaml.safe_dump(dict(config), sort_keys=False))
-        _write(directory / "command.txt", "".join(f"{command}\n" for command in commands))
+        write_text(directory / "plan.json", json.dumps(plan, indent=2) + "\n")
+        write_text(directory / "deepspeed.json", json.dumps(deepspeed, indent=2) + "\n")
+        write_text(directory / "config.yml", yaml.safe_dump(dict(config), sort_keys=False))
+        write_text(directory / "command.txt", "".join(f"{command}\n" for command in commands))
     except OSError as error:
         raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

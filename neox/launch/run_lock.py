@@ -6,8 +6,6 @@ logs and plans.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from neox.errors import LaunchError
+from neox.files import lock_file
 from neox.launch.spec import new_run_id
 from neox.log import get_logger
 
@@ -38,13 +37,11 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
         raise LaunchError(f"{key}{directory} cannot be written: {error.strerror}; choose another directory") from None
     held.enter_context(file)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = lock_file(file, wait=False)
     except BlockingIOError:
         return _owner(file)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        _log.warning("%s: no locks on this file system (%s): take care that no other run uses it", directory, error)
+    if not locked:
+        _log.warning("%s: this file system has no locks: make sure that no other run uses the directory", directory)
         return None
     file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,13 +11,14 @@ from pathlib import Path
 from neox.corpus import Position
 from neox.data import BuilderState
 from neox.errors import DataError
+from neox.files import lock_file, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunState:
     """What is safely on disk: all lines before `position` of input number `file`.
 
     run: the fingerprint of the run this belongs to, filled in when it is written.
@@ -41,12 +40,12 @@ class Journal:
     def __init__(self, output_prefix: str) -> None:
         self.path = Path(f"{output_prefix}.progress.json")
 
-    def read(self, run: str) -> Progress | None:
+    def read(self, run: str) -> RunState | None:
         """Return the progress of the interrupted run with this fingerprint; None if there is none (another run's is
         dropped, with a warning)."""
         try:
             fields = json.loads(self.path.read_text(encoding="utf-8"))
-            progress = Progress(**{**fields, "position": Position(**fields["position"])})
+            progress = RunState(**{**fields, "position": Position(**fields["position"])})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -57,14 +56,9 @@ class Journal:
             return None
         return progress
 
-    def write(self, progress: Progress) -> None:
+    def write(self, progress: RunState) -> None:
         """Replace what is there; the data it speaks of must be on disk already."""
-        beside = self.path.with_name(self.path.name + ".partial")
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(asdict(progress), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
+        write_text(self.path, json.dumps(asdict(progress)))
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -81,7 +75,7 @@ def only_run(output_prefix: str) -> Iterator[None]:
         raise DataError(f"nothing can be written at {output_prefix}: {error.strerror}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
         except BlockingIOError:
             raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix") from None
         try:

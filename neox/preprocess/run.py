@@ -20,7 +20,7 @@ from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.preprocess.display import Display, show_progress
-from neox.preprocess.journal import Journal, Progress, only_run
+from neox.preprocess.journal import Journal, RunState, only_run
 from neox.preprocess.pool import BlockPool
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, share_memory
 from neox.preprocess.worker import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
@@ -145,7 +145,7 @@ class _Run:
         lengths = accumulate(len(text) for text in texts)
         return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
 
-    def _open(self) -> tuple[Progress, dict[str, IndexedDatasetBuilder]]:
+    def _open(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
         """Open the datasets where an interrupted run left them, or anew."""
         so_far = self.journal.read(self.name) if self.journal.path.exists() and not self.settings.restart else None
         if so_far is not None:
@@ -156,12 +156,12 @@ class _Run:
             else:
                 _log.info("continuing at %s:%d", self.files[so_far.file], so_far.position.line)
                 return so_far, builders
-        return Progress(), {key: self._builder(key, None) for key in self.settings.keys}
+        return RunState(), {key: self._builder(key, None) for key in self.settings.keys}
 
     def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
         return IndexedDatasetBuilder(self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state)
 
-    def _blocks(self, start: Progress, order: deque[int], shown: Display) -> Iterator[LineBlock | BadInput]:
+    def _blocks(self, start: RunState, order: deque[int], shown: Display) -> Iterator[LineBlock | BadInput]:
         """Read every input from `start` on; the number of the input of each item goes to `order`."""
         for number in range(start.file, len(self.files)):
             for item in read_blocks(
@@ -186,7 +186,7 @@ class _Run:
             with BlockPool(self.shares.workers, self.shares.in_flight_bytes) as pool:
                 yield from pool.map(chain([first], blocks), job)
 
-    def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: Progress) -> Progress:
+    def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: RunState) -> RunState:
         """Write results as they come; note the progress every few seconds, and when something goes wrong."""
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
         at, noted = start, float("-inf")  # the first lines are on disk, and noted, at once
@@ -209,7 +209,7 @@ class _Run:
                         builder.add_documents(encoded.ids, encoded.lengths)
                         states[key] = builder.progress
                     read = at.text_bytes + result.text_bytes
-                    at = Progress("", file, result.end, budget.skipped, read, states)
+                    at = RunState("", file, result.end, budget.skipped, read, states)
                     shown.written(next(iter(builders.values())).num_documents)
                     if time.monotonic() - noted > _SECONDS_BETWEEN_JOURNALS:
                         self._note(at, builders)
@@ -225,12 +225,12 @@ class _Run:
             _log.warning(result.note)
         self.accelerator = self.accelerator or result.accelerator
 
-    def _note(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+    def _note(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
             builder.state()  # on disk first
         self.journal.write(replace(at, run=self.name))
 
-    def _note_if_possible(self, at: Progress, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+    def _note_if_possible(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         try:
             if not at.builders:
                 for builder in builders.values():
@@ -241,7 +241,7 @@ class _Run:
         except (OSError, DataError) as error:
             _log.warning("the progress could not be noted (%s)", error)
 
-    def _finish(self, builders: Mapping[str, IndexedDatasetBuilder], end: Progress, seconds: float) -> PreprocessReport:
+    def _finish(self, builders: Mapping[str, IndexedDatasetBuilder], end: RunState, seconds: float) -> PreprocessReport:
         """Put the datasets in place, each with its sidecar."""
         report = PreprocessReport(
             {key: builder.num_documents for key, builder in builders.items()},

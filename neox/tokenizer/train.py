@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from neox.errors import TokenizerError, install_command
+from neox.files import atomic_write, write_text
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
 
 TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece"]
@@ -94,10 +94,8 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path) -> Pa
             f"kind sentencepiece needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
         ) from error
     counted = _Counted(texts)
-    beside = out.with_name(out.name + ".partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(beside, "wb") as stream:
+        with atomic_write(out) as stream:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=(line for text in counted for line in text.splitlines() if line.strip()),
                 model_writer=stream,
@@ -111,11 +109,10 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path) -> Pa
                 input_sentence_size=2_000_000,
                 minloglevel=2,
             )
+            counted.check()
     except RuntimeError as error:
         counted.check()
         raise TokenizerError(f"SentencePiece could not train {vocab_size} pieces: {error}") from error
-    counted.check()
-    os.replace(beside, out)
     return out
 
 
@@ -148,8 +145,5 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _replace(path: Path, content: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(content, encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, content)
     return path

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, busy_saving
-from neox.launch.progress import ANSWER_SECONDS, Progress
+from neox.launch.progress import ANSWER_SECONDS, RankActivity
 from neox.launch.rendezvous import PROGRESS_VARIABLE
 
 
 def test_a_long_step_has_time_to_answer_and_a_stuck_one_has_not(tmp_path: Path) -> None:
-    progress = Progress(tmp_path / "progress", tmp_path)
+    progress = RankActivity(tmp_path / "progress", tmp_path)
     assert progress.patience() == ANSWER_SECONDS
     now = time.time()
     for ago in (100, 70, 65):
@@ -29,7 +29,7 @@ def test_a_long_step_has_time_to_answer_and_a_stuck_one_has_not(tmp_path: Path) 
 
 
 def test_a_rank_that_saves_need_not_answer_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = Progress(tmp_path / "progress", tmp_path)
+    progress = RankActivity(tmp_path / "progress", tmp_path)
     with busy_saving():  # outside a run nobody asks
         pass
     monkeypatch.setenv(PROGRESS_VARIABLE, str(progress.file))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, report_progress
-from neox.launch.progress import Progress
+from neox.launch.progress import RankActivity
 from neox.train.stopping import StopSignals
 
 
 def test_the_training_loops_signal_handler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = Progress(tmp_path / "progress", tmp_path)
+    progress = RankActivity(tmp_path / "progress", tmp_path)
     monkeypatch.setenv("NEOX_PROGRESS_FILE", str(progress.file))
     monkeypatch.setenv("RANK", "3")
     report_progress()

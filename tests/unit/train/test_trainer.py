@@ -8,7 +8,7 @@ import pytest
 from neox.data import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
-from neox.launch.progress import Progress
+from neox.launch.progress import RankActivity
 from neox.launch.rendezvous import PROGRESS_VARIABLE
 from neox.train import Trainer
 from neox.train.callbacks import Callback
@@ -115,7 +115,7 @@ def test_a_signal_cuts_an_evaluation_off(fit):
 
 
 def test_a_rank_that_saves_need_not_answer_a_signal_yet(fit, monkeypatch, tmp_path):
-    progress = Progress(tmp_path / "progress", tmp_path)
+    progress = RankActivity(tmp_path / "progress", tmp_path)
     monkeypatch.setenv(PROGRESS_VARIABLE, str(progress.file))
     monkeypatch.setenv("RANK", "0")
     answered = []

@@ -1,0 +1,144 @@
+"""Atomic replacement, fsync and locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neox.files import (
+    atomic_directory,
+    atomic_write,
+    check_writable,
+    fsync_path,
+    lock_file,
+    partial_path,
+    unwritable_parent,
+    write_text,
+)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_appears_when_the_block_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "x.bin"
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert names(path.parent) == [partial_path(path).name] == ["x.bin.partial"]
+    assert path.read_bytes() == b"new"
+    assert names(path.parent) == ["x.bin"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_the_old_content(tmp_path: Path, error: type[BaseException]) -> None:
+    file, directory = tmp_path / "file", tmp_path / "directory"
+    write_text(file, "old")
+    with atomic_directory(directory) as partial:
+        (partial / "old").touch()
+
+    def parts():
+        yield "new"
+        raise error
+
+    with pytest.raises(error):
+        write_text(file, parts())
+    with pytest.raises(error), atomic_write(file):
+        raise error
+    with pytest.raises(error), atomic_directory(directory):
+        raise error
+    assert file.read_text() == "old"
+    assert names(directory) == ["old"]
+    assert names(tmp_path) == ["directory", "file"]
+
+
+def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_text(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_file_left_by_a_killed_process_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    partial_path(path).write_bytes(b"a longer content than the next")
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_directory_replaces_a_directory_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    (tmp_path / "b").touch()
+    for name in ("a", "b", "c"):
+        with atomic_directory(tmp_path / name) as partial:
+            (partial / "new").touch()
+        assert names(tmp_path / name) == ["new"]
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", refuse)
+    if code == errno.EINVAL:  # some network file systems
+        fsync_path(tmp_path)
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            fsync_path(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        fsync_path(tmp_path / "file")
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom neox.files import lock_file\n"
+        "file = open(sys.argv[1], 'w')\nassert lock_file(file, wait=True)\nprint('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with open(path) as file:
+        with pytest.raises(BlockingIOError):
+            lock_file(file, wait=False)
+        process.kill()
+        process.communicate()
+        assert lock_file(file, wait=False)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with open(tmp_path / "lock", "w") as file:
+        assert not lock_file(file, wait=True)
+
+
+def test_whether_a_file_could_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert unwritable_parent(tmp_path / "a" / "b") is None
+    assert unwritable_parent(tmp_path / "file" / "b") == tmp_path / "file"
+    check_writable(tmp_path / "new" / "x")
+    assert names(tmp_path / "new") == []
+    with pytest.raises(OSError, match="file"):
+        check_writable(tmp_path / "file" / "x")
