@@ -33,8 +33,8 @@ class TensorBoard(ScalarCallback):
         self._writer: Any = None
 
     def on_start(self, state: TrainState) -> None:
-        # What a killed run wrote after the checkpoint is done again: TensorBoard drops the older points.
-        purge = state.iteration + 1 if state.iteration else None
+        # TensorBoard drops older points from this step on: those that a resume trains again, or all of another run.
+        purge = state.iteration + 1 if state.iteration else 0
         try:
             self._writer = self._make_writer(self.directory, purge_step=purge)
         except OSError as error:

@@ -55,6 +55,15 @@ def test_tensorboard_holds_every_name_and_the_later_point_after_a_resume(tmp_pat
     assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, 4.0), (2, 3.0), (3, 2.5), (4, 1.5)]
 
 
+def test_a_fresh_start_replaces_the_points_of_an_earlier_run_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(TensorBoard(str(tmp_path)), [4.0, 3.0, 2.0])
+    run(TensorBoard(str(tmp_path)), [3.9])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, pytest.approx(3.9))]
+
+
 def wandb_records(directory):
     """The records of one offline run's file: blocks of a LevelDB log that hold protobuf messages."""
     from wandb.proto import wandb_internal_pb2

@@ -31,13 +31,35 @@ def test_a_line_a_step_with_known_names_unrounded(tmp_path):
     assert second == {"iteration": 1, "validation/lm_loss": 3.0}
 
 
+def run(directory, losses):
+    """A run's files: the losses by iteration, from the one before the first."""
+    metrics, picture = MetricsFile(directory), LossPicture(directory)
+    metrics.on_start(TrainState(iteration=min(losses) - 1))
+    for iteration, loss in losses.items():
+        metrics.on_step(TrainState(iteration=iteration), report(loss))
+    metrics.on_end(TrainState())
+    picture.on_end(TrainState())
+
+
 def test_resume_appends_and_the_later_line_wins(tmp_path):
     for losses in ({1: 4.0, 2: 3.0, 3: 2.0}, {3: 2.5, 4: 1.5}):
-        metrics = MetricsFile(tmp_path)
-        for iteration, loss in losses.items():
-            metrics.on_step(TrainState(iteration=iteration), report(loss))
-        metrics.on_end(TrainState())
+        run(tmp_path, losses)
     assert curves(tmp_path / "metrics.jsonl") == {"train/lm_loss": {1: 4.0, 2: 3.0, 3: 2.5, 4: 1.5}}
+
+
+def test_resume_from_an_earlier_checkpoint_drops_what_came_after_it(tmp_path):
+    for losses in ({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}, {2: 3.5, 3: 2.5}):
+        run(tmp_path, losses)
+    assert curves(tmp_path / "metrics.jsonl") == {"train/lm_loss": {1: 4.0, 2: 3.5, 3: 2.5}}
+
+
+def test_a_fresh_start_begins_a_new_file_and_keeps_the_old_ones(tmp_path):
+    for losses in ({1: 4.0, 2: 3.0}, {1: 3.9}, {1: 3.8}):
+        run(tmp_path, losses)
+    kept = {name: curves(tmp_path / name)["train/lm_loss"] for name in ("metrics-1.jsonl", "metrics-2.jsonl")}
+    assert kept == {"metrics-1.jsonl": {1: 4.0, 2: 3.0}, "metrics-2.jsonl": {1: 3.9}}
+    assert curves(tmp_path / "metrics.jsonl") == {"train/lm_loss": {1: 3.8}}
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["loss-1.png", "loss-2.png", "loss.png"]
 
 
 def test_values_that_are_not_finite_stay_json(tmp_path):
@@ -54,6 +76,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_written_anew(tmp_path):
     with open(metrics.path, "a") as stream:
         stream.write('{"iteration": 2, "train/lm')
     again = MetricsFile(tmp_path)
+    again.on_start(TrainState(iteration=1))
     again.on_step(TrainState(iteration=2), report())
     assert [line["iteration"] for line in read_metrics(metrics.path)] == [1, 2]
 
