@@ -1,5 +1,6 @@
 # `make quickstart` and `make test` are all the set-up a fresh machine needs.
 # Nothing is written outside runs/, data/ and .venv/.
+# The checkout itself is installed editable, so that its scripts find the library from any directory.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -33,7 +34,7 @@ install: $(VENV)/.installed  ## set up .venv with what training on this machine 
 
 install-dev: $(VENV)/.installed-dev  ## the same, and what the tests need
 
-$(VENV)/.installed: requirements/requirements.txt
+$(VENV)/.installed: requirements/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
@@ -41,6 +42,8 @@ $(VENV)/.installed: requirements/requirements.txt
 	@echo "# installing into $(VENV): torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/requirements.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install -q -r requirements/requirements.txt
+	$(PIP) install -q --no-deps --editable .
+	@rm -rf build neox.egg-info
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)

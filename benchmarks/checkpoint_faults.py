@@ -36,8 +36,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpoint, read_manifest, why_not_whole

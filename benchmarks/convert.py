@@ -20,8 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 HIDDEN, LAYERS_OF_100MB, VOCAB, HEADS = 1024, 2, 50432, 16
 BASELINE_MB = 250  # of a process with torch in it, allowed beside 1.3 x the largest tensor
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -24,8 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neox.data import BatchIterator, GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.index_maps import build_index_maps

@@ -26,8 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tests.end_to_end.launched_runs import ROLES, ROOT, LaunchedRun, command_line
 
 

@@ -11,19 +11,16 @@ import argparse
 import datetime
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import torch
+
+from tests.distributed.spawn import run_ranks
+from tests.distributed.training_runs import FULL_MATRIX, legal_layouts, tiny_plan, train_curves
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-
-from tests.distributed.spawn import run_ranks  # noqa: E402
-from tests.distributed.training_runs import FULL_MATRIX, legal_layouts, tiny_plan, train_curves  # noqa: E402
-
 Curve = list[tuple[float, float]]
 
 

@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 
 from neox.corpus import BadInput, Document, LineBlock, parse_texts, read_blocks, write_documents

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from neox.config import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import FULL_MATRIX, batches, legal_layouts, tiny_plan

@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 

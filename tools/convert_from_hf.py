@@ -9,10 +9,8 @@ keys to that file to go on training from there.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _checkout  # noqa: F401
 
 from neox.convert import from_hf
 from neox.errors import run_script

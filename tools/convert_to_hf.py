@@ -6,10 +6,9 @@ tools/convert_to_hf.py --input_dir CKPT/global_step1000 --config_file configs/my
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _checkout  # noqa: F401
 
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config

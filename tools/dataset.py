@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
 from neox.data.division import divide_dataset, divide_lines

@@ -9,11 +9,9 @@ is; decompress only what another program needs.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from neox.corpus.decompress import compressed_files, decompress_files
 from neox.errors import run_script

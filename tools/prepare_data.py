@@ -11,10 +11,9 @@ tokenizing go on where they were interrupted.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from neox.corpus.download import download
 from neox.corpus.named import (

@@ -13,9 +13,8 @@ import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from neox.errors import run_script
 from neox.log import setup_logging

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _checkout  # noqa: F401
 
 from neox.config import NeoXConfig, load_config
 from neox.errors import LaunchError, NeoXError, run_script

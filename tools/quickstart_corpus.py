@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _checkout  # noqa: F401
 
 from neox.corpus import Document, read_documents, write_documents
 from neox.errors import DataError, run_script

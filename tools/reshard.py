@@ -8,10 +8,9 @@ The original stays as it is. Only weights: no optimizer state, no random states.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _checkout  # noqa: F401
 
 from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
 from neox.config import load_config

@@ -12,14 +12,12 @@ import argparse
 import contextlib
 import importlib.util
 import socket
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _checkout  # noqa: F401
 import torch
 
 from neox.errors import ConfigError, NeoXError, install_command, run_script

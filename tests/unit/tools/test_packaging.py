@@ -1,0 +1,68 @@
+"""What an installation holds, and scripts that are run without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import tomllib
+import venv
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def test_every_requirements_file_is_in_the_metadata() -> None:
+    dynamic = SETTINGS["dynamic"]
+    extras = {name: entry["file"] for name, entry in dynamic["optional-dependencies"].items()}
+    assert dynamic["dependencies"]["file"] == ["requirements/requirements.txt"]
+    assert extras == {
+        path.stem.removeprefix("requirements-"): [f"requirements/{path.name}"]
+        for path in (ROOT / "requirements").glob("requirements-*.txt")
+        if path.stem != "requirements-dev"
+    }
+
+
+def test_every_data_file_of_the_library_is_installed() -> None:
+    files = {path.name for path in (ROOT / "neox").rglob("*") if path.is_file()}
+    data = {name for name in files if not name.endswith((".py", ".pyc"))}
+    assert "page.html" in data
+    assert {name for name in data if not any(fnmatch(name, p) for p in SETTINGS["package-data"]["*"])} == set()
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the requirements, where the project itself is not installed."""
+    directory = tmp_path_factory.mktemp("venv")
+    venv.create(directory, with_pip=False)
+    python = directory / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    # The .pth files of a folder that a .pth file names are not read: an editable installation there is not found.
+    Path(packages, "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.mark.parametrize("script", ["deepy.py", "tools/dataset.py", "tools/preprocess_data.py"])
+def test_scripts_run_where_only_the_requirements_are_installed(bare_python: Path, script: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(bare_python), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert "ModuleNotFoundError" in run("-c", "import neox").stderr
+    done = run(str(ROOT / script), "--help")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
+def test_tools_find_the_library_before_they_use_it(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    uses = [number for number, line in enumerate(lines) if line.startswith(("from neox", "import neox"))]
+    if uses:
+        assert lines.index("import _checkout  # noqa: F401") < uses[0]
