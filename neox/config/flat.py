@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from neox.config.aliases import ALIASES
+from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
 from neox.config.problem import Problem
-from neox.config.unsupported import UNSUPPORTED
 
 # What a type error means, in the words of someone who writes YAML.
 _RULES = {
@@ -156,13 +155,8 @@ def at(key: str, sources: Mapping[str, str]) -> str:
 def _unknown(key: str, known: list[str], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
-    meant = (target_of(name) for name in near if name not in flat)
+    meant = (alias_target(name) for name in near if name not in flat)
     return Problem(f"{at(key, sources)}unknown key `{key}`{hint}", (key, *meant))
-
-
-def target_of(key: str) -> str:
-    """Return the dotted path that a key sets: another one than its name if it is an alias."""
-    return ALIASES[key].target if key in ALIASES else key
 
 
 def _translate_aliases(

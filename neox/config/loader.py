@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from neox.config.aliases import ALIASES
 from neox.config.flat import group, is_text_key, normalise, spread_extra_args, without
+from neox.config.keys import ALIASES
 from neox.config.laws import static_problems
 from neox.config.problem import Problem, doubtful, in_file_order, texts
 from neox.config.sections import NeoXConfig

@@ -15,58 +15,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from neox.config.aliases import ALIASES
 from neox.config.flat import section_classes
+from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
 from neox.config.sections import NeoXConfig
 from neox.config.switches import only_with_text, switches_of
-from neox.config.unsupported import UNSUPPORTED
 
 PAGE = Path("configs/neox_arguments.md")
 SCHEMA = Path("configs/neox_config.schema.json")
-
-# Keys of sections that gpt-neox has only after v2.0, and keys of this project; all others are v2.0's.
-LATER = frozenset(
-    {
-        "account",
-        "bf16",
-        "comms_logger",
-        "deepspeed_extra_args",
-        "communication_data_type",
-        "data_types",
-        "force_multi",
-        "lr_decay_fraction",
-        "peak_theoretical_tflops",
-        "wandb_run_name",
-    }
-)
-OWN = frozenset(
-    {
-        "async_save",
-        "checkpoint_verify",
-        "compile_layers",
-        "doctor_timeout",
-        "eval_limit",
-        "eval_num_fewshot",
-        "eval_stride",
-        "expected_mfu",
-        "forward_environment",
-        "generation_batch_size",
-        "gpu_memory_gib",
-        "hang_timeout",
-        "inference_precision",
-        "length_penalty",
-        "lr_schedule_version",
-        "max_nonfinite_steps",
-        "minimum_tokens",
-        "num_beams",
-        "num_return_sequences",
-        "repetition_penalty",
-        "reset_attention_mask",
-        "ssh_port",
-        "stop_strings",
-        "stop_timeout",
-    }
-)
 
 _HEAD = """\
 # All keys
@@ -128,43 +83,24 @@ def default_text(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)
-    if value is None or isinstance(value, BaseModel):
-        return ""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        return f"`{list(value)}`"
-    return f"`{value!r}`" if isinstance(value, str) else f"`{value}`"
-
-
-def since(key: str) -> str:
-    """Return which program a section's key comes from."""
-    return "later" if key in LATER else "neox" if key in OWN else "v2.0"
+    return f"`{value!r}`" if isinstance(value, str) else "" if isinstance(value, BaseModel) else _yaml_text(value)
 
 
 def section_rows(name: str, cls: type[BaseModel]) -> Iterator[Row]:
     """Yield the rows of one section: its own keys, aliases, and keys that do not work."""
     for key, info in cls.model_fields.items():
         meaning = (info.description or "") + only_with_text(switches_of(info))
-        yield Row(key, type_name(info.annotation), default_text(info), since(key), "works", meaning)
-    for key, alias in ALIASES.items():
-        if alias.section == name:
-            meaning = f"Another spelling of `{alias.target}`."
-            if alias.values is not None:
-                meaning = f"Implied by `{alias.target}`; a contradiction is refused."
-            yield Row(
-                key, _plain_type(alias.type), "", "before v2.0" if key == "save_interval" else "v2.0", "alias", meaning
-            )
-    for key, row in UNSUPPORTED.items():
-        if row.section == name:
-            default = (
-                ""
-                if row.default is None
-                else f"`{str(row.default).lower() if isinstance(row.default, bool) else row.default}`"
-            )
-            yield Row(
-                key, _plain_type(row.type), default, row.since, row.status, row.reason[0].upper() + row.reason[1:] + "."
-            )
+        since = NEOX_KEYS[key].since if key in NEOX_KEYS else "neox"
+        yield Row(key, type_name(info.annotation), default_text(info), since, "works", meaning)
+    for row in (row for row in NEOX_KEYS.values() if row.section == name and row.status != "works"):
+        default, meaning = _yaml_text(row.default), f"{row.reason[:1].upper()}{row.reason[1:]}."
+        if alias := ALIASES.get(row.key):
+            spelling = f"Another spelling of `{alias.target}`."
+            implied = f"Implied by `{alias.target}`; a contradiction is refused."
+            default, meaning = "", spelling if alias.values is None else implied
+        yield Row(row.key, _plain_type(row.type), default, row.since, row.status, meaning)
 
 
 def blocks_of(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -227,6 +163,12 @@ def _say_switches(properties: dict[str, Any], cls: type[BaseModel]) -> None:
     for key, info in cls.model_fields.items():
         if text := only_with_text(switches_of(info)):
             properties[key]["description"] = properties[key].get("description", "") + text
+
+
+def _yaml_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
 
 
 def _plain_type(name: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from neox.config.keys import UNSUPPORTED
 from neox.config.laws.memory_and_precision import memory_and_precision_problems
 from neox.config.laws.network import network_problems
 from neox.config.laws.run import run_problems
 from neox.config.sections import NeoXConfig
-from neox.config.unsupported import UNSUPPORTED
 from neox.config.wording import place, said
 
 

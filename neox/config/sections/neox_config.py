@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr
 
-from neox.config.aliases import ALIASES
 from neox.config.flat import group, normalise, spread_extra_args
+from neox.config.keys import ALIASES
 from neox.config.problem import texts
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
