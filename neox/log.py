@@ -31,7 +31,8 @@ def setup_logging(rank: int = 0, level: int = logging.INFO) -> None:
 class Progress(Protocol):
     """What `progress` yields: something that counts."""
 
-    def update(self, n: float = 1) -> Any: ...
+    def update(self, n: float = 1) -> Any:
+        """Count `n` more units as done."""
 
 
 class _LineProgress:

@@ -1,0 +1,117 @@
+"""Rules of the library's code that import contracts in pyproject.toml cannot express."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TREES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "neox").rglob("*.py")
+}
+MUTATORS = {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "add", "remove", "discard"}
+EMPTY = {"[]", "{}", "list()", "dict()", "set()", "defaultdict(list)", "deque()", "Counter()"}
+# The launcher; the start of a rank; the start of a worker process, which limits the threads of the libraries it loads.
+USES_ENVIRONMENT = ("neox/launch/", "neox/engine/distributed.py", "neox/preprocess/worker.py")
+# Until they are rewritten:
+LONG = {"neox/launch/node.py", "neox/config/unsupported/kernels.py"}
+LAZY = {f"neox/{package}/__init__.py" for package in ("data", "evaluation", "generation", "launch")}
+INNER_IMPORTS = {"neox/head/checks.py"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """All functions and methods, with their files."""
+    for file, tree in TREES.items():
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def top_level_values(tree: ast.Module) -> dict[str, ast.expr]:
+    """The names that a module binds outside functions and classes, with their values."""
+    names = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            names[node.target.id] = node.value
+    return names
+
+
+def changed_name(node: ast.AST) -> str | None:
+    """The name of the collection that a call or an assignment changes."""
+    target = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        target = node.func.value
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        target = node.value
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def test_no_file_over_400_lines_and_no_function_over_80() -> None:
+    long = [f"{f}: {n.name}" for f, n in functions() if (n.end_lineno or 0) - n.lineno >= 80 and f not in LONG]
+    long += [f for f in TREES if f not in LONG and (ROOT / f).read_text(encoding="utf-8").count("\n") > 400]
+    assert long == []
+
+
+def test_modules_hold_no_state() -> None:
+    found = []
+    for file, tree in TREES.items():
+        names = top_level_values(tree)
+        found += [f"{file}: {name} begins empty" for name, value in names.items() if ast.unparse(value) in EMPTY]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                found.append(f"{file}:{node.lineno}: global")
+            elif (name := changed_name(node)) in names:
+                found.append(f"{file}: {name} is changed")
+    assert found == []
+
+
+def test_the_environment_is_used_where_processes_start() -> None:
+    uses = {
+        file
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv", "os.putenv"}
+    }
+    assert [file for file in uses if not file.startswith(USES_ENVIRONMENT)] == []
+
+
+def test_every_parameter_is_typed() -> None:
+    untyped = []
+    for file, function in functions():
+        if any("triton" in ast.unparse(decorator) for decorator in function.decorator_list):  # a language of its own
+            continue
+        given = function.args
+        for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]:
+            if argument is not None and argument.annotation is None and argument.arg not in {"self", "cls"}:
+                untyped.append(f"{file}: {function.name}({argument.arg})")
+    assert untyped == []
+
+
+def test_imports_of_other_packages_stand_at_the_top() -> None:
+    inner = []
+    for file, function in functions():
+        own = ".".join(file.split("/")[:2])
+        for node in ast.walk(function):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            inner += [f"{file}: {name}" for name in modules if name.startswith("neox") and not name.startswith(own)]
+    assert [entry for entry in inner if entry.split(":")[0] not in INNER_IMPORTS] == []
+
+
+def test_tensorboard_is_imported_in_train_alone() -> None:
+    importers = {
+        file
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.utils.tensorboard"
+    }
+    assert all(file.startswith("neox/train/") for file in importers)
+
+
+def test_modules_have_telling_names_and_no_lazy_attributes() -> None:
+    lazy = {f for f, tree in TREES.items() for node in tree.body if getattr(node, "name", None) == "__getattr__"}
+    assert lazy <= LAZY
+    assert [f for f in TREES if {"utils", "common", "helpers", "misc"} & set(Path(f).with_suffix("").parts)] == []
