@@ -1,4 +1,4 @@
-"""Any task of EleutherAI's lm-evaluation-harness (package `lm-eval`), through its own interface for models."""
+"""Tasks of EleutherAI's lm-evaluation-harness (package `lm-eval`), run through its model interface."""
 
 from __future__ import annotations
 
@@ -9,42 +9,60 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
+from neox.engine import from_first_rank
 from neox.errors import EvaluationError, NeoXError, install_command
-from neox.evaluation.last_words import fit
-from neox.evaluation.perplexity import Scoring
-from neox.evaluation.result import TaskResult
-from neox.evaluation.scoring import Span, windows
-from neox.generation import SamplingParams, generate_all, over_replicas
-from neox.parallel import ParallelGrid
+from neox.evaluation.lambada import truncate
+from neox.evaluation.results import TaskResult
+from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
+from neox.generation.completion import generate_all
+from neox.generation.request import SamplingParams
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
-_DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that name no maximum
+_DEFAULT_NEW_TOKENS = 256  # the harness's own default for tasks that name no maximum
 
 
 def open_tasks(names: Sequence[str]) -> TaskManager:
-    """Return the harness's list of tasks, with all of `names` (or YAML files of tasks) in it.
+    """Return the harness's task manager after checking that it knows all of `names` (or YAML files of tasks).
 
-    Raises EvaluationError when the package is missing or a task is unknown.
+    Raises:
+        EvaluationError: If the package is missing or a task is unknown.
     """
-    require_harness()
+    if importlib.util.find_spec("lm_eval") is None:
+        raise EvaluationError(
+            f"eval_tasks names tasks of lm-evaluation-harness ({', '.join(names)}), which is not installed: "
+            f"{install_command('requirements-eval.txt')}"
+        )
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     files = [name for name in names if _is_file(name)]
-    # Looking through the harness's thousands of own tasks takes seconds.
+    # Indexing the harness's thousands of own tasks takes seconds.
     manager = TaskManager(include_defaults=len(files) < len(names))
     check_names(names, manager)
     return manager
 
 
+def check_names(names: Sequence[str], manager: TaskManager) -> None:
+    """Raise EvaluationError naming every task that the harness does not know and every missing task file."""
+    problems = [
+        f"task {name!r} is unknown to lm-evaluation-harness"
+        for name in names
+        if not _is_file(name) and not manager.match_tasks([name])
+    ]
+    problems += [f"task file {name} does not exist" for name in names if _is_file(name) and not Path(name).is_file()]
+    if problems:
+        raise EvaluationError(
+            f"eval_tasks: {'; '.join(problems)} (`lm-eval ls tasks` lists all names; text files are given as "
+            "wikitext=FILE, lambada=FILE, perplexity=FILE)"
+        )
+
+
 def check_loading(names: Sequence[str], manager: TaskManager) -> None:
-    """Raise EvaluationError for tasks whose files or data cannot be read, or that ask for what does not exist here."""
+    """Raise EvaluationError for tasks that the harness cannot load or that need unsupported generation settings."""
     problems = []
     for name in names:
         try:
@@ -53,7 +71,7 @@ def check_loading(names: Sequence[str], manager: TaskManager) -> None:
                     sampling_params(task.config.generation_kwargs or {}, _DEFAULT_NEW_TOKENS)
         except NeoXError as error:
             problems.append(f"task {name}: {error}")
-        except Exception as error:  # of YAML, of the harness, of data sets, of the network
+        except Exception as error:  # errors of YAML, of the harness, of data sets and of the network
             reason = " ".join(str(error).split())[:300]
             problems.append(f"task {name}: lm-evaluation-harness cannot load it ({type(error).__name__}: {reason})")
     if problems:
@@ -63,19 +81,27 @@ def check_loading(names: Sequence[str], manager: TaskManager) -> None:
 def harness_tasks(
     names: Sequence[str],
     manager: TaskManager,
-    scoring: Scoring,
+    scorer: Scorer,
     *,
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> list[TaskResult]:
-    """Evaluate tasks that `open_tasks` has found; all ranks together.
+    """Evaluate tasks of the harness; all ranks together.
 
-    num_fewshot: examples before each question, None for what the task says. limit: examples of each task.
+    Args:
+        names: Names or YAML files of tasks.
+        manager: Result of `open_tasks`.
+        scorer: Model and settings.
+        num_fewshot: Examples before each question; None uses the task's setting.
+        limit: Examples per task; None means all.
+
+    Returns:
+        The same results on every rank.
     """
     from lm_eval import simple_evaluate
 
     found = simple_evaluate(
-        model=harness_model(scoring),
+        model=harness_model(scorer),
         tasks=list(names),
         num_fewshot=num_fewshot,
         limit=limit,
@@ -83,46 +109,13 @@ def harness_tasks(
         bootstrap_iters=0,
         log_samples=False,
     )
-    return from_first_rank(None if found is None else results_of(found), scoring.grid)
-
-
-def from_first_rank(results: list[TaskResult] | None, grid: ParallelGrid) -> list[TaskResult]:
-    """Return rank 0's results on every rank: the harness answers only where LOCAL_RANK is 0."""
-    box = [results]
-    if grid.world_size > 1:
-        dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
-
-
-def require_harness() -> None:
-    """Raise EvaluationError unless the harness is installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError(
-            "eval_tasks names tasks of lm-evaluation-harness, which is not installed: "
-            f"{install_command('requirements-eval.txt')}"
-        )
-
-
-def check_names(names: Sequence[str], manager: Any) -> None:
-    """Raise EvaluationError naming every task that the harness does not know."""
-    unknown = [name for name in names if not _is_file(name) and not manager.match_tasks([name])]
-    missing = [name for name in names if _is_file(name) and not Path(name).is_file()]
-    problems = [f"task {name!r} is unknown to lm-evaluation-harness" for name in unknown]
-    problems += [f"task file {name} does not exist" for name in missing]
-    if problems:
-        raise EvaluationError(
-            "; ".join(problems)
-            + " (`lm-eval ls tasks` lists all; own texts are wikitext=FILE, lambada=FILE, perplexity=FILE)"
-        )
-
-
-def _is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
+    if scorer.grid.world_size == 1:
+        return results_of(found)
+    return from_first_rank(lambda: results_of(found))  # the harness returns results only where LOCAL_RANK is 0
 
 
 def results_of(found: Any) -> list[TaskResult]:
-    """Turn the harness's `metric,filter` -> value tables into ours; standard errors keep their name `..._stderr`."""
+    """Convert the harness's `metric,filter` -> value tables; standard errors keep their names `..._stderr`."""
     results = []
     for task, table in found["results"].items():
         metrics: dict[str, float] = {}
@@ -135,80 +128,84 @@ def results_of(found: Any) -> list[TaskResult]:
     return results
 
 
-def harness_model(scoring: Scoring) -> TemplateLM:
-    """Return our model as the harness knows models."""
+def harness_model(scorer: Scorer) -> TemplateLM:
+    """Return the model behind the harness's interface; its class is made here because the package is optional."""
     from lm_eval.api.model import TemplateLM
 
-    class HarnessModel(TemplateLM):
-        """loglikelihood, loglikelihood_rolling and generate_until over our runner."""
+    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore] # Any where lm-eval is not installed
+        """loglikelihood, loglikelihood_rolling and generate_until with a `Scorer`."""
 
-        # Every rank of a split model answers every request, and replicas share them among themselves.
+        # Every rank of a split model answers every request; replicas divide the requests among themselves.
         _rank, _world_size = 0, 1
 
         @property
         def eot_token_id(self) -> int:
-            return scoring.tokenizer.eod
+            """End-of-document id."""
+            return scorer.tokenizer.eod
 
         @property
         def max_length(self) -> int:
-            return scoring.model.max_length
+            """Context of the model in tokens."""
+            return scorer.model.max_length
 
         @property
         def tokenizer_name(self) -> str:
-            return scoring.tokenizer.name
+            """Name under which the harness caches requests."""
+            return scorer.tokenizer.name
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            return scoring.tokenizer.encode(string)
+            """Return token ids."""
+            return scorer.tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
             spans = [
-                fit(Span((*context, *continuation), len(context)), scoring.model.max_length)
+                truncate(Span((*context, *continuation), len(context)), self.max_length)
                 for _, context, continuation in requests
             ]
-            scores = over_replicas(spans, lambda mine: scoring.score(mine, "loglikelihood"), scoring.grid)
-            return [(score.log_probability, score.greedy) for score in scores]
+            return [(score.log_probability, score.greedy) for score in scorer.score(spans, "loglikelihood")]
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-            texts = [[scoring.tokenizer.eod, *self.tok_encode(request.args[0])] for request in requests]
-            longest = scoring.model.max_length
-            cut = [(n, span) for n, text in enumerate(texts) for span in full_windows(text, longest)]
-            spans = [span for _, span in cut]
-            scores = over_replicas(spans, lambda mine: scoring.score(mine, "rolling"), scoring.grid)
+            """Return the log-probability of each whole text."""
+            texts = [[scorer.tokenizer.eod, *self.tok_encode(request.args[0])] for request in requests]
+            cut = [(n, span) for n, text in enumerate(texts) for span in full_windows(text, self.max_length)]
             totals = [0.0] * len(texts)
-            for (n, _), score in zip(cut, scores, strict=True):
+            for (n, _), score in zip(cut, scorer.score([span for _, span in cut], "rolling"), strict=True):
                 totals[n] += score.log_probability
             return totals
 
         def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+            """Return the continuation of each prompt up to its stop strings."""
             groups: dict[SamplingParams, list[int]] = defaultdict(list)
             for number, request in enumerate(requests):
-                groups[sampling_params(request.args[1], scoring.model.max_length)].append(number)
+                groups[sampling_params(request.args[1], self.max_length)].append(number)
             texts: dict[int, str] = {}
             for params, numbers in groups.items():
-                prompts = [self._shortened(requests[n].args[0], params) for n in numbers]
+                prompts = [self._truncated(requests[n].args[0], params) for n in numbers]
                 done = generate_all(
-                    scoring.model,  # type: ignore[arg-type]
+                    scorer.model,  # type: ignore[arg-type] # a ModelRunner offers both protocols
                     prompts,
                     params,
-                    scoring.tokenizer,
-                    scoring.grid,
-                    batch_size=scoring.batch_size,
+                    scorer.tokenizer,
+                    scorer.grid,
+                    batch_size=scorer.batch_size,
                 )
                 texts.update((n, completion.text) for n, completion in zip(numbers, done, strict=True))
             return [texts[n] for n in range(len(requests))]
 
-        def _shortened(self, prompt: str, params: SamplingParams) -> str:
-            """Drop the beginning of a prompt that leaves too little room for the answer, as the harness does."""
-            room = scoring.model.max_length - params.max_new_tokens
-            tokens = scoring.tokenizer.encode(prompt)
-            return prompt if len(tokens) <= room else scoring.tokenizer.decode(tokens[-room:])
+        def _truncated(self, prompt: str, params: SamplingParams) -> str:
+            """Drop the beginning of a prompt that leaves too few tokens for the answer, as the harness does."""
+            longest = self.max_length - params.max_new_tokens
+            tokens = scorer.tokenizer.encode(prompt)
+            return prompt if len(tokens) <= longest else scorer.tokenizer.decode(tokens[-longest:])
 
     return HarnessModel()
 
 
-def full_windows(text: Sequence[int], length: int) -> list[Span]:
-    """Cut a text into windows that do not overlap, except that the last reaches back to be full: its context is then as
-    long as can be, which is how the harness counts."""
+def full_windows(text: TokenIds, length: int) -> list[Span]:
+    """Cut a text into windows without overlap, but extend the last one backwards to full length.
+
+    This gives the last window the longest possible context, which is how the harness computes rolling likelihoods.
+    """
     spans = list(windows(text, length, length))
     if len(spans) > 1 and len(spans[-1].tokens) < length + 1:
         new = len(spans[-1].tokens) - 1
@@ -217,7 +214,7 @@ def full_windows(text: Sequence[int], length: int) -> list[Span]:
 
 
 def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
-    """Turn a task's `generation_kwargs` into our settings. Raises EvaluationError for what we do not know."""
+    """Convert a task's `generation_kwargs`. Raises EvaluationError naming unsupported settings."""
     asked = dict(asked)
     until = asked.pop("until", None) or []
     limits = [asked.pop(key, None) for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
@@ -225,7 +222,7 @@ def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
     do_sample, temperature = asked.pop("do_sample", None), float(asked.pop("temperature", 0.0) or 0.0)
     known = {name: asked.pop(name) for name in ("top_k", "top_p", "repetition_penalty", "num_beams") if name in asked}
     if asked:
-        raise EvaluationError(f"a task asks for generation settings that do not exist here: {', '.join(sorted(asked))}")
+        raise EvaluationError(f"the task needs unsupported generation settings: {', '.join(sorted(asked))}")
     if do_sample is False or (do_sample is None and temperature == 0):
         temperature = 0.0
     elif temperature == 0:
@@ -236,3 +233,7 @@ def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
         stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
         **known,
     )
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))

@@ -1,57 +1,93 @@
-"""Perplexity of wikitext, of any corpus of documents, and of token files."""
+"""Perplexity of wikitext, of a corpus of documents and of token files.
+
+In the formulas L is the summed loss of the predicted tokens (natural logarithm), T the number of tokens of a text, the
+first of which is not predicted, and O the number of words of the original text, `len(text.strip().split(" "))`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+import re
 from pathlib import Path
 
 import numpy as np
 
 from neox.errors import EvaluationError
-from neox.evaluation.detokenize import detokenize_wikitext
-from neox.evaluation.formulas import bits_per_byte, count_words, token_perplexity, word_perplexity
-from neox.evaluation.result import TaskResult
-from neox.evaluation.scoring import ScoringModel, Span, SpanScore, score_spans, windows
-from neox.evaluation.texts import is_token_file, read_corpus, read_text, token_documents
-from neox.generation import over_replicas
-from neox.log import progress
-from neox.parallel import ParallelGrid
-from neox.tokenizer import Tokenizer
+from neox.evaluation.results import TaskResult
+from neox.evaluation.scoring import Scorer, TokenIds
+from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
+
+_LARGEST_LOSS = 20.0  # per token; the perplexity of an untrained model is shown as e^20 instead of overflowing
+
+# Rules that turn wikitext's tokenized text back into running text, as they are usual for published scores; in order.
+_REPLACEMENTS = (
+    ("s '", "s'"),
+    *((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)
+_BRACKETS_AND_QUOTES = tuple(
+    (re.compile(rf"{left}\s*([^{right}]*?)\s*{right}"), rf"{left[-1]}\1{right[-1]}")
+    for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), (r"{", r"}"), (r"\"", r"\""), (r"'", r"'"))
+)
+_FINAL_REPLACEMENTS = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How texts are scored. window: predicted tokens at once; stride: those of them that are new, None for all."""
-
-    model: ScoringModel
-    tokenizer: Tokenizer
-    grid: ParallelGrid
-    window: int
-    stride: int | None = None
-    batch_size: int = 8
-
-    def score(self, spans: Sequence[Span], name: str) -> list[SpanScore]:
-        """Score spans in batches, with progress shown by rank 0."""
-        if self.grid.rank != 0:
-            return score_spans(self.model, spans, batch_size=self.batch_size)
-        with progress(name, len(spans), "texts") as bar:
-            return score_spans(self.model, spans, batch_size=self.batch_size, done=bar.update)
+def token_perplexity(loss: float, tokens: int) -> float:
+    """Return exp(min(20, L / (T - 1)))."""
+    return math.exp(min(_LARGEST_LOSS, loss / (tokens - 1)))
 
 
-def wikitext(path: str | Path, scoring: Scoring, name: str = "wikitext") -> TaskResult:
-    """Score a file in wikitext's form as one text, detokenized.
+def word_perplexity(loss: float, tokens: int, words: int) -> float:
+    """Return exp(min(20, L / (T - 1) * (T - 1) / (O - 1))), which does not depend on the tokenizer."""
+    ratio = (tokens - 1) / (words - 1)
+    return math.exp(min(_LARGEST_LOSS, loss / (tokens - 1) * ratio))
 
-    `ppl` is per token, `word_ppl` per word of the original file. Raises EvaluationError for a file without text.
+
+def bits_per_byte(loss: float, size: int) -> float:
+    """Return the loss in bits per UTF-8 byte of the original text."""
+    return loss / math.log(2) / size
+
+
+def count_words(text: str) -> int:
+    """Return O of the formulas."""
+    return len(text.strip().split(" "))
+
+
+def detokenize_wikitext(text: str) -> str:
+    """Return tokenized wikitext as running text: `3 @.@ 0 , and 's` becomes `3.0, and's`."""
+    for old, new in _REPLACEMENTS:
+        text = text.replace(old, new)
+    for pattern, replacement in _BRACKETS_AND_QUOTES:
+        text = pattern.sub(replacement, text)
+    for old, new in _FINAL_REPLACEMENTS:
+        text = text.replace(old, new)
+    return text
+
+
+def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskResult:
+    """Score a file in wikitext's format as one detokenized text.
+
+    Returns:
+        `ppl` (per token), `word_ppl` (per word of the original file), `loss` and `bits_per_byte`.
+
+    Raises:
+        EvaluationError: For a file with too little text.
     """
     original = read_text(path)
     words = count_words(original)
-    text = detokenize_wikitext(original)
-    tokens = scoring.tokenizer.encode(text)
+    tokens = scorer.tokenizer.encode(detokenize_wikitext(original))
     if len(tokens) < 2 or words < 2:
         raise EvaluationError(f"{path}: {words} words and {len(tokens)} tokens are too few for a perplexity")
-    loss, scored = _loss([tokens], scoring, name)
-    assert scored == len(tokens) - 1
+    loss, scored = scorer.loss([tokens], name)
     size = len(original.encode())
     metrics = {
         "ppl": token_perplexity(loss, len(tokens)),
@@ -62,37 +98,28 @@ def wikitext(path: str | Path, scoring: Scoring, name: str = "wikitext") -> Task
     return TaskResult(name, metrics, {"tokens": len(tokens), "scored": scored, "words": words, "bytes": size})
 
 
-def corpus_perplexity(path: str | Path, scoring: Scoring, name: str = "perplexity") -> TaskResult:
-    """Score documents (`.jsonl`, `.jsonl.zst`, `.txt` and the like), or a token file by its prefix (`.bin` and `.idx`).
+def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity") -> TaskResult:
+    """Score documents (`.jsonl`, `.jsonl.zst`, `.txt`, ...) or a token file (the prefix of its `.bin` and `.idx`).
 
-    Each document is a text of its own that begins after an end-of-document and ends with one, so every token of it is
-    predicted, as in training. A token file made with `--append-eod` gives the scores of the documents it came from,
-    without the ones that need their text (`word_ppl`, `bits_per_byte`).
-    Raises EvaluationError where there is nothing to score, DataError for files that are broken.
+    Each document is a separate text between two end-of-document tokens, so every token of it is predicted, as in
+    training. A token file made with `--append-eod` gives the scores of its documents, without those that need their
+    text (`word_ppl`, `bits_per_byte`).
+
+    Raises:
+        EvaluationError: If there is nothing to score.
+        DataError: For broken files.
     """
-    eod, counts = scoring.tokenizer.eod, {}
+    counts: dict[str, int] = {}
+    texts: list[TokenIds]
     if is_token_file(path):
-        texts = list(token_documents(path, scoring.tokenizer))
+        texts = list(token_documents(path, scorer.tokenizer))
     else:
-        documents = list(read_corpus(path))
-        texts = [np.array([eod, *ids, eod], dtype=np.int32) for ids in scoring.tokenizer.encode_batch(documents)]
+        documents, eod = list(read_corpus(path)), scorer.tokenizer.eod
+        texts = [np.array([eod, *ids, eod], dtype=np.int32) for ids in scorer.tokenizer.encode_batch(documents)]
         counts = {"words": sum(map(count_words, documents)), "bytes": sum(len(text.encode()) for text in documents)}
-    loss, scored = _loss(texts, scoring, name)
+    loss, scored = scorer.loss(texts, name)
     metrics = {"ppl": token_perplexity(loss, scored + 1), "loss": loss / scored}
     if counts.get("words", 0) > 1:
         metrics["word_ppl"] = word_perplexity(loss, scored + 1, counts["words"])
         metrics["bits_per_byte"] = bits_per_byte(loss, counts["bytes"])
     return TaskResult(name, metrics, {"documents": len(texts), "scored": scored, **counts})
-
-
-def _loss(texts: Iterable[Sequence[int] | np.ndarray], scoring: Scoring, name: str) -> tuple[float, int]:
-    """Return the summed loss of all texts (ids), and how many tokens were scored."""
-    stride = scoring.stride or scoring.window
-    spans = [span for text in texts for span in windows(text, scoring.window, stride)]
-
-    def share(mine: Sequence[Span]) -> list[tuple[float, int]]:
-        scores = scoring.score(mine, name)
-        return [(score.log_probability, score.count) for score in scores]
-
-    scores = over_replicas(spans, share, scoring.grid)
-    return -sum(score for score, _ in scores), sum(count for _, count in scores)

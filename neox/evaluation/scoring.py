@@ -1,4 +1,4 @@
-"""Log-probabilities of spans of tokens: what every score here is made of.
+"""Log-probabilities of token spans, from which every score is computed.
 
 Shapes: B sequences, S tokens.
 """
@@ -14,54 +14,115 @@ import torch
 from torch import Tensor
 
 from neox.errors import EvaluationError
+from neox.generation.completion import over_replicas
+from neox.log import progress
+from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
+
+TokenIds = Sequence[int] | np.ndarray
 
 
 class ScoringModel(Protocol):
-    """What evaluation asks of a model, wherever its layers are."""
+    """Model that can score tokens, on one rank or split over several.
+
+    Attributes:
+        max_length: Longest sequence in tokens.
+        device: Device of the tensors given to `score`.
+    """
 
     max_length: int
-    """Longest sequence in tokens."""
     device: torch.device
 
     def score(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each label's log-probability, float32 [B, S], and whether it is the most probable token, bool [B, S].
+        """Score the label of every position.
 
-        tokens, labels: int64 [B, S]. The same on every rank of the model.
+        Args:
+            tokens: int64 [B, S].
+            labels: int64 [B, S], the token after each position.
+
+        Returns:
+            Log-probability of each label, float32 [B, S], and whether it is the most probable token, bool [B, S]; equal
+            on every rank of the model.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of which those from `first` (at least 1) on are scored, each given all before it.
+    """Tokens of which those from index `first` (at least 1) on are scored, each given all tokens before it.
 
-    Spans of an array are views of it: a corpus of 10^9 tokens is in memory once, and not as Python's integers.
+    `tokens` may be a view of an array, so that a corpus is held in memory once.
     """
 
-    tokens: Sequence[int] | np.ndarray
+    tokens: TokenIds
     first: int
 
 
 @dataclass(frozen=True)
 class SpanScore:
-    """log_probability: natural log, summed over the scored tokens. count: how many. greedy: every one was the most
-    probable; last_greedy: the last one was."""
+    """Score of one span.
+
+    Attributes:
+        log_probability: Natural logarithm, summed over the scored tokens.
+        count: Number of scored tokens.
+        greedy: Whether every scored token was the most probable one.
+    """
 
     log_probability: float
     count: int
     greedy: bool
-    last_greedy: bool
 
 
-def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Span]:
+@dataclass(frozen=True)
+class Scorer:
+    """Model, tokenizer and window settings with which texts are scored; all ranks use it together.
+
+    Attributes:
+        window: Predicted tokens per window.
+        stride: New tokens per window; None means all of them (windows do not overlap).
+        batch_size: Windows scored at once.
+    """
+
+    model: ScoringModel
+    tokenizer: Tokenizer
+    grid: ParallelGrid
+    window: int
+    stride: int | None = None
+    batch_size: int = 8
+
+    def score(self, spans: Sequence[Span], name: str) -> list[SpanScore]:
+        """Score spans, divided among the data-parallel ranks; rank 0 shows the progress of its part as `name`."""
+
+        def score_part(part: Sequence[Span]) -> list[SpanScore]:
+            if self.grid.rank != 0:
+                return score_spans(self.model, part, batch_size=self.batch_size)
+            with progress(name, len(part), "texts") as bar:
+                return score_spans(self.model, part, batch_size=self.batch_size, on_batch=bar.update)
+
+        return over_replicas(spans, score_part, self.grid)
+
+    def loss(self, texts: Iterable[TokenIds], name: str) -> tuple[float, int]:
+        """Score whole texts (token ids) in windows.
+
+        Returns:
+            The summed loss (natural logarithm) and the number of scored tokens.
+        """
+        stride = self.stride or self.window
+        scores = self.score([span for text in texts for span in windows(text, self.window, stride)], name)
+        return -sum(score.log_probability for score in scores), sum(score.count for score in scores)
+
+
+def windows(tokens: TokenIds, length: int, stride: int) -> Iterator[Span]:
     """Cut a text into windows of at most `length` predicted tokens that start every `stride` tokens.
 
-    The first window scores all of its tokens, each later one the last `stride` (what is new in it), so that every token
-    but the first is scored once, with at least `length - stride` tokens before it where the text has them.
-    Raises EvaluationError unless 1 <= stride <= length.
+    The first window scores all its tokens, every later one its last `stride` tokens, so that every token but the first
+    is scored once, with at least `length - stride` tokens of context where the text has them.
+
+    Raises:
+        EvaluationError: Unless 1 <= stride <= length.
     """
     if not 1 <= stride <= length:
-        raise EvaluationError(f"eval_stride is {stride}: it must lie between 1 and the window, {length} tokens")
+        raise EvaluationError(f"eval_stride is {stride}: it must be between 1 and the window, {length} tokens")
     start = 0
     while True:
         part = tokens[start : start + length + 1]
@@ -78,31 +139,41 @@ def score_spans(
     spans: Sequence[Span],
     *,
     batch_size: int = 8,
-    done: Callable[[int], None] | None = None,
+    on_batch: Callable[[int], object] | None = None,
 ) -> list[SpanScore]:
-    """Score spans in batches of similar lengths; results in the order of the spans. done: told how many are through.
+    """Score spans in batches of similar lengths.
 
-    Raises EvaluationError for a span longer than the model's context and for logits that are not numbers.
+    Args:
+        model: Model to score with.
+        spans: Spans of at most `model.max_length + 1` tokens.
+        batch_size: Spans per batch.
+        on_batch: Called after each batch with its number of spans.
+
+    Returns:
+        One score per span, in their order.
+
+    Raises:
+        EvaluationError: For a span longer than the model's context, and for log-probabilities that are NaN.
     """
     for span in spans:
         if len(span.tokens) - 1 > model.max_length:
             raise EvaluationError(
-                f"{len(span.tokens) - 1} tokens are to be read at once, and this model's context is {model.max_length} "
-                "(max_position_embeddings)"
+                f"a window of {len(span.tokens) - 1} tokens (seq_length) is longer than this model's context of "
+                f"{model.max_length} tokens (max_position_embeddings)"
             )
     results: dict[int, SpanScore] = {}
     order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         results.update(zip(batch, _score_batch(model, [spans[n] for n in batch]), strict=True))
-        if done:
-            done(len(batch))
+        if on_batch:
+            on_batch(len(batch))
     return [results[n] for n in range(len(spans))]
 
 
 @torch.inference_mode()
 def _score_batch(model: ScoringModel, spans: Sequence[Span]) -> Iterable[SpanScore]:
-    """Score one batch, padded on the right, where causality keeps the padding out of every scored token."""
+    """Score one batch, padded on the right, where causal attention keeps the padding out of every scored token."""
     rows = np.zeros((len(spans), max(len(span.tokens) for span in spans)), dtype=np.int64)
     for row, span in zip(rows, spans, strict=True):
         row[: len(span.tokens)] = span.tokens
@@ -110,12 +181,12 @@ def _score_batch(model: ScoringModel, spans: Sequence[Span]) -> Iterable[SpanSco
     log_probabilities, greedy = model.score(padded[:, :-1], padded[:, 1:])
     log_probabilities, greedy = log_probabilities.double().cpu(), greedy.cpu()
     for number, span in enumerate(spans):
-        place = slice(span.first - 1, len(span.tokens) - 1)
-        total = log_probabilities[number, place].sum().item()
+        scored = slice(span.first - 1, len(span.tokens) - 1)
+        total = log_probabilities[number, scored].sum().item()
         if total != total:
             raise EvaluationError(
-                "the model's log-probabilities are not numbers (NaN): the weights are broken, or overflow in this "
-                "precision; look at the training loss of this checkpoint, try an earlier one, or evaluate in fp32"
+                "the model's log-probabilities are NaN: the weights are broken or overflow in this precision; check "
+                "the training loss of this checkpoint, try an earlier one, or set inference_precision: fp32"
             )
-        hits = greedy[number, place]
-        yield SpanScore(total, hits.numel(), bool(hits.all()), bool(hits[-1]))
+        hits = greedy[number, scored]
+        yield SpanScore(total, hits.numel(), bool(hits.all()))

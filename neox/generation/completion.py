@@ -1,25 +1,36 @@
-"""Prompts in, completions out: batches, beams, and what is told about each."""
+"""Completions of prompts: batches of similar lengths, divided among copies of the model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from neox.generation.beam_search import beam_search
-from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
-from neox.generation.params import SamplingParams
-from neox.generation.request import encode_prompts
+import torch.distributed as dist
+
+from neox.generation.decoding import Continuation, LanguageModel, OnText, beam_search, decode
+from neox.generation.request import SamplingParams, encode_prompts
 from neox.generation.text_stream import TextCodec
+from neox.log import progress
+from neox.parallel import ParallelGrid
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt and what followed.
+    """One prompt and its continuation.
 
-    text: the continuation alone. length: its tokens, the end-of-document not counted. finished: it ended by itself and
-    not by the length limit. duration: seconds its batch took. logits: one list of the vocabulary's logits per token.
+    Attributes:
+        context: The prompt.
+        text: The continuation alone.
+        length: Tokens of the continuation, without an end-of-document token.
+        finished: Whether end-of-document or a stop string ended it, and not the length limit.
+        duration: Seconds that its batch took.
+        tokens: Token ids of the continuation.
+        logits: Logits of the vocabulary for each token, where asked for.
     """
 
     context: str
@@ -31,7 +42,7 @@ class Completion:
     logits: list[list[float]] | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a line of the output file holds."""
+        """Return the object that the output file holds."""
         record: dict[str, Any] = {
             "context": self.context,
             "text": self.text,
@@ -54,17 +65,30 @@ def generate(
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
     keep_logits: bool = False,
-    done: Callable[[int], object] | None = None,
+    on_batch: Callable[[int], object] | None = None,
 ) -> list[Completion]:
-    """Continue each prompt, in batches of similar lengths; results come in the order of the prompts.
+    """Continue each prompt, in batches of similar lengths.
 
-    An empty prompt generates without a context. numbers: each prompt's place in the whole run, which decides what is
-    drawn for it (default: its place here). on_text: told (prompt number, new text) on the way; not with beams.
-    done: told how many prompts are through, batch by batch.
-    Raises GenerationError before anything is generated for prompts that do not fit, and on logits that are not numbers.
+    Args:
+        model: Model to generate with.
+        prompts: Texts; an empty one generates without a context.
+        params: Sampling settings.
+        codec: Tokenizer.
+        batch_size: Prompts per batch; beam search takes one at a time.
+        numbers: Position of each prompt in the whole run, which decides the random numbers drawn for it; by default
+            its position here.
+        on_text: Called with (prompt number, new text) during generation; not with beams.
+        keep_logits: Whether completions hold their logits.
+        on_batch: Called after each batch with its number of prompts.
+
+    Returns:
+        Completions in the order of the prompts.
+
+    Raises:
+        GenerationError: For prompts that do not fit, before anything is generated, and for logits that are not finite.
     """
     ids = encode_prompts(prompts, codec, params, model.max_length)
-    places = list(numbers) if numbers is not None else list(range(len(ids)))
+    positions = list(numbers) if numbers is not None else list(range(len(ids)))
     completed: dict[int, Completion] = {}
     order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
     width = 1 if params.num_beams > 1 else batch_size
@@ -74,22 +98,20 @@ def generate(
         if params.num_beams > 1:
             results = [beam_search(model, ids[batch[0]], params, codec)]
         else:
-            told = None if on_text is None else lambda row, text, batch=batch: on_text(batch[row], text)
             results = decode(
                 model,
                 [ids[n] for n in batch],
                 params,
                 codec,
-                numbers=[places[n] for n in batch],
-                on_text=told,
+                numbers=[positions[n] for n in batch],
+                on_text=None if on_text is None else lambda row, text, batch=batch: on_text(batch[row], text),
                 keep_logits=keep_logits,
             )
         seconds = time.perf_counter() - started
-        completed.update(
-            (n, _completion(prompts[n], result, seconds, keep_logits)) for n, result in zip(batch, results, strict=True)
-        )
-        if done:
-            done(len(batch))
+        for n, result in zip(batch, results, strict=True):
+            completed[n] = _completion(prompts[n], result, seconds, keep_logits)
+        if on_batch:
+            on_batch(len(batch))
     return [completed[n] for n in range(len(ids))]
 
 
@@ -103,3 +125,46 @@ def _completion(context: str, result: Continuation, seconds: float, keep_logits:
         tokens=tuple(result.tokens),
         logits=[row.tolist() for row in result.logits] if keep_logits else None,
     )
+
+
+def generate_all(
+    model: LanguageModel,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    codec: TextCodec,
+    grid: ParallelGrid,
+    *,
+    batch_size: int = 8,
+) -> list[Completion]:
+    """Continue prompts, divided among the data-parallel ranks; every rank gets all completions."""
+    encode_prompts(prompts, codec, params, model.max_length)  # raises on all ranks, before anything starts
+
+    def generate_part(numbers: Sequence[int]) -> list[Completion]:
+        part = [prompts[n] for n in numbers]
+        if grid.rank != 0:
+            return generate(model, part, params, codec, batch_size=batch_size, numbers=numbers)
+        with progress("generate", len(part), "prompts") as bar:
+            return generate(model, part, params, codec, batch_size=batch_size, numbers=numbers, on_batch=bar.update)
+
+    return over_replicas(range(len(prompts)), generate_part, grid)
+
+
+def over_replicas(
+    items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]], grid: ParallelGrid
+) -> list[Result]:
+    """Divide items among the data-parallel ranks and gather the results.
+
+    Args:
+        items: The same items on all ranks.
+        work: Maps items to as many picklable results; it may communicate with the ranks of its own model copy.
+        grid: Process groups.
+
+    Returns:
+        `work(items)`, in the order of the items, on every rank.
+    """
+    part = list(work(items[grid.dp_rank :: grid.dp_size]))
+    if grid.dp_size == 1:
+        return part
+    parts: list[list[Result]] = [[] for _ in range(grid.dp_size)]
+    dist.all_gather_object(parts, part, group=grid.dp_group)
+    return [parts[n % grid.dp_size][n // grid.dp_size] for n in range(len(items))]

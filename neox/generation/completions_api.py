@@ -1,6 +1,6 @@
-"""OpenAI's completions protocol: what a request may say, and what the answers look like. No network here.
+"""OpenAI's completions protocol: checking requests and building answers, without a network.
 
-What we cannot do is refused by name instead of being ignored.
+Unsupported settings are refused by name instead of being ignored.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neox.errors import GenerationError
-from neox.generation.decoding import Continuation, LanguageModel, room
-from neox.generation.params import SamplingParams
+from neox.generation.decoding import Continuation, LanguageModel
+from neox.generation.request import SamplingParams
 from neox.generation.text_stream import TextCodec, is_text
 
-# Fields of the protocol that change nothing at these values, and that we do not have at others.
+# Unsupported fields of the protocol, and the values at which they have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, 0, False),
     "presence_penalty": (None, 0),
@@ -24,21 +24,31 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 
-_NEARLY_NONE = 1e-9  # top_p: 0 leaves only the most probable token here, where in our settings it means that all stay
+# `top_p: 0` of the protocol keeps only the most probable token; in `SamplingParams` it would keep all.
+_SMALLEST_TOP_P = 1e-9
 
 
 class BadRequest(GenerationError):
-    """A request that cannot be answered; status: the HTTP status that says why."""
+    """Invalid request."""
 
     def __init__(self, message: str, status: int = 400) -> None:
+        """Set the message and the HTTP status of the answer."""
         super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. seconds: of its generation; waiting: requests in line before others are refused;
-    body_bytes, body_seconds: of what it sends."""
+    """Limits of one request.
+
+    Attributes:
+        max_tokens: New tokens per sequence.
+        sequences: Sequences, over all prompts and `n`.
+        body_bytes: Size of the request's body.
+        seconds: Time of its generation.
+        waiting: Requests that may wait; further ones are refused.
+        body_seconds: Time until the body has arrived.
+    """
 
     max_tokens: int = 1024
     sequences: int = 8
@@ -49,14 +59,20 @@ class Limits:
 
     def __post_init__(self) -> None:
         if min(self.max_tokens, self.sequences) < 1 or self.waiting < 0 or not self.seconds >= 0:
-            raise GenerationError("limits of a server: at least 1 token and 1 sequence, no negative seconds or waiting")
+            raise GenerationError("server limits: max_tokens and max_sequences must be at least 1, max_seconds and max_waiting not negative")
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request: prompts (ids, each as often as continuations were asked for) and how to go on.
+    """Checked request.
 
-    stream_usage: a stream ends with the counts of tokens.
+    Attributes:
+        prompts: Token ids, each prompt repeated once per continuation.
+        echoes: Text shown before each continuation.
+        params: Sampling settings.
+        stream: Whether the answer is a stream of server-sent events.
+        stream_usage: Whether a stream ends with token counts.
+        id: Identifier of the answer.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -68,7 +84,7 @@ class CompletionRequest:
 
 
 def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Limits) -> CompletionRequest:
-    """Check a decoded JSON body. Raises BadRequest that names the field."""
+    """Check a decoded JSON body. Raises BadRequest naming the field."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     fields = dict(body)
@@ -76,10 +92,10 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
     fields.pop("user", None)
     for name, neutral in _NEUTRAL.items():
         if fields.pop(name, None) not in neutral:
-            raise BadRequest(f"`{name}` does not exist here; leave it out")
+            raise BadRequest(f"`{name}` is not supported; leave it out")
     n = _number(fields, "n", 1, int, 1, limits.sequences)
     if _number(fields, "best_of", n, int, 1, limits.sequences) != n:
-        raise BadRequest("`best_of` other than `n` does not exist here; leave it out")
+        raise BadRequest("`best_of` other than `n` is not supported; leave it out")
     prompts = _prompts(fields.pop("prompt", ""), codec)
     if len(prompts) * n > limits.sequences:
         raise BadRequest(
@@ -90,10 +106,10 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
     stream_usage = _stream_usage(fields, stream)
     params = _params(fields, limits)
     if fields:
-        raise BadRequest(f"unknown: {', '.join(map(_shown, sorted(fields)))}")
+        raise BadRequest(f"unknown fields: {', '.join(map(_printable, sorted(fields)))}")
     for prompt in prompts:
         try:
-            room(model, prompt, params)
+            params.token_limit(len(prompt), model.max_length)
         except GenerationError as error:
             raise BadRequest(str(error)) from error
         if max(prompt) >= model.vocab_size or min(prompt) < 0:
@@ -104,7 +120,7 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
 
 
 def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
-    """Take the sampling settings out of `fields`, with OpenAI's defaults (temperature 1, 16 tokens)."""
+    """Remove the sampling settings from `fields`; defaults are OpenAI's (temperature 1, 16 tokens)."""
     stop = fields.pop("stop", None) or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop) or len(stop) > 16:
@@ -117,7 +133,7 @@ def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
         "max_new_tokens": longest,
         "min_new_tokens": _number(fields, "min_tokens", 0, int, 0, longest),
         "temperature": _number(fields, "temperature", 1.0, float, 0, 100),
-        "top_p": _number(fields, "top_p", 1.0, float, 0, 1) or _NEARLY_NONE,
+        "top_p": _number(fields, "top_p", 1.0, float, 0, 1) or _SMALLEST_TOP_P,
         "top_k": _number(fields, "top_k", 0, int, 0, 2**31),
         "repetition_penalty": _number(fields, "repetition_penalty", 1.0, float, 0.01, 100),
     }
@@ -128,7 +144,7 @@ def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
 
 
 def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
-    """Return each prompt's ids: a text, ids, or a list of either; an empty text starts after an end-of-document."""
+    """Return the ids of each prompt: `value` is a text, ids, or a list of either; an empty text means no context."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_id, value))):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -137,17 +153,17 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
     for prompt in value:
         if isinstance(prompt, str):
             if not is_text(prompt):
-                raise BadRequest("`prompt` holds half of a UTF-16 pair (\\ud800 to \\udfff), which is no text")
+                raise BadRequest("`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text")
             prompts.append(tuple(codec.encode(prompt) if prompt else [codec.eod]))
         elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
             prompts.append(tuple(prompt))
         else:
-            raise BadRequest("`prompt` must hold texts or lists of token ids")
+            raise BadRequest("`prompt` must contain strings or lists of token ids")
     return prompts
 
 
-def _shown(name: str) -> str:
-    """Return a field's name as an answer may hold it."""
+def _printable(name: str) -> str:
+    """Return a field's name, shortened and escaped for an answer."""
     return name[:80] if is_text(name) else ascii(name[:80])
 
 
@@ -156,12 +172,12 @@ def _is_id(value: Any) -> bool:
 
 
 def _stream_usage(fields: dict[str, Any], stream: bool) -> bool:
-    """Take `stream_options`, in which clients ask for the counts of tokens."""
+    """Remove `stream_options` from `fields`; return whether it asks for token counts."""
     options = fields.pop("stream_options", None)
     if options is None:
         return False
     if not stream or not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise BadRequest("`stream_options` goes with `stream: true` and may hold `include_usage`")
+        raise BadRequest("`stream_options` requires `stream: true` and may contain only `include_usage`")
     return _boolean(dict(options), "include_usage")
 
 
@@ -182,31 +198,31 @@ def _number(fields: dict[str, Any], name: str, default: Any, kind: type, least: 
     return kind(value)
 
 
-def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """Return one element of `choices`."""
+def choice_json(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    """Return one element of an answer's `choices`."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 def finish_reason(result: Continuation, late: bool) -> str:
-    """Return `stop`, `length`, or `timeout` where this server's time limit ended it."""
+    """Return `stop`, `length`, or `timeout` if the server's time limit ended the generation."""
     if result.finished:
         return "stop"
     return "timeout" if late else "length"
 
 
-def response(
+def response_json(
     request: CompletionRequest, model_name: str, created: int, choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a whole answer, or one chunk of a streamed one."""
     return {"id": request.id, "object": "text_completion", "created": created, "model": model_name, "choices": choices}
 
 
-def usage(request: CompletionRequest, results: list[Continuation]) -> dict[str, int]:
-    """Return token counts."""
+def usage_json(request: CompletionRequest, results: list[Continuation]) -> dict[str, int]:
+    """Return the token counts of an answer."""
     read, written = sum(map(len, request.prompts)), sum(len(result.tokens) for result in results)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+def error_json(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

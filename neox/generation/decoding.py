@@ -1,59 +1,72 @@
-"""The decoding loop: prompts of different lengths in one batch, one new token per step.
+"""Decoding loops: sampling for batches of prompts, and beam search.
 
-Shapes: B sequences, S tokens fed at once, V vocabulary. Every rank of a model that is split over ranks runs this same
-loop on the same logits, so all of them stop after the same step and nobody waits for a peer that has left.
+Shapes: B sequences, S tokens fed at once, V vocabulary. Every rank of a split model runs the same loop on the same
+logits, so that all of them stop after the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from neox.generation.params import SamplingParams
-from neox.generation.sampling import TokenChooser
+from neox.generation.request import SamplingParams
+from neox.generation.sampling import TokenChooser, check_logits, penalize_repetition
 from neox.generation.text_stream import TextCodec, TextStream
 
 
 class Decoding(Protocol):
-    """One batch on its way: what it has read so far is inside (a cache, or the tokens themselves)."""
+    """One batch during generation, with what it has read so far (a cache, or the tokens themselves)."""
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Read tokens [B, S] (the first time left-padded) and return the logits [B, V] after the last of them."""
         ...
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with these rows [B'] of what was read: sequences are dropped, doubled or moved."""
+        """Keep these rows [B'] of the batch, in this order; a row may occur several times or not at all."""
         ...
 
 
 class LanguageModel(Protocol):
-    """What generation asks of a model, wherever its layers are."""
+    """Model that can continue prompts, on one rank or split over several.
+
+    Attributes:
+        vocab_size: Columns of the logits (the padded vocabulary).
+        max_length: Longest sequence in tokens, prompt and continuation together.
+        device: Device of the tokens.
+    """
 
     vocab_size: int
-    """Columns of the logits (the padded vocabulary)."""
     max_length: int
-    """Longest sequence in tokens, prompt and continuation together."""
     device: torch.device
 
     def begin(self, lengths: Sequence[int], capacity: int) -> Decoding:
-        """Start a batch of prompts of `lengths` tokens that will be at most `capacity` tokens wide."""
+        """Start a batch.
+
+        Args:
+            lengths: Tokens of each prompt.
+            capacity: Most tokens that a row will hold, padding included.
+        """
         ...
 
 
 OnText = Callable[[int, str], None]
-"""Told (row, new text) as soon as text of a continuation is certain."""
+"""Called with (row, new text) as soon as text of a continuation is final."""
 
 
 @dataclass
 class Continuation:
-    """What one prompt was continued with.
+    """Continuation of one prompt.
 
-    tokens: new ids, without the end-of-document that may have ended them. finished: ended by itself (end-of-document
-    or a stop string) and not by the length. logits: [tokens, V] float32 where asked for.
+    Attributes:
+        tokens: New ids, without the end-of-document that may have ended them.
+        text: The same, decoded.
+        finished: Whether end-of-document or a stop string ended it, and not the length limit.
+        logits: [V] float32 for each token, where asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -62,63 +75,48 @@ class Continuation:
     logits: list[Tensor] = field(default_factory=list)
 
 
-def room(model: LanguageModel, prompt: Sequence[int], params: SamplingParams) -> int:
-    """Return how many tokens may follow `prompt` (ids). Raises GenerationError if it is empty or too long."""
-    return params.room(len(prompt), model.max_length)
-
-
-def left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-    """Return prompts as one tensor [B, longest], each ending at the right edge."""
-    width = max(map(len, prompts))
-    return torch.tensor([[fill] * (width - len(p)) + list(p) for p in prompts], device=device)
-
-
 class _Row:
-    """One sequence of the batch: collects tokens until it ends."""
+    """One sequence of a batch, which collects tokens until it ends."""
 
     def __init__(
         self, limit: int, codec: TextCodec, params: SamplingParams, on_text: Callable[[str], None] | None
     ) -> None:
         self.result = Continuation()
-        self.limit, self.eod = limit, codec.eod
-        self.on_text = on_text
-        # Text is needed on the way only to show it or to find stop strings in it.
+        self.limit, self.codec, self.on_text = limit, codec, on_text
+        # Text is decoded on the way only to show it or to find stop strings in it.
         self.stream = TextStream(codec, params.stop) if params.stop or on_text else None
-        self.codec = codec
         self.done = False
 
     def add(self, token: int, logits: Tensor | None) -> None:
-        """Take the next token; may set `done`."""
+        """Append the next token; may set `done`."""
         result = self.result
-        if token == self.eod:
+        if token == self.codec.eod:
             result.finished = True
-            self._end()
+            self.end()
             return
         result.tokens.append(token)
         if logits is not None:
             result.logits.append(logits)
         if self.stream:
-            self._say(self.stream.push(token))
+            self._emit(self.stream.push(token))
             result.finished = self.stream.stopped
         if result.finished or len(result.tokens) == self.limit:
-            self._end()
+            self.end()
 
-    def leave(self) -> None:
-        """Take no more tokens."""
-        if not self.done:
-            self._end()
-
-    def _say(self, text: str) -> None:
-        if self.on_text and text:
-            self.on_text(text)
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Decode the text and accept no more tokens."""
+        if self.done:
+            return
         self.done = True
         if self.stream:
-            self._say(self.stream.finish())
+            self._emit(self.stream.finish())
             self.result.text = self.stream.text
         else:
             self.result.text = self.codec.decode(self.result.tokens)
+
+    def _emit(self, text: str) -> None:
+        if self.on_text and text:
+            self.on_text(text)
 
 
 @torch.inference_mode()
@@ -133,15 +131,27 @@ def decode(
     keep_logits: bool = False,
     stopped: Callable[[], bool] | None = None,
 ) -> list[Continuation]:
-    """Continue a batch of prompts (ids), greedily or by sampling.
+    """Continue a batch of prompts greedily or by sampling.
 
-    numbers: what tells the sequences' random numbers apart (their place in the whole run; default: in this batch).
-    stopped: asked after every step whether to leave it at what there is (on one process only: ranks would disagree).
-    Raises GenerationError for empty or over-long prompts and for logits that are not numbers.
+    Args:
+        model: Model to generate with.
+        prompts: Token ids, of different lengths.
+        params: Sampling settings.
+        codec: Tokenizer.
+        numbers: Seeds each sequence's random numbers (its position in the whole run; by default in this batch).
+        on_text: Called with (row, new text) as soon as text is final.
+        keep_logits: Whether continuations hold their logits.
+        stopped: Called after every step; true ends all continuations. On one process only, as ranks could disagree.
+
+    Returns:
+        Continuations in the order of the prompts.
+
+    Raises:
+        GenerationError: For empty or over-long prompts and for logits that are not finite.
     """
-    limits = [room(model, prompt, params) for prompt in prompts]
+    limits = [params.token_limit(len(prompt), model.max_length) for prompt in prompts]
     rows = [
-        _Row(limit, codec, params, None if on_text is None else _told(on_text, number))
+        _Row(limit, codec, params, None if on_text is None else partial(on_text, number))
         for number, limit in enumerate(limits)
     ]
     chooser = TokenChooser(
@@ -152,7 +162,7 @@ def decode(
         codec.eod,
         model.device,
     )
-    tokens = left_pad(prompts, codec.eod, model.device)
+    tokens = _left_pad(prompts, codec.eod, model.device)
     decoding = model.begin([len(p) for p in prompts], tokens.size(1) + max(limits))
     while True:
         logits = decoding.feed(tokens)
@@ -162,11 +172,102 @@ def decode(
                 row.add(token, logits[number].float().cpu() if keep_logits else None)
         if stopped is not None and stopped():
             for row in rows:
-                row.leave()
+                row.end()
         if all(row.done for row in rows):
             return [row.result for row in rows]
         tokens = ids[:, None]
 
 
-def _told(on_text: OnText, number: int) -> Callable[[str], None]:
-    return lambda text: on_text(number, text)
+def _left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+    """Return prompts as one tensor [B, longest], each ending at the right edge."""
+    width = max(map(len, prompts))
+    return torch.tensor([[fill] * (width - len(p)) + list(p) for p in prompts], device=device)
+
+
+class _Beam(NamedTuple):
+    """Running or finished beam: new ids (with the end-of-document that ended it) and its score."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+@torch.inference_mode()
+def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingParams, codec: TextCodec) -> Continuation:
+    """Continue one prompt by its best beam.
+
+    Scores and stopping are those of Hugging Face's default (`early_stopping=False`): a finished beam scores its
+    log-probability / length ** length_penalty, and the search continues while the best running beam, at its current
+    length, could still beat the worst of `num_beams` finished ones.
+
+    Args:
+        model: Model to generate with.
+        prompt: Token ids.
+        params: Settings, of which those for sampling are unused.
+        codec: Tokenizer.
+
+    Raises:
+        GenerationError: Like `decode`.
+    """
+    limit = params.token_limit(len(prompt), model.max_length)
+    beams = params.num_beams
+    decoding = model.begin([len(prompt)], len(prompt) + limit)
+    running = [_Beam((), 0.0)]
+    finished: list[_Beam] = []
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    for length in range(1, limit + 1):
+        scores = _log_probabilities(decoding.feed(tokens), prompt, running, params, codec.eod)
+        parents, candidates = _best(scores, running, 2 * beams)
+        last = length == limit
+        # Only a candidate among the best `num_beams` may finish: lower ones lost to a running beam.
+        for beam in candidates[:beams]:
+            if last or beam.tokens[-1] == codec.eod:
+                finished.append(_Beam(beam.tokens, beam.score / length**params.length_penalty))
+        finished = sorted(finished, key=lambda beam: -beam.score)[:beams]
+        kept = [i for i, beam in enumerate(candidates) if beam.tokens[-1] != codec.eod][:beams]
+        running = [candidates[i] for i in kept]
+        if last or not _can_improve(running, finished, length, params):
+            break
+        decoding.reorder(torch.tensor([parents[i] for i in kept], device=model.device))
+        tokens = torch.tensor([[beam.tokens[-1]] for beam in running], device=model.device)
+    best = finished[0].tokens
+    ended = best[-1] == codec.eod
+    new = list(best[:-1] if ended else best)
+    return Continuation(tokens=new, text=codec.decode(new), finished=ended)
+
+
+def _log_probabilities(
+    logits: Tensor, prompt: Sequence[int], running: list[_Beam], params: SamplingParams, eod: int
+) -> Tensor:
+    """Return log-probabilities [beams, V] after the penalties, without end-of-document before the minimum length."""
+    check_logits(logits)
+    scores = logits.float().log_softmax(dim=-1)
+    if params.repetition_penalty != 1.0:
+        seen = torch.zeros_like(scores, dtype=torch.bool)
+        for row, beam in enumerate(running):
+            seen[row, torch.tensor([*prompt, *beam.tokens], device=scores.device)] = True
+        scores = penalize_repetition(scores, seen, params.repetition_penalty)
+    if len(running[0].tokens) < params.min_new_tokens:
+        scores[:, eod] = float("-inf")
+    return scores
+
+
+def _best(scores: Tensor, running: list[_Beam], count: int) -> tuple[list[int], list[_Beam]]:
+    """Return the `count` best one-token extensions of all beams, best first, and the beam that each extends."""
+    totals = scores + torch.tensor([[beam.score] for beam in running], device=scores.device)
+    values, indices = totals.flatten().topk(min(count, totals.numel()))
+    width = scores.size(1)
+    parents = [index // width for index in indices.tolist()]
+    extended = [
+        _Beam((*running[parent].tokens, index % width), value)
+        for parent, index, value in zip(parents, indices.tolist(), values.tolist(), strict=True)
+    ]
+    return parents, extended
+
+
+def _can_improve(running: list[_Beam], finished: list[_Beam], length: int, params: SamplingParams) -> bool:
+    """Return whether a running beam could still score better than the worst of a full set of finished ones."""
+    if not running:
+        return False
+    if len(finished) < params.num_beams:
+        return True
+    return running[0].score / length**params.length_penalty > finished[-1].score

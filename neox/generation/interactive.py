@@ -1,4 +1,4 @@
-"""A prompt loop: type, read on while tokens come, type again; `stop` ends it."""
+"""Interactive prompt loop on a terminal; `stop` ends it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from neox.errors import GenerationError
 from neox.generation.completion import generate
 from neox.generation.decoding import LanguageModel
-from neox.generation.params import SamplingParams
+from neox.generation.request import SamplingParams
 from neox.generation.text_stream import TextCodec
 from neox.launch import report_progress
 from neox.parallel import ParallelGrid
 
 STOP = "stop"
-_REASSURE_SECONDS = 60.0
-_ASK = "Context prompt >>> "
+_REPORT_SECONDS = 60.0
+_PROMPT = "Context prompt >>> "
 
 
 def interact(
@@ -36,136 +36,136 @@ def interact(
     source: TextIO | None = None,
     sink: TextIO | None = None,
 ) -> None:
-    """Answer prompts until `stop` or the end of the input; all ranks take part, rank 0 reads and writes.
+    """Answer prompts until `stop` or the end of the input; all ranks together, rank 0 reads and writes.
 
-    prompt_end: what ends a prompt; with anything but a line's end, prompts may have several lines. source, sink: stdin
-    and stdout if None. The n-th prompt draws other random numbers than the first with the same text.
+    The n-th prompt draws other random numbers than the first one with the same text.
+
+    Args:
+        model: Model to generate with.
+        params: Sampling settings.
+        codec: Tokenizer.
+        grid: Process groups.
+        prompt_end: Text that ends a prompt; anything but a newline allows prompts of several lines.
+        source: Input; None means stdin.
+        sink: Output; None means stdout.
     """
     sink = sink or sys.stdout
-    reader = _prompts(prompt_end, source, sink) if grid.rank == 0 else iter(())
+
+    def write(text: str) -> None:
+        if grid.rank == 0:
+            sink.write(text)
+            sink.flush()
+
+    prompts = _prompts(prompt_end, source, write) if grid.rank == 0 else iter(())
+    # Waiting for a person may take days; the default group's timeout is meant for computers.
+    several = grid.world_size > 1
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if several else None
     number = 0
-    _write(sink, grid, f"{settings_line(params)}\n")
-    group = _prompt_group(grid)
-    while (prompt := _agreed(reader, grid, group)) is not None:
-        say = _speaker(sink) if grid.rank == 0 else None
+    write(f"{settings_line(params)}\n")
+    while (prompt := _next_prompt(prompts, group)) is not None:
         try:
-            (done,) = generate(model, [prompt], params, codec, numbers=[number], on_text=say)
+            (done,) = generate(
+                model,
+                [prompt],
+                params,
+                codec,
+                numbers=[number],
+                on_text=(lambda _, text: write(text)) if grid.rank == 0 else None,
+            )
         except GenerationError as error:
-            _write(sink, grid, f"{error}\n")
+            write(f"{error}\n")
             continue
         if params.num_beams > 1:
-            _write(sink, grid, done.text)
-        ended = "" if done.finished else f" (cut after maximum_tokens or at the context's end, {done.length} tokens)"
-        _write(sink, grid, f"\n[{done.length / done.duration:,.1f} tokens/s]{ended}\n")
+            write(done.text)
+        note = "" if done.finished else f" (reached maximum_tokens or the context length, {done.length} tokens)"
+        write(f"\n[{done.length / done.duration:,.1f} tokens/s]{note}\n")
         number += 1
 
 
 def settings_line(params: SamplingParams) -> str:
-    """Return what a person should know about the settings before the first prompt."""
+    """Return a one-line description of the settings, shown before the first prompt."""
     if params.num_beams > 1:
-        how = f"beam search with {params.num_beams} beams"
+        method = f"beam search with {params.num_beams} beams"
     elif params.samples:
-        how = f"temperature {params.temperature}, top_k {params.top_k}, top_p {params.top_p}, seed {params.seed}"
+        method = f"temperature {params.temperature}, top_k {params.top_k}, top_p {params.top_p}, seed {params.seed}"
     else:
-        how = "greedy"
-    return f"{how}; up to {params.max_new_tokens} tokens; `{STOP}` ends"
+        method = "greedy"
+    return f"{method}; up to {params.max_new_tokens} tokens; `{STOP}` ends"
 
 
-def _prompts(prompt_end: str, source: TextIO | None, sink: TextIO) -> Iterator[str]:
+def _prompts(prompt_end: str, source: TextIO | None, write: Callable[[str], None]) -> Iterator[str]:
     """Yield prompts as they are typed; empty ones are asked for again."""
-    ask = _terminal_asker() if source is None and sys.stdin.isatty() else _plain_asker(source or sys.stdin, sink)
+    terminal = source is None and sys.stdin.isatty()
+    read_line = _terminal_reader() if terminal else _stream_reader(source or sys.stdin, write)
     while True:
-        text = _read_prompt(ask, prompt_end)
+        text = _read_prompt(read_line, prompt_end)
         if text is None or text.strip() == STOP:
             return
         if text.strip():
             yield text
         else:
-            sink.write(f"(empty: type some text, or `{STOP}` to end)\n")
-            sink.flush()
+            write(f"(empty: type some text, or `{STOP}` to end)\n")
 
 
-def _read_prompt(ask: Callable[[str], str | None], prompt_end: str) -> str | None:
-    """Return one prompt without what ends it, or None at the end of the input."""
-    line = ask(_ASK)
+def _read_prompt(read_line: Callable[[str], str | None], prompt_end: str) -> str | None:
+    """Return one prompt without `prompt_end`, or None at the end of the input."""
+    line = read_line(_PROMPT)
     if prompt_end == "\n" or line is None:
         return line
     text = line
     while prompt_end not in text and text.strip() != STOP:
-        line = ask("")
+        line = read_line("")
         if line is None:
             return text
         text += "\n" + line
     return text.split(prompt_end)[0]
 
 
-def _terminal_asker() -> Callable[[str], str | None]:
-    """Ask through `input`, whose line editing and history come with readline where Python has it."""
+def _terminal_reader() -> Callable[[str], str | None]:
+    """Return a reader that uses `input`, with line editing and history where Python has readline."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")
 
-    def ask(text: str) -> str | None:
+    def read_line(prompt: str) -> str | None:
         try:
-            return input(text)
+            return input(prompt)
         except EOFError:
             return None
 
-    return ask
+    return read_line
 
 
-def _plain_asker(source: TextIO, sink: TextIO) -> Callable[[str], str | None]:
-    def ask(text: str) -> str | None:
-        sink.write(text)
-        sink.flush()
+def _stream_reader(source: TextIO, write: Callable[[str], None]) -> Callable[[str], str | None]:
+    def read_line(prompt: str) -> str | None:
+        write(prompt)
         line = source.readline()
         return line.removesuffix("\n") if line else None
 
-    return ask
+    return read_line
 
 
-def _prompt_group(grid: ParallelGrid) -> dist.ProcessGroup | None:
-    """A group of all ranks in which one may wait for a person for days; the others' time limits are for computers."""
-    if grid.world_size == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
-
-
-def _agreed(reader: Iterator[str], grid: ParallelGrid, group: dist.ProcessGroup | None) -> str | None:
+def _next_prompt(prompts: Iterator[str], group: dist.ProcessGroup | None) -> str | None:
     """Return the next prompt that rank 0 reads, on every rank; None at the end."""
-    with _patience():
-        box = [next(reader, None)]
+    with _reporting_progress():
+        box = [next(prompts, None)]
         if group is not None:
             dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
-    """Tell the launcher now and then that this rank is not stuck: a person is thinking."""
+def _reporting_progress() -> Iterator[None]:
+    """Report progress to the launcher while waiting for input, so that `hang_timeout` does not end the run."""
     over = threading.Event()
 
-    def reassure() -> None:
-        while not over.wait(_REASSURE_SECONDS):
+    def report() -> None:
+        while not over.wait(_REPORT_SECONDS):
             report_progress()
 
-    thread = threading.Thread(target=reassure, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-
-
-def _speaker(sink: TextIO) -> Callable[[int, str], None]:
-    def say(number: int, text: str) -> None:
-        sink.write(text)
-        sink.flush()
-
-    return say
-
-
-def _write(sink: TextIO, grid: ParallelGrid, text: str) -> None:
-    if grid.rank == 0:
-        sink.write(text)
-        sink.flush()

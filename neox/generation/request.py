@@ -1,30 +1,122 @@
-"""What a configuration asks of a generation run, and what is wrong with that, known without a model.
+"""Generation settings and prompts of a configuration, checked without a model.
 
-No torch here: the head node asks before ranks start, and so does a dry run.
+No torch here: the launcher checks requests before ranks start, and so does a dry run.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.files import check_writable, unwritable_parent
-from neox.generation.params import SamplingParams
-from neox.generation.prompt_file import read_prompts
-from neox.generation.text_stream import TextCodec
+from neox.generation.text_stream import TextCodec, is_text
+
+_SMALLEST_TEMPERATURE = 1e-20  # below it sampling equals greedy decoding, and dividing by it overflows float32
+_TEXT_KEYS = ("context", "prompt", "text")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one generation; the defaults are greedy decoding.
+
+    Attributes:
+        max_new_tokens: Most tokens of the continuation.
+        min_new_tokens: Tokens before which end-of-document is impossible.
+        temperature: 0 takes the most probable token (greedy); otherwise logits are divided by it and a token is drawn.
+        top_k: Draw among the `top_k` most probable tokens; 0 means all.
+        top_p: Draw among the fewest tokens whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2019,
+            arXiv:1904.09751); 0 and 1 mean all.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens already in the context (CTRL,
+            Keskar et al. 2019, arXiv:1909.05858); 1 means none.
+        stop: Strings that end a continuation and are not part of its text. Not with beams.
+        num_beams: More than 1 searches with that many beams instead of drawing.
+        length_penalty: A finished beam's score is its log-probability / length ** length_penalty.
+        seed: Two runs with one seed draw the same tokens, whatever the batch size.
+
+    Raises:
+        GenerationError: For values out of range and combinations that contradict each other.
+    """
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if problems := [message for wrong, message in self._checks() if wrong]:
+            raise GenerationError("; ".join(problems))
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        """Return (whether it is violated, message) for each rule."""
+        return [
+            (self.max_new_tokens < 1, f"maximum_tokens is {self.max_new_tokens}: it must be at least 1"),
+            (
+                not 0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"minimum_tokens is {self.min_new_tokens}: it must be between 0 and maximum_tokens "
+                f"({self.max_new_tokens})",
+            ),
+            (not self.temperature >= 0, f"temperature is {self.temperature}: it must be 0 (greedy) or positive"),
+            (self.top_k < 0, f"top_k is {self.top_k}: it must be 0 (all tokens) or positive"),
+            (not 0 <= self.top_p <= 1, f"top_p is {self.top_p}: it must be between 0 and 1 (0 and 1: all tokens)"),
+            (not self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}: it must be positive"),
+            (any(not text for text in self.stop), "an empty stop string would end every continuation immediately"),
+            (self.num_beams < 1, f"num_beams is {self.num_beams}: it must be at least 1"),
+            (
+                self.num_beams > 1 and (self.samples or self.top_k > 0 or 0 < self.top_p < 1),
+                f"num_beams is {self.num_beams}, temperature {self.temperature}, top_k {self.top_k}, top_p "
+                f"{self.top_p}: beam search draws no random tokens; set temperature, top_k and top_p to 0, or "
+                "num_beams to 1",
+            ),
+            (
+                self.num_beams > 1 and bool(self.stop),
+                "stop strings and num_beams > 1 cannot be combined; leave one of them out",
+            ),
+        ]
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return self.temperature > _SMALLEST_TEMPERATURE
+
+    def token_limit(self, prompt: int, context: int) -> int:
+        """Return the most tokens that may follow a prompt.
+
+        Args:
+            prompt: Tokens of the prompt.
+            context: Longest sequence of the model in tokens.
+
+        Raises:
+            GenerationError: If the prompt is empty, or none may follow.
+        """
+        if not prompt:
+            raise GenerationError("the prompt is empty: there is nothing to continue")
+        if prompt >= context:
+            raise GenerationError(
+                f"the prompt has {prompt} tokens, and this model's context is {context} "
+                "(max_position_embeddings): shorten it so that at least one token fits after it"
+            )
+        return min(context - prompt, self.max_new_tokens)
 
 
 def sampling_params(config: NeoXConfig) -> SamplingParams:
-    """Return the settings that NeoX's keys mean.
+    """Return the settings of a configuration's keys.
 
     As in gpt-neox, `top_k` or `top_p` with temperature 0 (its default) draws at temperature 1; all three 0 is greedy.
     """
     keys = config.generation
     if keys.return_logits and keys.num_beams > 1:
         raise GenerationError(
-            "return_logits and num_beams > 1 do not go together: a beam's tokens come from several rows"
+            "return_logits and num_beams > 1 cannot be combined: the tokens of a beam come from several rows of logits"
         )
     drawn = (keys.top_k or keys.top_p) and keys.num_beams == 1
     return SamplingParams(
@@ -42,7 +134,7 @@ def sampling_params(config: NeoXConfig) -> SamplingParams:
 
 
 def notes(config: NeoXConfig) -> list[str]:
-    """Return what a person may not expect of these settings."""
+    """Return notes about settings with an effect that a user may not expect."""
     keys, found = config.generation, []
     if keys.temperature == 0 and sampling_params(config).samples:
         found.append("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
@@ -59,44 +151,51 @@ def mode(config: NeoXConfig) -> str:
     if keys.sample_input_file is not None:
         return "input-file"
     if keys.text_gen_type == "input-file":
-        raise GenerationError("text_gen_type is input-file, and sample_input_file (-i FILE) names no file")
+        raise GenerationError("text_gen_type is input-file, but sample_input_file (-i FILE) is not given")
     return keys.text_gen_type or "unconditional"
 
 
 def prompts_of(config: NeoXConfig) -> list[str]:
-    """Return the prompts of a run that is not interactive, as often as each is to be continued."""
+    """Return the prompts of a run that is not interactive, each repeated once per continuation."""
     file, times = config.generation.sample_input_file, copies(config)
     return [prompt for prompt in ([""] if file is None else read_prompts(file)) for _ in range(times)]
 
 
 def copies(config: NeoXConfig) -> int:
-    """Return how often each prompt is continued. Raises GenerationError where all continuations would be the same."""
+    """Return the continuations per prompt. Raises GenerationError if all of them would be the same text."""
     keys = config.generation
     key = "num_samples" if keys.sample_input_file is None else "num_return_sequences"
     times: int = getattr(keys, key)
     if times > 1 and not sampling_params(config).samples:
-        how = "beam search" if keys.num_beams > 1 else "greedy decoding (temperature, top_k and top_p are 0)"
-        raise GenerationError(f"{key} is {times}, and {how} would give the same text every time; set it to 1, or draw")
+        method = "beam search" if keys.num_beams > 1 else "greedy decoding (temperature, top_k and top_p are 0)"
+        raise GenerationError(f"{key} is {times}, but {method} gives the same text every time; set it to 1, or sample")
     return times
 
 
 def context_length(config: NeoXConfig) -> int:
-    """Return the longest sequence the model can read, in tokens."""
+    """Return the longest sequence of the model in tokens."""
     length = config.model.max_position_embeddings or config.model.seq_length
     assert length is not None
     return length
 
 
 def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingParams, context: int) -> list[list[int]]:
-    """Return the ids of each prompt; an empty one is an unconditional start, the end-of-document alone.
+    """Encode prompts; an empty one becomes a lone end-of-document token, which generates without a context.
 
-    Raises GenerationError that names every prompt which leaves no room for a new token in `context` tokens.
+    Args:
+        prompts: Texts.
+        codec: Tokenizer.
+        params: Settings; at least one new token must fit.
+        context: Longest sequence of the model in tokens.
+
+    Raises:
+        GenerationError: Naming every prompt that does not fit.
     """
     ids = [codec.encode(prompt) if prompt else [codec.eod] for prompt in prompts]
     problems = []
     for number, tokens in enumerate(ids, start=1):
         try:
-            params.room(len(tokens), context)
+            params.token_limit(len(tokens), context)
         except GenerationError as error:
             problems.append(f"prompt {number}: {error}" if len(ids) > 1 else str(error))
     if problems:
@@ -105,9 +204,14 @@ def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingPar
 
 
 def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
-    """Raise GenerationError for settings, prompts and an output file that a run would refuse.
+    """Check settings, prompts and the output file; creates nothing.
 
-    codec: None where there is no tokenizer to say how long the prompts are.
+    Args:
+        config: Configuration of a generation run.
+        codec: Tokenizer; None skips the check of the prompts' lengths.
+
+    Raises:
+        GenerationError: For what a run would refuse.
     """
     params = sampling_params(config)
     if mode(config) == "interactive":
@@ -116,12 +220,12 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
     prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
     if out.is_dir():
         raise GenerationError(f"sample_output_file: {out} is a directory")
-    if (closed := unwritable_parent(out)) is not None:
-        raise GenerationError(f"sample_output_file {out}: nothing can be written in {closed}")
+    if (parent := unwritable_parent(out)) is not None:
+        raise GenerationError(f"sample_output_file {out}: nothing can be written in {parent}")
     if prompts is not None:
         if out.exists() and Path(prompts).exists() and out.samefile(prompts):
             raise GenerationError(
-                f"sample_output_file {out} is the file of prompts (-i): name another, it would be lost"
+                f"sample_output_file {out} is the file of prompts (-i), which would be overwritten: name another file"
             )
         texts = read_prompts(prompts)
         if codec is not None:
@@ -129,10 +233,66 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
 
 
 def check_output(config: NeoXConfig) -> None:
-    """Raise GenerationError where completions could not be written; makes their directory."""
+    """Create the directory of the output file. Raises GenerationError if completions cannot be written there."""
     out = config.generation.sample_output_file
     try:
         if mode(config) != "interactive":
             check_writable(Path(out))
     except OSError as error:
         raise GenerationError(f"sample_output_file {out}: cannot be written ({error.strerror})") from error
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Read prompts: one per line, or in a `.jsonl` file one object per line with `context`, `prompt` or `text`.
+
+    Blank lines at the end are ignored.
+
+    Raises:
+        GenerationError: For files that cannot be read or have no prompts, and for other blank or malformed lines; all
+            of them with their line numbers.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise GenerationError(f"{path}: cannot be read as a file of prompts ({reason})") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise GenerationError(f"{path}: contains no prompts; write one per line, or set text_gen_type: unconditional")
+    parse = _parse_json_prompt if path.suffix in (".jsonl", ".json") else _parse_prompt
+    prompts, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            prompts.append(parse(line.removesuffix("\r")))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if problems:
+        raise GenerationError("\n".join(problems))
+    return prompts
+
+
+def _parse_prompt(line: str) -> str:
+    if not line.strip():
+        raise ValueError("empty prompt: remove the line, or set text_gen_type: unconditional")
+    return line
+
+
+def _parse_json_prompt(line: str) -> str:
+    if not line.strip():
+        raise ValueError("empty line")
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    text = record
+    if isinstance(record, dict):
+        text = next((record[key] for key in _TEXT_KEYS if key in record), None)
+    if not isinstance(text, str):
+        raise ValueError(
+            f"no prompt: expected a string, or an object with a string under one of {', '.join(_TEXT_KEYS)}"
+        )
+    if not is_text(text):
+        raise ValueError("the prompt contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text")
+    return _parse_prompt(text)

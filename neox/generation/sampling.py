@@ -1,7 +1,7 @@
-"""From logits to the next token: penalties, filters, and the draw.
+"""Choice of the next token from logits: penalties, filters and sampling.
 
-The order is that of Hugging Face's processors (repetition penalty, minimum length, temperature, top-k, top-p), so that
-equal settings give equal distributions there. Shapes: B sequences, V vocabulary.
+Their order is that of Hugging Face's processors (repetition penalty, minimum length, temperature, top-k, top-p), so
+that equal settings give equal distributions. Shapes: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,36 +13,47 @@ import torch
 from torch import Tensor
 
 from neox.errors import GenerationError
-from neox.generation.params import SamplingParams
+from neox.generation.request import SamplingParams
 
-_NEVER = float("-inf")
+_IMPOSSIBLE = float("-inf")
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were seen less likely: logits [B, V], seen bool [B, V]."""
+    """Make seen tokens less likely (CTRL, arXiv:1909.05858).
+
+    Args:
+        logits: [B, V].
+        seen: Tokens in the context, bool [B, V].
+        penalty: Divisor of positive and factor of negative logits.
+    """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Forbid all but the `k` largest logits of each row (ties with the smallest of them stay)."""
+    """Keep the `k` largest logits of each row [B, V] (and ties with the smallest of them); others become -inf."""
     smallest = logits.topk(min(k, logits.size(-1)), dim=-1).values[:, -1:]
-    return logits.masked_fill(logits < smallest, _NEVER)
+    return logits.masked_fill(logits < smallest, _IMPOSSIBLE)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Forbid all but the fewest tokens, most probable first, whose probabilities together reach `p`."""
+    """Keep the fewest tokens of each row [B, V], most probable first, whose probabilities together reach `p`."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     drop = before >= p
     drop[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), _NEVER)
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), _IMPOSSIBLE)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token per row by inverting the distribution function.
+    """Draw one token per row by inverting the cumulative distribution.
 
-    logits [B, V]; uniforms float64 [B] in [0, 1). They draw the same tokens on every device and rank.
+    Args:
+        logits: [B, V].
+        uniforms: Random numbers in [0, 1), float64 [B]; equal ones draw equal tokens on every device and rank.
+
+    Returns:
+        Ids [B].
     """
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     # `right=True` finds the first token whose sum is greater, so one of probability zero is never drawn.
@@ -51,10 +62,10 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def sequence_uniforms(seed: int, sequences: list[int], length: int) -> Tensor:
-    """Random numbers for whole sequences, float64 [B, length].
+    """Return random numbers in [0, 1) for whole sequences, float64 [B, length].
 
-    Each sequence has its own generator (from the seed and its number), so that neither the batch it happens to be in
-    nor the ranks that compute it change what is drawn.
+    Each sequence has its own generator, seeded by `seed` and its number, so that the result does not depend on the
+    batch it is in nor on the ranks that compute it.
     """
     rows = []
     for sequence in sequences:
@@ -64,25 +75,23 @@ def sequence_uniforms(seed: int, sequences: list[int], length: int) -> Tensor:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Refuse logits that are not numbers, which argmax would turn into token ids without a word."""
-    # The largest of a row is NaN if any is; infinities of the sort that fp16 overflow makes are found too.
+    """Raise GenerationError if logits [B, V] are not finite, from which argmax would silently choose a token."""
+    # A row's maximum is NaN if any element is, and infinite after an overflow.
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
         raise_not_finite()
 
 
 def raise_not_finite() -> NoReturn:
+    """Raise the GenerationError for logits that are not finite."""
     raise GenerationError(
-        "the model's logits are not finite (NaN or infinity): the weights are broken, or overflow "
-        "in this precision; look at the training loss of this checkpoint, try an earlier one, or generate in fp32"
+        "the model's logits are not finite (NaN or infinity): the weights are broken or overflow in "
+        "this precision; check the training loss of this checkpoint, try an earlier one, or set inference_precision: "
+        "fp32"
     )
 
 
 class TokenChooser:
-    """Choose the next tokens of a batch, remembering what each sequence has said.
-
-    prompts: token ids of each sequence; numbers: what tells each sequence's random numbers apart; eod: id of
-    end-of-document, impossible during the first `min_new_tokens`.
-    """
+    """Chooser of the next tokens of a batch, which keeps the step and the tokens seen by each sequence."""
 
     def __init__(
         self,
@@ -93,6 +102,16 @@ class TokenChooser:
         eod: int,
         device: torch.device,
     ) -> None:
+        """Start a batch.
+
+        Args:
+            params: Sampling settings.
+            prompts: Token ids of each sequence.
+            numbers: Seed of each sequence's random numbers, beside `params.seed`.
+            vocab_size: V.
+            eod: End-of-document id, impossible during the first `min_new_tokens`.
+            device: Device of the logits.
+        """
         self.params, self.eod = params, eod
         self.step = 0
         self.uniforms = None
@@ -105,7 +124,7 @@ class TokenChooser:
                 self.seen[row, torch.tensor(prompt, device=device)] = True
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Choose from logits [B, V] -> ids [B]. Raises GenerationError where they are not numbers."""
+        """Choose ids [B] from logits [B, V]. Raises GenerationError if they are not finite."""
         params = self.params
         if self.uniforms is None and self.seen is None:
             ids = self._most_probable(logits)
@@ -116,7 +135,7 @@ class TokenChooser:
         if self.seen is not None:
             scores = penalize_repetition(scores, self.seen, params.repetition_penalty)
         if self.step < params.min_new_tokens:
-            scores = without(scores, self.eod)
+            scores = exclude(scores, self.eod)
         if self.uniforms is None:
             ids = scores.argmax(dim=-1)
         else:
@@ -127,19 +146,19 @@ class TokenChooser:
         return ids
 
     def _most_probable(self, logits: Tensor) -> Tensor:
-        """Choose greedily with no copy of the logits and few operations, which count at a small model's step."""
+        """Choose greedily, without a copy of the logits and with few operations, for the sake of small models."""
         values, ids = logits.max(dim=-1)  # the lower id wins a tie
-        # Where a row holds NaN or a positive infinity, the largest is one; a row of negative ones is found too.
+        # The maximum shows a NaN or positive infinity in a row, and a row of negative infinities.
         if not all(map(math.isfinite, values.tolist())):
             raise_not_finite()
         if self.step < self.params.min_new_tokens and self.eod in ids.tolist():
-            ids = without(logits, self.eod).argmax(dim=-1)
+            ids = exclude(logits, self.eod).argmax(dim=-1)
         return ids
 
 
-def without(logits: Tensor, token: int) -> Tensor:
-    """Return logits [B, V] that forbid a token."""
-    return logits.index_fill(1, torch.tensor([token], device=logits.device), _NEVER)
+def exclude(logits: Tensor, token: int) -> Tensor:
+    """Return logits [B, V] with one token made impossible."""
+    return logits.index_fill(1, torch.tensor([token], device=logits.device), _IMPOSSIBLE)
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:

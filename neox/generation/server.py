@@ -1,7 +1,7 @@
-"""A small HTTP server to look at a checkpoint: `/v1/completions`, `/v1/models`, `/health`, and a page to try prompts.
+"""HTTP server for a checkpoint: `/v1/completions`, `/v1/models`, `/health` and a page to try prompts.
 
-One generation runs at a time, in a thread of its own; a few requests wait in line, more are refused. starlette is an
-optional dependency, imported when an application is made.
+One generation runs at a time, in a separate thread; a few requests wait, more are refused. starlette is an optional
+dependency, imported in the functions that need it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,14 @@ from neox.generation.completions_api import (
     BadRequest,
     CompletionRequest,
     Limits,
-    choice,
-    error_body,
+    choice_json,
+    error_json,
     finish_reason,
     parse_request,
-    response,
-    usage,
+    response_json,
+    usage_json,
 )
-from neox.generation.decoding import Continuation, LanguageModel, decode
+from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger
 
@@ -41,66 +40,70 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _log = get_logger(__name__)
-_LOOK_SECONDS = 0.5  # between looks whether the client is still there
+_DISCONNECT_POLL_SECONDS = 0.5
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-@dataclass(frozen=True)
-class Job:
-    """One request on its way. stop: set when the client is gone; closing: when the server is about to; deadline: by
-    time.monotonic()."""
+class GenerationQueue:
+    """Queue of requests, of which one at a time generates.
 
-    request: CompletionRequest
-    deadline: float
-    stop: threading.Event
-    closing: threading.Event
-
-    def over(self) -> bool:
-        return self.stop.is_set() or self.closing.is_set() or time.monotonic() > self.deadline
-
-
-class Desk:
-    """Takes requests in line and lets one generate at a time."""
+    Attributes:
+        size: Requests that are waiting or generating.
+    """
 
     def __init__(
         self, model: LanguageModel, codec: TextCodec, limits: Limits, closing: threading.Event | None = None
     ) -> None:
+        """Make an empty queue; `closing`, once set, ends all generations with what there is."""
         self.model, self.codec, self.limits = model, codec, limits
         self.closing = closing or threading.Event()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation")
-        self.turn = asyncio.Lock()
-        self.inside = 0
+        self.lock = asyncio.Lock()
+        self.size = 0
 
-    def check_line(self) -> None:
-        """Raise BadRequest (429) when the line is full."""
-        if self.inside > self.limits.waiting:
-            raise BadRequest(f"{self.inside} requests are waiting already; try again in a moment", status=429)
+    def check_capacity(self) -> None:
+        """Raise BadRequest (429) if the queue is full."""
+        if self.size > self.limits.waiting:
+            raise BadRequest(f"{self.size} requests are waiting already; try again in a moment", status=429)
 
     @contextmanager
-    def place(self) -> Iterator[threading.Event]:
-        """Hold a place in the line; the event it gives ends the request's work, and is set on leaving."""
+    def entry(self) -> Iterator[threading.Event]:
+        """Count a request as waiting; yields the event that ends its generation, which is set at the end."""
         stop = threading.Event()
-        self.inside += 1
+        self.size += 1
         try:
             yield stop
         finally:
             stop.set()
-            self.inside -= 1
+            self.size -= 1
 
-    async def work(
-        self, request: CompletionRequest, stop: threading.Event, told: Callable[[int, str], None] | None
-    ) -> Any:
-        """Generate when it is this request's turn; return (results, whether the time limit ended it)."""
-        async with self.turn:
-            job = Job(request, time.monotonic() + self.limits.seconds, stop, self.closing)
-            return await asyncio.get_running_loop().run_in_executor(self.thread, self._generate, job, told)
+    async def generate(
+        self, request: CompletionRequest, stop: threading.Event, on_text: OnText | None
+    ) -> tuple[list[Continuation], bool]:
+        """Wait for earlier requests and generate.
 
-    def _generate(self, job: Job, told: Callable[[int, str], None] | None) -> tuple[list[Continuation], bool]:
-        results = decode(
-            self.model, job.request.prompts, job.request.params, self.codec, on_text=told, stopped=job.over
-        )
-        return results, time.monotonic() > job.deadline
+        Args:
+            request: A checked request.
+            stop: Ends the generation when set (its client has disconnected).
+            on_text: Called in the generation's thread with (sequence, new text).
+
+        Returns:
+            The continuations, and whether the time limit ended them.
+        """
+        async with self.lock:
+            deadline = time.monotonic() + self.limits.seconds
+
+            def stopped() -> bool:
+                return stop.is_set() or self.closing.is_set() or time.monotonic() > deadline
+
+            def run() -> tuple[list[Continuation], bool]:
+                results = decode(
+                    self.model, request.prompts, request.params, self.codec, on_text=on_text, stopped=stopped
+                )
+                return results, time.monotonic() > deadline
+
+            return await asyncio.get_running_loop().run_in_executor(self.thread, run)
 
 
 def make_app(
@@ -112,9 +115,16 @@ def make_app(
     hosts: tuple[str, ...] = (),
     closing: threading.Event | None = None,
 ) -> Starlette:
-    """Return the ASGI application. name: the model's, in answers. hosts: further names this server is called by; a
-    browser that was led here under another name (DNS rebinding) is turned away. closing: once set, answers on their
-    way end with what there is.
+    """Return the ASGI application.
+
+    Args:
+        model: Model to generate with.
+        codec: Tokenizer.
+        name: Name of the model in answers.
+        limits: Limits of requests.
+        hosts: Accepted values of the Host header beside this machine's local names; requests with others, which a
+            browser sends after DNS rebinding, are refused.
+        closing: Once set, running generations end with what there is.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -124,39 +134,39 @@ def make_app(
     from starlette.routing import Route
 
     limits = limits or Limits()
-    desk = Desk(model, codec, limits, closing)
+    queue = GenerationQueue(model, codec, limits, closing)
     started = int(time.time())
 
     async def completions(http: Request) -> Response:
         try:
             body = await _read_json(http, limits)
             request = parse_request(body, model, codec, limits)
-            desk.check_line()
+            queue.check_capacity()
         except BadRequest as error:
-            return JSONResponse(error_body(str(error)), error.status)
+            return JSONResponse(error_json(str(error)), error.status)
         except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
+            return Response(status_code=400)  # the client has disconnected
         if request.stream:
-            events = _stream(desk, request, name)
+            events = _stream(queue, request, name)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await _whole(http, desk, request, name)
+        return await _answer(http, queue, request, name)
 
     async def models(_: Request) -> Response:
         entry = {"id": name, "object": "model", "created": started, "owned_by": "neox", "context": model.max_length}
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "waiting": max(0, desk.inside - 1)})
+        return JSONResponse({"status": "ok", "waiting": max(0, queue.size - 1)})
 
     async def page(_: Request) -> Response:
         return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def refuse(http: Request, error: Exception) -> Response:
-        """Say in OpenAI's form what is no completion's business: unknown paths, other methods, our own mistakes."""
+        """Answer unknown paths, other methods and internal errors in OpenAI's format."""
         if not isinstance(error, HTTPException):
-            return JSONResponse(error_body(f"{type(error).__name__}: see the server's log", "server_error"), 500)
-        message = f"{http.method} {http.url.path}: {error.detail}; there are POST /v1/completions and GET /v1/models"
-        return JSONResponse(error_body(message), error.status_code, error.headers)
+            return JSONResponse(error_json(f"{type(error).__name__}: see the server's log", "server_error"), 500)
+        message = f"{http.method} {http.url.path}: {error.detail}; available are POST /v1/completions and GET /v1/models"
+        return JSONResponse(error_json(message), error.status_code, error.headers)
 
     return Starlette(
         routes=[
@@ -171,7 +181,7 @@ def make_app(
 
 
 class KnownHosts:
-    """Lets requests through that call this server by one of `names`."""
+    """ASGI middleware that refuses requests whose Host header is not one of `names`."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self.app, self.names = app, {name.lower() for name in names}
@@ -183,16 +193,16 @@ class KnownHosts:
         if scope["type"] == "http":
             name = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
             if name not in self.names:
-                message = f"this server is not called {name[:80]!r}; --allow_host adds a name"
-                await JSONResponse(error_body(message), 400)(scope, receive, send)
+                message = f"the host name {name[:80]!r} is not accepted; --allow_host adds it"
+                await JSONResponse(error_json(message), 400)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
 async def _read_json(http: Request, limits: Limits) -> Any:
-    """Return the body. Raises BadRequest for one that is too large, too slow or not JSON.
+    """Return the decoded body. Raises BadRequest if it is too large, too slow or not JSON.
 
-    The content type is insisted on: browsers do not send it to other sites without asking them first.
+    The content type is required: browsers send it to other sites only after a preflight request.
     """
     if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise BadRequest("the content type must be application/json", status=415)
@@ -211,53 +221,53 @@ async def _read_json(http: Request, limits: Limits) -> Any:
         raise BadRequest(f"the body is not JSON ({error})") from error
 
 
-async def _whole(http: Request, desk: Desk, request: CompletionRequest, name: str) -> Response:
-    """Answer in one piece; a client that goes away ends the work."""
+async def _answer(http: Request, queue: GenerationQueue, request: CompletionRequest, name: str) -> Response:
+    """Return the whole answer; a client that disconnects ends the generation."""
     from starlette.responses import JSONResponse
 
     try:
-        with desk.place() as stop:
-            task = asyncio.ensure_future(desk.work(request, stop, None))
-            while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+        with queue.entry() as stop:
+            task = asyncio.ensure_future(queue.generate(request, stop, None))
+            while not (await asyncio.wait([task], timeout=_DISCONNECT_POLL_SECONDS))[0]:
                 if await http.is_disconnected():
                     stop.set()
             results, late = task.result()
     except GenerationError as error:
         _log.error("%s", error)
-        return JSONResponse(error_body(str(error), "server_error"), 500)
+        return JSONResponse(error_json(str(error), "server_error"), 500)
     choices = [
-        choice(n, request.echoes[n] + result.text, finish_reason(result, late)) for n, result in enumerate(results)
+        choice_json(n, request.echoes[n] + result.text, finish_reason(result, late)) for n, result in enumerate(results)
     ]
-    answer = response(request, name, int(time.time()), choices)
-    return JSONResponse({**answer, "usage": usage(request, results)})
+    answer = response_json(request, name, int(time.time()), choices)
+    return JSONResponse({**answer, "usage": usage_json(request, results)})
 
 
-async def _stream(desk: Desk, request: CompletionRequest, name: str) -> AsyncIterator[str]:
-    """Yield server-sent events: text as it comes, then why each sequence ended, then `[DONE]`."""
+async def _stream(queue: GenerationQueue, request: CompletionRequest, name: str) -> AsyncIterator[str]:
+    """Yield server-sent events: text as it is generated, why each sequence ended, `[DONE]`."""
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
 
-    def told(index: int, text: str) -> None:
+    def put(index: int, text: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 
     def event(*choices: dict[str, Any], **more: Any) -> str:
-        return f"data: {json.dumps({**response(request, name, int(time.time()), list(choices)), **more})}\n\n"
+        return f"data: {json.dumps({**response_json(request, name, int(time.time()), list(choices)), **more})}\n\n"
 
-    with desk.place() as stop:
-        task = asyncio.ensure_future(desk.work(request, stop, told))
+    with queue.entry() as stop:
+        task = asyncio.ensure_future(queue.generate(request, stop, put))
         task.add_done_callback(lambda _: pieces.put_nowait(None))
         for index, text in enumerate(request.echoes):
             if text:
-                yield event(choice(index, text, None))
+                yield event(choice_json(index, text, None))
         while (piece := await pieces.get()) is not None:
-            yield event(choice(*piece, None))
+            yield event(choice_json(*piece, None))
         try:
             results, late = task.result()
         except GenerationError as error:
             _log.error("%s", error)
-            yield f"data: {json.dumps(error_body(str(error), 'server_error'))}\n\n"
+            yield f"data: {json.dumps(error_json(str(error), 'server_error'))}\n\n"
             return
-    yield event(*(choice(n, "", finish_reason(result, late)) for n, result in enumerate(results)))
+    yield event(*(choice_json(n, "", finish_reason(result, late)) for n, result in enumerate(results)))
     if request.stream_usage:
-        yield event(usage=usage(request, results))
+        yield event(usage=usage_json(request, results))
     yield "data: [DONE]\n\n"

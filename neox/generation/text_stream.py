@@ -1,47 +1,55 @@
-"""Token ids to text while they come, and the strings that end it."""
+"""Incremental decoding of token ids to text, with stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-_INCOMPLETE = "\ufffd"  # what decoding gives for the first bytes of a character whose last are still to come
+_INCOMPLETE = "\ufffd"  # result of decoding an incomplete UTF-8 character
 
 
 class TextCodec(Protocol):
-    """The part of a tokenizer that generation needs."""
+    """Tokenizer methods that generation needs. `eod` is the end-of-document id."""
 
     eod: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return token ids."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return text."""
+        ...
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8: JSON can also spell halves of pairs, which no tokenizer takes."""
+    """Return whether a string can be encoded as UTF-8; JSON can contain lone surrogates, which cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 class TextStream:
-    """Text of one continuation, growing token by token.
+    """Text of one continuation, extended token by token.
 
-    Decoding the last few tokens again at each step (not all of them) keeps the cost per token constant; a token that
-    ends inside a UTF-8 character adds nothing until the character is whole. `stop` strings cut the text and set
-    `stopped`; text that could be the beginning of one is held back from `push`, not from `text`.
+    Only the last few tokens are decoded again at each step, so that the cost per token is constant. A token that ends
+    inside a UTF-8 character adds no text until the character is complete.
+
+    Attributes:
+        text: Text so far, cut before the first stop string.
+        stopped: Whether a stop string was found.
     """
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        """Start with no text; `stop` strings end it."""
         self.codec, self.stop = codec, tuple(stop)
         self.text = ""
         self.stopped = False
         self._ids: list[int] = []
-        self._context = 0  # ids from here on are decoded together ...
-        self._read = 0  # ... and those before here are in `text` already
-        self._given = 0  # characters that `push` has returned
+        self._context = 0  # first of the ids that are decoded together
+        self._read = 0  # ids that are in `text` already
+        self._returned = 0  # characters that `push` has returned
 
     def push(self, token: int) -> str:
-        """Add one token and return the text that is certain to stay."""
+        """Add one token and return the text that has become final; it excludes a possible beginning of a stop string."""
         self._ids.append(token)
         known = self.codec.decode(self._ids[self._context : self._read])
         now = self.codec.decode(self._ids[self._context :])
@@ -51,7 +59,7 @@ class TextStream:
         return self._take(len(self.text) - (0 if self.stopped else self._held_back()))
 
     def finish(self) -> str:
-        """No more tokens: return what was held back, an incomplete character included."""
+        """Return the remaining text after the last token, including an incomplete character."""
         if not self.stopped:
             known = self.codec.decode(self._ids[self._context : self._read])
             self._grow(self.codec.decode(self._ids[self._context :])[len(known) :])
@@ -59,7 +67,7 @@ class TextStream:
         return self._take(len(self.text))
 
     def _grow(self, piece: str) -> None:
-        """Append a piece and cut at the earliest stop string, which may have begun before the piece."""
+        """Append text and cut it at the earliest stop string, which may begin before the new part."""
         longest = max(map(len, self.stop), default=0)
         start = max(0, len(self.text) - longest)
         self.text += piece
@@ -68,7 +76,7 @@ class TextStream:
             self.text, self.stopped = self.text[: min(ends)], True
 
     def _held_back(self) -> int:
-        """Characters at the end of the text that may turn out to be the beginning of a stop string."""
+        """Return how many characters at the end of the text may be the beginning of a stop string."""
         for length in range(min(max(map(len, self.stop), default=1) - 1, len(self.text)), 0, -1):
             tail = self.text[-length:]
             if any(word.startswith(tail) for word in self.stop):
@@ -76,6 +84,6 @@ class TextStream:
         return 0
 
     def _take(self, end: int) -> str:
-        piece = self.text[self._given : end]
-        self._given = max(self._given, end)
+        piece = self.text[self._returned : end]
+        self._returned = max(self._returned, end)
         return piece

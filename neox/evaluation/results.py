@@ -1,4 +1,4 @@
-"""What an evaluation found: as a table for people, as JSON for programs, as flat names for curves."""
+"""Evaluation results: table, JSON file and metric names for TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from neox import files
 from neox.errors import EvaluationError
-from neox.files import check_writable as writable
-from neox.files import write_text
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's scores.
+    """Scores of one task.
 
-    metrics: by name, such as `word_ppl`; harness tasks keep the harness's names without the filter. counts: what the
-    scores were computed over (tokens, words, examples, ...).
+    Attributes:
+        task: Name of the task.
+        metrics: Value by name, such as `word_ppl`; tasks of the harness keep its names without the filter.
+        counts: What the scores were computed over (tokens, words, examples, ...).
     """
 
     task: str
@@ -34,7 +35,7 @@ def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
 
 
 def format_table(results: Sequence[TaskResult]) -> str:
-    """Return a table, one line a metric, with each task's counts in its first line."""
+    """Return a table with one line per metric; a task's first line has its counts."""
     rows = [("task", "metric", "value", "over")]
     for result in results:
         counts = ", ".join(f"{value:,} {name}" for name, value in result.counts.items())
@@ -48,16 +49,16 @@ def format_table(results: Sequence[TaskResult]) -> str:
 
 
 def results_path(prefix: str, now: datetime) -> Path:
-    """Return where results of a moment go."""
+    """Return the path of a result file: `PREFIX_eval_results_DATE.json`, gpt-neox's name."""
     name = f"eval_results_{now:%m-%d-%Y-%H-%M-%S}.json"
     return Path(f"{prefix}_{name}" if prefix else name)
 
 
 def check_writable(prefix: str) -> None:
-    """Raise EvaluationError where results could not be written, before hours of scoring; makes their directory."""
+    """Create the directory of the results. Raises EvaluationError if they cannot be written there."""
     path = results_path(prefix, datetime.now())
     try:
-        writable(path)
+        files.check_writable(path)
     except OSError as error:
         raise EvaluationError(
             f"eval_results_prefix {prefix}: nothing can be written in {path.parent} ({error.strerror})"
@@ -65,23 +66,31 @@ def check_writable(prefix: str) -> None:
 
 
 def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str, Any], now: datetime) -> Path:
-    """Write everything as one JSON object to `PREFIX_eval_results_DATE.json` (gpt-neox's name) and return its path.
+    """Write all results as one JSON object to `results_path(prefix, now)`, atomically.
 
-    about: what was evaluated. A metric that is not a number, as the harness may give, is null. The file appears whole
-    or not at all. Raises EvaluationError where it cannot be written.
+    Args:
+        prefix: Beginning of the path.
+        results: Results; metrics that are not finite, as the harness may give, become null.
+        about: What was evaluated; added to the object.
+        now: Time in the file's name.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        EvaluationError: If it cannot be written.
     """
     path = results_path(prefix, now)
     record = {
-        "results": {result.task: {k: _finite(v) for k, v in result.metrics.items()} for result in results},
+        "results": {
+            result.task: {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
+            for result in results
+        },
         "counts": {result.task: dict(result.counts) for result in results},
         **about,
     }
     try:
-        write_text(path, [json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False), "\n"])
+        files.write_text(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: cannot be written ({error})") from error
     return path
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,0 +1,104 @@
+"""Evaluation of a configuration's tasks, with a loaded model or one in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from neox.config import NeoXConfig, RunPlan
+from neox.evaluation.harness import check_loading, harness_tasks, open_tasks
+from neox.evaluation.lambada import lambada
+from neox.evaluation.perplexity import corpus_perplexity, wikitext
+from neox.evaluation.results import TaskResult, flat_metrics
+from neox.evaluation.scoring import Scorer, ScoringModel
+from neox.evaluation.tasks import check_file_tasks, parse_tasks
+from neox.generation.load import runner_of_forward, runner_of_layers
+from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
+
+SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = MappingProxyType(
+    {"wikitext": wikitext, "lambada": lambada, "perplexity": corpus_perplexity}
+)
+
+
+@runtime_checkable
+class StageModule(Protocol):
+    """Pipeline stage that yields its layers with weights by index in the layer plan."""
+
+    def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield (index, module)."""
+        ...
+
+
+def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
+    """Check `eval_tasks` without a model; tasks of the harness load their data.
+
+    Raises:
+        EvaluationError: For everything that an evaluation would refuse.
+    """
+    check_file_tasks(config, tokenizer)
+    _, names = parse_tasks(config.generation.eval_tasks or ())
+    if names:
+        check_loading(names, open_tasks(names))
+
+
+def evaluate_tasks(
+    tasks: Sequence[str], model: ScoringModel, tokenizer: Tokenizer, grid: ParallelGrid, config: NeoXConfig
+) -> list[TaskResult]:
+    """Evaluate tasks with a model; all ranks call it together and get the same results.
+
+    Args:
+        tasks: Tasks in the form of `eval_tasks`.
+        model: Model to evaluate.
+        tokenizer: Tokenizer of the model.
+        grid: Process groups; data-parallel ranks divide the texts among themselves.
+        config: Configuration; windows are `seq_length` tokens long.
+
+    Raises:
+        EvaluationError: For unknown tasks, before anything is scored.
+    """
+    file_tasks, names = parse_tasks(tasks)
+    manager = open_tasks(names) if names else None
+    keys = config.generation
+    assert config.model.seq_length
+    scorer = Scorer(
+        model, tokenizer, grid, config.model.seq_length, stride=keys.eval_stride, batch_size=keys.generation_batch_size
+    )
+    results = [SCORERS[task.kind](task.path, scorer, task.name) for task in file_tasks]
+    if manager is not None:
+        results += harness_tasks(names, manager, scorer, num_fewshot=keys.eval_num_fewshot, limit=keys.eval_limit)
+    return results
+
+
+def evaluate_in_training(
+    plan: RunPlan, module: nn.Module, grid: ParallelGrid, device: torch.device, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """Evaluate the configuration's `eval_tasks` with a model in training; all ranks together.
+
+    Args:
+        plan: Plan of the training run.
+        module: Pipeline stage, or the whole network as it is called in training (DeepSpeed's engine, so that ZeRO-3
+            gathers its weights). Its training mode is restored. No random numbers of torch are used.
+        grid: Process groups.
+        device: Device of the module.
+        tokenizer: Tokenizer of the run.
+
+    Returns:
+        `eval/<task>_<metric>` -> value.
+    """
+    training = module.training
+    module.eval()
+    try:
+        if isinstance(module, StageModule):
+            model = runner_of_layers(plan, dict(module.weight_layers()), grid, device)
+        else:
+            model = runner_of_forward(plan, module, grid, device)
+        tasks = plan.config.generation.eval_tasks or ()
+        return flat_metrics(evaluate_tasks(tasks, model, tokenizer, grid, plan.config))
+    finally:
+        module.train(training)

@@ -1,0 +1,161 @@
+"""Generation runs of a configuration: without prompts, from a file, or interactive; resumable with a partial output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from neox import files
+from neox.config import RunPlan
+from neox.engine import from_first_rank
+from neox.errors import GenerationError
+from neox.generation.completion import Completion, generate, over_replicas
+from neox.generation.decoding import LanguageModel
+from neox.generation.interactive import interact
+from neox.generation.request import encode_prompts, mode, notes, prompts_of, sampling_params
+from neox.generation.text_stream import TextCodec
+from neox.log import get_logger, progress
+from neox.parallel import ParallelGrid
+
+_log = get_logger(__name__)
+
+
+def run_generation(
+    plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid, checkpoint: Path
+) -> list[Completion]:
+    """Do what the configuration asks for; all ranks together.
+
+    Rank 0 writes the output file when all completions are done. Until then it keeps finished ones in a partial output
+    beside it, from which the same run resumes after an interruption.
+
+    Args:
+        plan: Plan of the run.
+        model: Model to generate with.
+        codec: Tokenizer.
+        grid: Process groups; data-parallel ranks divide the prompts among themselves.
+        checkpoint: Source of the model's weights.
+
+    Returns:
+        All completions, in the order of the prompts; none of an interactive run.
+
+    Raises:
+        GenerationError: For prompts that are empty or do not fit, before anything is generated.
+    """
+    config, keys = plan.config, plan.config.generation
+    params = sampling_params(config)
+    for note in notes(config):
+        _log.info("%s", note)
+    if mode(config) == "interactive":
+        interact(model, params, codec, grid, prompt_end=keys.prompt_end)
+        return []
+    prompts, out = prompts_of(config), Path(keys.sample_output_file)
+    ids = encode_prompts(prompts, codec, params, model.max_length)
+    partial = PartialOutput(out, run_hash(plan, prompts, checkpoint))
+    done = partial.read() if grid.world_size == 1 else from_first_rank(partial.read)
+    # Batches of similar lengths, the longest first: running out of memory shows immediately.
+    todo = sorted(set(range(len(prompts))) - set(done), key=lambda n: (-len(ids[n]), n))
+    batch_size = keys.generation_batch_size
+
+    def generate_part(numbers: Sequence[int]) -> list[Completion]:
+        part = [prompts[n] for n in numbers]
+        return generate(
+            model, part, params, codec, batch_size=batch_size, numbers=numbers, keep_logits=keys.return_logits
+        )
+
+    with progress("generate", len(todo), "prompts") if grid.rank == 0 else nullcontext() as bar:
+        size = batch_size * grid.dp_size
+        for batch in (todo[start : start + size] for start in range(0, len(todo), size)):
+            completions = dict(zip(batch, over_replicas(batch, generate_part, grid), strict=True))
+            done.update(completions)
+            if bar is not None:
+                partial.add(completions)
+                bar.update(len(batch))
+    results = [done[n] for n in range(len(prompts))]
+    if grid.rank == 0:
+        write_completions(out, results)
+        partial.remove()
+        tokens, seconds = sum(c.length for c in results), max(c.duration for c in results)
+        _log.info("%d completion(s), %d tokens, in %s (longest batch %.2f s)", len(results), tokens, out, seconds)
+    return results
+
+
+def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
+    """Return a hash of everything that completions depend on: prompts, settings, precision and weights."""
+    config, saved = plan.config, checkpoint.stat().st_mtime_ns
+    settings = [config.generation.model_dump_json(), repr(sampling_params(config)), plan.precision]
+    return hashlib.sha256(json.dumps([*settings, str(checkpoint.resolve()), saved, *prompts]).encode()).hexdigest()
+
+
+def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
+    """Write one JSON object per line, atomically. Raises GenerationError if the file cannot be written."""
+    try:
+        files.write_text(Path(path), (json.dumps(done.to_json(), ensure_ascii=False) + "\n" for done in completions))
+    except OSError as error:
+        raise GenerationError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+class PartialOutput:
+    """`OUTPUT.partial`: a line that identifies the run, then `[number, completion]` per line as they are finished.
+
+    One rank reads and writes it.
+    """
+
+    def __init__(self, out: Path, run: str) -> None:
+        """Name the file; nothing is read or written.
+
+        Args:
+            out: Output file of the run.
+            run: `run_hash` of the run.
+        """
+        self.path = files.partial_path(out)
+        self._header = json.dumps({"unfinished_run": run}) + "\n"
+        self._restored: dict[int, Completion] = {}
+        self._started = False
+
+    def read(self) -> dict[int, Completion]:
+        """Return the completions of an interrupted run by prompt number; an incomplete last line is dropped.
+
+        Raises:
+            GenerationError: If the file cannot be read.
+        """
+        try:
+            *lines, _ = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise GenerationError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+        if not lines or lines[0] + b"\n" != self._header.encode():
+            _log.warning(
+                "%s belongs to a run with other prompts, settings or weights: ignored, and will be overwritten",
+                self.path,
+            )
+            return {}
+        try:
+            self._restored = {number: Completion(**record) for number, record in map(json.loads, lines[1:])}
+        except (ValueError, TypeError) as error:
+            raise GenerationError(f"{self.path}: is broken ({error}); remove it to start over") from error
+        _log.info("resuming an interrupted run: %s holds %d completion(s)", self.path, len(self._restored))
+        return dict(self._restored)
+
+    def add(self, completions: Mapping[int, Completion]) -> None:
+        """Append finished completions. Raises GenerationError if they cannot be written."""
+        try:
+            if self._started:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.writelines(_lines(completions))
+            else:  # rewritten, without an incomplete last line and without another run's completions
+                files.write_text(self.path, [self._header, *_lines({**self._restored, **completions})])
+        except OSError as error:
+            raise GenerationError(f"{self.path}: cannot be written ({error.strerror or error})") from error
+        self._started = True
+
+    def remove(self) -> None:
+        """Delete the file, once the output is written."""
+        self.path.unlink(missing_ok=True)
+
+
+def _lines(completions: Mapping[int, Completion]) -> Iterator[str]:
+    return (json.dumps([number, done.to_json()], ensure_ascii=False) + "\n" for number, done in completions.items())

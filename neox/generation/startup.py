@@ -1,0 +1,129 @@
+"""Start of a script that runs a model: arguments to plan, process groups, tokenizer and checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
+from neox.config import NeoXConfig, RunPlan, decode_payload, for_inference, load_config, resolve
+from neox.engine import from_first_rank, initialize_distributed
+from neox.errors import CheckpointError, ConfigError
+from neox.log import setup_logging
+from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer, build_tokenizer
+
+# Keys of a training configuration that do not apply to a single process.
+_MULTI_PROCESS_KEYS = (
+    "pipe_parallel_size",
+    "model_parallel_size",
+    "global_num_gpus",
+    "num_gpus",
+    "num_nodes",
+    "hostfile",
+    "include",
+    "exclude",
+)
+_SUGGESTION = "--set load=DIRECTORY names another directory"
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the launcher's `--payload`, and the files and settings of a run in this process alone."""
+    parser.add_argument("files", nargs="*", help="YAML files: the model's, and text_generation.yml or the like")
+    parser.add_argument("-d", "--conf_dir", help="directory of the files")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--iteration", type=int, help="checkpoint to load (default: the newest)")
+    parser.add_argument("--payload", help="resolved configuration, passed by deepy.py")
+
+
+def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
+    """Return the launcher's plan, or that of one process which holds the whole model. Raises ConfigError."""
+    if args.payload:
+        return decode_payload(args.payload)
+    if not args.files:
+        raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
+    chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
+    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.overrides, *chosen]))
+    return resolve(config, 1, tokenizer_of(config).vocab_size)
+
+
+def one_process(config: NeoXConfig) -> NeoXConfig:
+    """Return the configuration for one process, whatever number of ranks it trains on."""
+    config = for_inference(config)
+    flat = {key: value for key, value in config.to_flat().items() if key not in _MULTI_PROCESS_KEYS}
+    return NeoXConfig.from_flat(flat, config.sources())
+
+
+def tokenizer_of(config: NeoXConfig) -> Tokenizer:
+    """Build the configuration's tokenizer. Raises TokenizerError."""
+    keys = config.tokenizer
+    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
+
+
+def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGrid, torch.device, Path]:
+    """Join the other ranks and agree on a checkpoint.
+
+    Args:
+        plan: Plan of the run; a single process makes no process group.
+        prepare: Called on rank 0 alone; checks the request and returns the checkpoint.
+
+    Returns:
+        The process groups, this rank's device and the checkpoint.
+
+    Raises:
+        NeoXError: Of `prepare`, on all ranks.
+    """
+    if plan.grid.world_size == 1:
+        return ParallelGrid.single(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), prepare()
+    grid, device = initialize_distributed(plan)
+    setup_logging(grid.rank)
+    return grid, device, from_first_rank(prepare)
+
+
+def choose_checkpoint(plan: RunPlan) -> Path:
+    """Return the `global_stepN` directory to load: of `load`, or where that is not given of `save`.
+
+    It reads every file (unless `checkpoint_verify` is off), so call it on one rank.
+
+    Raises:
+        CheckpointError: If neither key is given, there is no complete checkpoint, or it belongs to another model or
+            tokenizer.
+    """
+    keys = plan.config.checkpoint
+    key = "save" if keys.load is None else "load"
+    directory = keys.load or keys.save
+    if directory is None:
+        raise CheckpointError(f"neither `load` nor `save` is given, so there is no checkpoint to read; {_SUGGESTION}")
+    if not Path(directory).is_dir():
+        raise CheckpointError(
+            f"{key}: {directory} is not a directory, so there is no checkpoint to read; {_SUGGESTION}"
+        )
+    checkpoint = find_checkpoint(directory, keys.iteration, verify=keys.checkpoint_verify, way_out=_SUGGESTION)
+    args = CheckpointReader(checkpoint).args
+    check_same_model(checkpoint, args, plan)
+    check_vocabulary(checkpoint, args, plan.vocab_size)
+    return checkpoint
+
+
+def check_vocabulary(checkpoint: Path, args: Mapping[str, Any], vocab_size: int) -> None:
+    """Check that a tokenizer can be the one that a checkpoint was trained with.
+
+    Args:
+        checkpoint: Named in the message.
+        args: What the checkpoint stores about its model; gpt-neox's checkpoints store the padded size alone.
+        vocab_size: Ids of the tokenizer.
+
+    Raises:
+        CheckpointError: If the sizes contradict each other.
+    """
+    exact, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if exact not in (None, vocab_size) or (padded is not None and vocab_size > padded):
+        known = exact if exact is not None else f"at most {padded}"
+        raise CheckpointError(
+            f"{checkpoint} was trained with a tokenizer of {known} ids, but the configuration's has {vocab_size}, so "
+            "its text would be meaningless; set vocab_file to the tokenizer that the model was trained with"
+        )
