@@ -32,8 +32,10 @@ from torch import Tensor
 from neox.checkpoint import write_client_state, write_full_layer
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.convert import to_hf
-from neox.generation import SamplingParams, decode, load_model
+from neox.generation.decoding import decode
 from neox.generation.huge_pages import use_huge_pages
+from neox.generation.load import load_model
+from neox.generation.request import SamplingParams
 from neox.model import build_layer
 from neox.parallel import ParallelGrid
 

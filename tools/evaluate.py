@@ -18,19 +18,12 @@ import _checkout  # noqa: F401
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
 from neox.errors import run_script
-from neox.evaluation import (
-    TaskResult,
-    check_tasks,
-    check_writable,
-    evaluate_tasks,
-    flat_metrics,
-    format_table,
-    write_results,
-)
-from neox.generation import (
+from neox.evaluation.results import TaskResult, check_writable, flat_metrics, format_table, write_results
+from neox.evaluation.run import check_tasks, evaluate_tasks
+from neox.generation.load import load_model
+from neox.generation.startup import (
     add_plan_arguments,
     choose_checkpoint,
-    load_model,
     plan_from_arguments,
     start_ranks,
     tokenizer_of,

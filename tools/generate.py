@@ -14,14 +14,13 @@ import _checkout  # noqa: F401
 
 from neox.config import RunPlan
 from neox.errors import run_script
-from neox.generation import (
+from neox.generation.load import load_model
+from neox.generation.request import check_generation, check_output
+from neox.generation.run import run_generation
+from neox.generation.startup import (
     add_plan_arguments,
-    check_generation,
-    check_output,
     choose_checkpoint,
-    load_model,
     plan_from_arguments,
-    run_generation,
     start_ranks,
     tokenizer_of,
 )

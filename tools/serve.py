@@ -21,9 +21,10 @@ import _checkout  # noqa: F401
 import torch
 
 from neox.errors import ConfigError, NeoXError, install_command, run_script
-from neox.generation import add_plan_arguments, choose_checkpoint, load_model, plan_from_arguments, tokenizer_of
 from neox.generation.completions_api import Limits
+from neox.generation.load import load_model
 from neox.generation.server import make_app
+from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, tokenizer_of
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 

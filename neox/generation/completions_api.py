@@ -59,7 +59,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if min(self.max_tokens, self.sequences) < 1 or self.waiting < 0 or not self.seconds >= 0:
-            raise GenerationError("server limits: max_tokens and max_sequences must be at least 1, max_seconds and max_waiting not negative")
+            raise GenerationError(
+                "server limits: max_tokens, max_sequences must be at least 1; max_seconds, max_waiting not negative"
+            )
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
     for prompt in value:
         if isinstance(prompt, str):
             if not is_text(prompt):
-                raise BadRequest("`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text")
+                raise BadRequest(
+                    "`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text"
+                )
             prompts.append(tuple(codec.encode(prompt) if prompt else [codec.eod]))
         elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
             prompts.append(tuple(prompt))

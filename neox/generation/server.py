@@ -165,7 +165,9 @@ def make_app(
         """Answer unknown paths, other methods and internal errors in OpenAI's format."""
         if not isinstance(error, HTTPException):
             return JSONResponse(error_json(f"{type(error).__name__}: see the server's log", "server_error"), 500)
-        message = f"{http.method} {http.url.path}: {error.detail}; available are POST /v1/completions and GET /v1/models"
+        message = (
+            f"{http.method} {http.url.path}: {error.detail}; available are POST /v1/completions and GET /v1/models"
+        )
         return JSONResponse(error_json(message), error.status_code, error.headers)
 
     return Starlette(

@@ -49,7 +49,7 @@ class TextStream:
         self._returned = 0  # characters that `push` has returned
 
     def push(self, token: int) -> str:
-        """Add one token and return the text that has become final; it excludes a possible beginning of a stop string."""
+        """Add one token and return newly final text, without a possible beginning of a stop string."""
         self._ids.append(token)
         known = self.codec.decode(self._ids[self._context : self._read])
         now = self.codec.decode(self._ids[self._context :])

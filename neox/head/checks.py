@@ -59,9 +59,9 @@ def refused_work(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) -
 
             check_generation(config, tokenizer)
         elif script == "evaluate" or config.generation.eval_tasks:
-            from neox.evaluation.tasks import check_own_tasks  # numpy, which a dry run without tasks does not wait for
+            from neox.evaluation.tasks import check_file_tasks  # numpy, which a dry run without tasks does not wait for
 
-            check_own_tasks(config, tokenizer)
+            check_file_tasks(config, tokenizer)
     except (GenerationError, EvaluationError) as error:
         return str(error).splitlines()
     return []

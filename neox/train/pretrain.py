@@ -10,8 +10,8 @@ import torch
 from neox.config import RunPlan
 from neox.data import build_data_iterators
 from neox.engine import Engine, from_first_rank, initialize_distributed, leave, open_engine
-from neox.evaluation import check_tasks, evaluate_in_training
-from neox.generation import tokenizer_of
+from neox.evaluation.run import check_tasks, evaluate_in_training
+from neox.generation.startup import tokenizer_of
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
 from neox.train.boards import TensorBoard, WandB

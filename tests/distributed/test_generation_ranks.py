@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from neox.config import load_config, resolve
-from neox.evaluation import evaluate_tasks, flat_metrics
-from neox.generation import SamplingParams, generate_all, load_model
+from neox.evaluation.results import flat_metrics
+from neox.evaluation.run import evaluate_tasks
+from neox.generation.completion import generate_all
+from neox.generation.load import load_model
+from neox.generation.request import SamplingParams
 from neox.parallel import ParallelGrid, Topology
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks

@@ -9,8 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from neox.config import NeoXConfig, resolve
 from neox.convert import to_hf
-from neox.evaluation import evaluate_tasks
-from neox.generation import SamplingParams, generate, load_model, one_process
+from neox.evaluation.run import evaluate_tasks
+from neox.generation.completion import generate
+from neox.generation.load import load_model
+from neox.generation.request import SamplingParams
+from neox.generation.startup import one_process
 from neox.parallel import ParallelGrid
 from neox.tokenizer import build_tokenizer
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint

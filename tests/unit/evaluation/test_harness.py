@@ -8,12 +8,21 @@ import torch
 from neox.config import load_config, resolve
 from neox.convert import to_hf
 from neox.errors import EvaluationError
-from neox.evaluation import Scoring, TaskResult, evaluate_tasks, harness_tasks, open_tasks
-from neox.evaluation.harness import check_loading, check_names, from_first_rank, full_windows, sampling_params
-from neox.generation import SamplingParams, load_model, one_process
-from neox.parallel import ParallelGrid, Topology
+from neox.evaluation.harness import (
+    check_loading,
+    check_names,
+    full_windows,
+    harness_tasks,
+    open_tasks,
+    sampling_params,
+)
+from neox.evaluation.run import evaluate_tasks
+from neox.evaluation.scoring import Scorer
+from neox.generation.load import load_model
+from neox.generation.request import SamplingParams
+from neox.generation.startup import one_process
+from neox.parallel import ParallelGrid
 from neox.tokenizer import build_tokenizer
-from tests.distributed.spawn import run_ranks
 from tests.unit.evaluation.local_tasks import write_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval (requirements/requirements-eval.txt) is not installed")
@@ -29,7 +38,7 @@ def scoring():
     config = one_process(load_config([GOLDEN / NAME / f"{NAME}.yml"]))
     plan = resolve(config, 1, tokenizer.vocab_size)
     model = load_model(plan, GOLDEN / NAME / "global_step30", ParallelGrid.single(), torch.device("cpu"))
-    return Scoring(model, tokenizer, ParallelGrid.single(), 128)
+    return Scorer(model, tokenizer, ParallelGrid.single(), 128)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +107,7 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
     broken, missing, asking = str(caught.value).splitlines()
     assert "yaml.yaml: lm-evaluation-harness cannot load it (ParserError" in broken
     assert "none.jsonl" in missing
-    assert asking.endswith("asks.yaml: a task asks for generation settings that do not exist here: typical_p")
+    assert asking.endswith("asks.yaml: the task needs unsupported generation settings: typical_p")
 
 
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
@@ -120,7 +129,7 @@ def test_generation_settings_of_tasks():
         SamplingParams(max_new_tokens=99, stop=("a",))
     )
     assert sampling_params({"do_sample": True, "top_p": 0.9}, 2048).temperature == 1.0
-    with pytest.raises(EvaluationError, match="do not exist here: typical_p"):
+    with pytest.raises(EvaluationError, match="unsupported generation settings: typical_p"):
         sampling_params({"typical_p": 0.3}, 2048)
 
 
@@ -131,14 +140,3 @@ def test_the_last_window_reaches_back():
         ((4, 5, 6, 7, 8), 1),
         ((5, 6, 7, 8, 9), 4),
     ]
-
-
-def answers_of_ranks() -> list:
-    """Ask for rank 0's results as a rank does for which the harness has none; called by every rank."""
-    grid = ParallelGrid.build(Topology(1, 2, 1))
-    own = [TaskResult("choice", {"acc": 0.5})] if grid.rank == 0 else None
-    return from_first_rank(own, grid)
-
-
-def test_ranks_to_which_the_harness_gives_no_results_get_the_first_ones():
-    assert run_ranks(2, answers_of_ranks) == [[TaskResult("choice", {"acc": 0.5})]] * 2

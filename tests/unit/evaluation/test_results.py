@@ -1,4 +1,4 @@
-"""Tables, files and names of results; tasks as people write them."""
+"""Tables, files and metric names of results."""
 
 import json
 from datetime import datetime
@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from neox.errors import EvaluationError
-from neox.evaluation import TaskResult, flat_metrics, format_table, parse_tasks, write_results
+from neox.evaluation.results import TaskResult, flat_metrics, format_table, write_results
 
 RESULTS = [
     TaskResult("wikitext", {"ppl": 12.3456789, "word_ppl": 30.0}, {"tokens": 1234567}),
@@ -51,40 +51,3 @@ def test_names_for_curves():
         "eval/wikitext_word_ppl": 30.0,
         "eval/lambada_acc": 0.5,
     }
-
-
-def test_own_tasks_and_the_harnesss(tmp_path):
-    for name in ("a.raw", "b.raw", "c.jsonl"):
-        (tmp_path / name).touch()
-    (tmp_path / "d.idx").touch()
-    own, names = parse_tasks(
-        ["hellaswag", *(f"wikitext={tmp_path / n}.raw" for n in "ab"), f"perplexity={tmp_path / 'd'}", "my/task.yaml"]
-    )
-    assert [task.name for task in own] == ["wikitext_a", "wikitext_b", "perplexity"]
-    assert names == ["hellaswag", "my/task.yaml"]
-
-
-def test_every_task_has_a_name_of_its_own(tmp_path):
-    for name in ("a/wiki.raw", "b/wiki.raw", "c/wiki.txt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
-    own, _ = parse_tasks([f"wikitext={path}" for path in sorted(tmp_path.glob("*/wiki.*"))])
-    assert [task.name for task in own] == [
-        f"wikitext_{tmp_path}/a/wiki.raw",
-        f"wikitext_{tmp_path}/b/wiki.raw",
-        "wikitext_wiki.txt",
-    ]
-    own, _ = parse_tasks(["wikitext", f"wikitext={tmp_path}/a/wiki.raw"])  # the harness has one of that name
-    assert [task.name for task in own] == ["wikitext_wiki"]
-    with pytest.raises(EvaluationError, match="is there 2 times"):
-        parse_tasks([f"wikitext={tmp_path}/a/wiki.raw"] * 2)
-
-
-def test_all_wrong_tasks_are_named(tmp_path):
-    with pytest.raises(EvaluationError, match=r"(?s)wiki is no kind of task.*lambada=.*no such file"):
-        parse_tasks([f"wiki={tmp_path}", f"lambada={tmp_path / 'none.jsonl'}"])
-    (tmp_path / "alone.bin").touch()
-    with pytest.raises(EvaluationError, match=r"alone.bin: there is no .idx beside it"):
-        parse_tasks([f"perplexity={tmp_path / 'alone.bin'}"])
-    with pytest.raises(EvaluationError, match="no eval_tasks"):
-        parse_tasks([])

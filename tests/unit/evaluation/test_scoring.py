@@ -57,18 +57,18 @@ def test_greedy_means_every_scored_token_is_the_top_one():
     (all_right, last_right, none_right) = score_spans(
         model, [Span((9, a, b, c), 2), Span((a, wrong, best[wrong]), 1), Span((a, b, (c + 1) % 300), 2)]
     )
-    assert (all_right.greedy, all_right.last_greedy) == (True, True)
-    assert (last_right.greedy, last_right.last_greedy) == (False, True)
-    assert (none_right.greedy, none_right.last_greedy) == (False, False)
+    assert all_right.greedy
+    assert not last_right.greedy
+    assert not none_right.greedy
 
 
 def test_what_cannot_be_read_at_once_is_refused():
-    with pytest.raises(EvaluationError, match="65 tokens are to be read at once"):
+    with pytest.raises(EvaluationError, match=r"65 tokens .* longer than"):
         score_spans(TableModel(), [Span(tuple(range(66)), 1)])
 
 
 def test_nan_is_refused():
     model = TableModel()
     model.log_probabilities[7] = float("nan")
-    with pytest.raises(EvaluationError, match="not numbers"):
+    with pytest.raises(EvaluationError, match="NaN"):
         score_spans(model, [Span((1, 7, 8), 1)])

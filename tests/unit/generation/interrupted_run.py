@@ -5,7 +5,7 @@ import json
 import pytest
 
 from neox.config import NeoXConfig, resolve
-from neox.generation import run_generation
+from neox.generation.run import run_generation
 from neox.parallel import ParallelGrid
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from neox.errors import GenerationError
-from neox.generation.beam_search import beam_search
 from neox.generation.completion import generate
-from neox.generation.decoding import decode
-from neox.generation.params import SamplingParams
+from neox.generation.decoding import beam_search, decode
+from neox.generation.request import SamplingParams
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
 
 CODEC = ToyCodec()

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from neox.generation.interactive import interact
-from neox.generation.params import SamplingParams
+from neox.generation.request import SamplingParams
 from neox.parallel import ParallelGrid
 from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
 

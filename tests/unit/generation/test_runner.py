@@ -10,10 +10,13 @@ import torch
 from neox.checkpoint import CheckpointReader
 from neox.config import load_config, resolve
 from neox.errors import CheckpointError
-from neox.generation import SamplingParams, choose_checkpoint, generate, load_model, one_process
 from neox.generation.blocks import ModuleBlocks
+from neox.generation.completion import generate
+from neox.generation.load import load_model
 from neox.generation.merged import MergedBlocks
 from neox.generation.packed import can_pack
+from neox.generation.request import SamplingParams
+from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
 from neox.tokenizer import build_tokenizer
 
@@ -128,7 +131,7 @@ def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unles
 def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(stored, known, monkeypatch):
     plan = golden_plan(RUNS[0], load=GOLDEN / RUNS[0])
     monkeypatch.setattr(CheckpointReader, "args", stored)
-    with pytest.raises(CheckpointError, match=f"a tokenizer of {known} ids, and this one has 1000"):
+    with pytest.raises(CheckpointError, match=f"a tokenizer of {known} ids, but .* 1000"):
         choose_checkpoint(plan)
 
 

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import (
 )
 
 from neox.errors import GenerationError
-from neox.generation.params import SamplingParams
+from neox.generation.request import SamplingParams
 from neox.generation.sampling import (
     TokenChooser,
     draw,
@@ -105,8 +105,8 @@ def test_logits_that_are_not_numbers_are_refused(bad):
         ({"top_k": -1}, "top_k"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"stop": ("",)}, "empty stop string"),
-        ({"num_beams": 2, "temperature": 1.0}, "draw nothing"),
-        ({"num_beams": 2, "stop": ("x",)}, "do not go together"),
+        ({"num_beams": 2, "temperature": 1.0}, "draws no random tokens"),
+        ({"num_beams": 2, "stop": ("x",)}, "cannot be combined"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):

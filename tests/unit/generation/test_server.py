@@ -13,7 +13,7 @@ from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
 pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx, which the tests speak to the server with, is not installed")
 
-from neox.generation.server import Desk, make_app  # noqa: E402 (after the skips)
+from neox.generation.server import GenerationQueue, make_app  # noqa: E402 (after the skips)
 
 CODEC = ToyCodec()
 
@@ -98,7 +98,7 @@ def test_the_seed_decides_what_is_drawn():
     [
         ([], "must be a JSON object"),
         ({"prompt": 3}, "`prompt` must be"),
-        ({"prompt": ["a", 3]}, "`prompt` must hold"),
+        ({"prompt": ["a", 3]}, "`prompt` must contain"),
         ({"prompt": []}, "`prompt` must be"),
         ({"prompt": [400]}, "outside 0..26"),
         ({"prompt": "a" * 64}, "context is 64"),
@@ -109,15 +109,15 @@ def test_the_seed_decides_what_is_drawn():
         ({"prompt": "a", "n": 9}, "`n` must be an integer from 1 to 8"),
         ({"prompt": ["a"] * 5, "n": 2}, "more than 8 sequences"),
         ({"prompt": "a", "best_of": 3}, "`best_of`"),
-        ({"prompt": "a", "logprobs": 2}, "`logprobs` does not exist here"),
-        ({"prompt": "a", "frequency_penalty": 0.5}, "`frequency_penalty` does not exist here"),
+        ({"prompt": "a", "logprobs": 2}, "`logprobs` is not supported"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
         ({"prompt": "a", "stop": [""]}, "empty stop string"),
         ({"prompt": "a", "stop": 3}, "`stop` must be"),
         ({"prompt": "a", "seed": -1}, "`seed` must be"),
         ({"prompt": "a", "stream": 1}, "`stream` must be true or false"),
-        ({"prompt": "a", "temprature": 1}, "unknown: temprature"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, "goes with `stream: true`"),
-        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "may hold `include_usage`"),
+        ({"prompt": "a", "temprature": 1}, "unknown fields: temprature"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "requires `stream: true`"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "may contain only `include_usage`"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(body, message):
@@ -150,7 +150,7 @@ def test_large_and_foreign_requests_are_turned_away():
         (b"[" * 100_000, "not JSON"),
         (b'{"a":' * 50_000, "not JSON"),
         (b'{"prompt": "\\ud800"}', "UTF-16"),
-        (b'{"prompt": "a", "\\ud800": 1}', "unknown: '\\ud800'"),
+        (b'{"prompt": "a", "\\ud800": 1}', "unknown fields: '\\ud800'"),
         (b"\xff\xfe", "not JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "`temperature`"),
         (b'{"prompt": "a", "max_tokens": 1e400}', "`max_tokens`"),
@@ -244,13 +244,13 @@ def test_a_reader_that_leaves_a_stream_ends_its_work():
         from neox.generation.server import _stream
 
         model = ToyModel(rule, max_length=100_000)
-        desk = Desk(model, CODEC, Limits(max_tokens=90_000))
+        queue = GenerationQueue(model, CODEC, Limits(max_tokens=90_000))
         body = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}
-        stream = _stream(desk, parse_request(body, model, CODEC, desk.limits), "toy")
+        stream = _stream(queue, parse_request(body, model, CODEC, queue.limits), "toy")
         first = await anext(stream)
         await stream.aclose()
-        await asyncio.wait_for(desk.turn.acquire(), 20)
-        return first, desk.inside
+        await asyncio.wait_for(queue.lock.acquire(), 20)
+        return first, queue.size
 
     first, inside = asyncio.run(call())
     assert '"text": "b"' in first
@@ -270,7 +270,7 @@ def test_whatever_is_refused_is_told_in_openais_form():
     for answer, status, message in zip(
         asyncio.run(call()),
         (404, 405, 400),
-        ("Not Found", "Method Not Allowed", "not called 'evil.example'"),
+        ("Not Found", "Method Not Allowed", "'evil.example' is not accepted"),
         strict=True,
     ):
         assert answer.status_code == status
@@ -304,7 +304,7 @@ def test_a_mistake_of_ours_is_told_too():
 
 
 def test_limits_that_allow_nothing_are_refused():
-    with pytest.raises(GenerationError, match="at least 1 token"):
+    with pytest.raises(GenerationError, match="at least 1"):
         Limits(max_tokens=0)
 
 

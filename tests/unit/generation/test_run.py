@@ -1,11 +1,14 @@
-"""A run of many prompts that is interrupted goes on where it was, and only where its completions are the same."""
+"""Output files of generation runs: atomic writes, and resuming an interrupted run."""
 
+import json
 import logging
 import os
 
 import pytest
 
 from neox.errors import GenerationError
+from neox.generation.completion import Completion
+from neox.generation.run import write_completions
 from tests.unit.generation.interrupted_run import PROMPTS, Interrupting, Run, interrupt
 
 
@@ -78,3 +81,25 @@ def test_a_broken_file_is_named(run):
     run.partial.write_text(run.partial.read_text() + "[1]\n")
     with pytest.raises(GenerationError, match=r"out.jsonl.partial: is broken .* remove it to start over"):
         run(Interrupting())
+
+
+def test_completions_appear_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "out.jsonl"
+    done = Completion("a", "ü\n", 2, True, 0.5)
+    write_completions(path, [done])
+    assert json.loads(path.read_text()) == {
+        "context": "a",
+        "text": "ü\n",
+        "length": 2,
+        "finished": True,
+        "duration": 0.5,
+    }
+
+    def failing():
+        yield done
+        raise GenerationError("no more")
+
+    with pytest.raises(GenerationError, match="no more"):
+        write_completions(path, failing())
+    assert len(path.read_text().splitlines()) == 1
+    assert [p.name for p in path.parent.iterdir()] == ["out.jsonl"]

@@ -1,4 +1,4 @@
-"""Wikitext, LAMBADA and corpora on a model whose probabilities are known."""
+"""Scores of text files with a model whose probabilities are known, and their formulas with known numbers."""
 
 import json
 import math
@@ -7,9 +7,18 @@ import pytest
 
 from neox.data import IndexedDatasetBuilder
 from neox.errors import DataError, EvaluationError
-from neox.evaluation import Scoring, corpus_perplexity, lambada, wikitext
-from neox.evaluation.detokenize import detokenize_wikitext
-from neox.evaluation.texts import token_documents
+from neox.evaluation.lambada import lambada
+from neox.evaluation.perplexity import (
+    bits_per_byte,
+    corpus_perplexity,
+    count_words,
+    detokenize_wikitext,
+    token_perplexity,
+    wikitext,
+    word_perplexity,
+)
+from neox.evaluation.scoring import Scorer
+from neox.evaluation.tasks import token_documents
 from neox.parallel import ParallelGrid
 from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
 
@@ -18,7 +27,7 @@ MODEL = TableModel()
 
 
 def scoring(stride=None, window=16, model=MODEL):
-    return Scoring(model, ByteTokenizer(), ParallelGrid.single(), window, stride)
+    return Scorer(model, ByteTokenizer(), ParallelGrid.single(), window, stride)
 
 
 @pytest.mark.parametrize("stride", [None, 5])
@@ -70,7 +79,7 @@ def test_token_files_of_another_tokenizer_are_refused(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "c"), "uint16")
     builder.add_document([1, 2, 257])
     builder.finalize()
-    with pytest.raises(EvaluationError, match="token 257, and the tokenizer has 257"):
+    with pytest.raises(EvaluationError, match="token 257, but the tokenizer has 257"):
         corpus_perplexity(tmp_path / "c.bin", scoring())
 
 
@@ -112,13 +121,13 @@ def test_long_passages_lose_their_beginning_and_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("task", "name", "content", "error", "message"),
     [
-        (wikitext, "w.txt", b"", EvaluationError, "holds no text"),
+        (wikitext, "w.txt", b"", EvaluationError, "contains no text"),
         (wikitext, "w.txt", b"word", EvaluationError, "too few"),
-        (wikitext, "w.txt", b"\xff\xfe", EvaluationError, "cannot be read as text"),
-        (lambada, "l.txt", b"\n\n", EvaluationError, "holds no text"),
+        (wikitext, "w.txt", b"\xff\xfe", EvaluationError, "cannot be read as UTF-8"),
+        (lambada, "l.txt", b"\n\n", EvaluationError, "contains no text"),
         (lambada, "l.jsonl", b'{"text": ', DataError, "l.jsonl"),
         (corpus_perplexity, "c.jsonl", b"", DataError, "the file is empty"),
-        (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError, "holds no documents"),
+        (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError, "contains no documents"),
         (corpus_perplexity, "c.jsonl", b'{"content": "a"}\n', DataError, "text"),
     ],
 )
@@ -126,3 +135,37 @@ def test_bad_files(tmp_path, task, name, content, error, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         task(tmp_path / name, scoring())
+
+
+def test_token_perplexity_is_over_the_predicted_tokens():
+    assert token_perplexity(30 * math.log(7), 31) == pytest.approx(7)
+
+
+def test_word_perplexity_spreads_the_same_loss_over_words():
+    assert word_perplexity(30 * math.log(7), 31, 16) == pytest.approx(49)
+
+
+def test_losses_beyond_20_do_not_overflow():
+    assert token_perplexity(1e9, 3) == word_perplexity(1e9, 3, 2) == math.exp(20)
+
+
+def test_bits_per_byte():
+    assert bits_per_byte(80 * math.log(2), 40) == pytest.approx(2)
+
+
+def test_words_are_split_at_single_spaces_of_the_stripped_text():
+    assert count_words(" \n a  b\nc d \n") == 4  # "a", "", "b\nc", "d"
+
+
+@pytest.mark.parametrize(
+    ("spaced", "joined"),
+    [
+        ("Chronicles 3 @.@ 0 , sold 1 @,@ 000 well @-@ made .", "Chronicles 3.0, sold 1,000 well-made ."),
+        ("it 's the boys ' game : yes ; no ! what ? done . end", "it's the boys' game: yes; no! what? done. end"),
+        ("( lit . Valkyria ) [ 1 ] { x }", "(lit. Valkyria) [1] {x}"),
+        ('the " Nameless " unit', 'the "Nameless" unit'),
+        (" = = = Plot = = = \n a 40 ° b", " === Plot ===\na 40°b"),
+    ],
+)  # fmt: skip
+def test_wikitext_reads_like_text_again(spaced, joined):
+    assert detokenize_wikitext(spaced) == joined

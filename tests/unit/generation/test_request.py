@@ -1,15 +1,11 @@
-"""Prompts and completions on disk."""
-
-import json
+"""Checks of generation requests, and prompts read from files."""
 
 import pytest
 
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
-from neox.generation import check_generation, check_output
-from neox.generation.completion import Completion
-from neox.generation.prompt_file import read_prompts, write_completions
-from neox.generation.request import notes
+from neox.generation.request import check_generation, check_output, notes, read_prompts
+from neox.generation.run import write_completions
 from tests.unit.generation.toy import ToyCodec
 
 
@@ -36,12 +32,12 @@ def test_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.txt", "", "holds no prompts"),
-        ("p.txt", "\n \n", "holds no prompts"),
+        ("p.txt", "", "contains no prompts"),
+        ("p.txt", "\n \n", "contains no prompts"),
         ("p.txt", "a\n\nb\n", r"p.txt:2: empty prompt"),
         ("p.jsonl", '{"text": "a"}\n{"text": \n', r"p.jsonl:2: not JSON"),
         ("p.jsonl", '{"question": "a"}\n', r"p.jsonl:1: no prompt"),
-        ("p.jsonl", '{"text": "\\ud800"}\n', r"p.jsonl:1: the prompt holds half"),
+        ("p.jsonl", '{"text": "\\ud800"}\n', r"p.jsonl:1: the prompt contains a lone"),
         ("p.jsonl", "[" * 100_000, r"p.jsonl:1: not JSON"),
         ("p.jsonl", '{"text": 3}\n[]\n', r"(?s)p.jsonl:1: no prompt.*p.jsonl:2: no prompt"),
     ],
@@ -57,28 +53,6 @@ def test_missing_and_binary_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(GenerationError, match="cannot be read"):
         read_prompts(tmp_path / "b.txt")
-
-
-def test_completions_appear_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "deep" / "out.jsonl"
-    done = Completion("a", "ü\n", 2, True, 0.5)
-    write_completions(path, [done])
-    assert json.loads(path.read_text()) == {
-        "context": "a",
-        "text": "ü\n",
-        "length": 2,
-        "finished": True,
-        "duration": 0.5,
-    }
-
-    def failing():
-        yield done
-        raise GenerationError("no more")
-
-    with pytest.raises(GenerationError, match="no more"):
-        write_completions(path, failing())
-    assert len(path.read_text().splitlines()) == 1
-    assert [p.name for p in path.parent.iterdir()] == ["out.jsonl"]
 
 
 def test_a_file_that_cannot_be_written_is_said_before_and_after(tmp_path):
@@ -109,11 +83,11 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
         ({"sample_output_file": str(prompts)}, "is the file of prompts"),
         ({"sample_output_file": str(tmp_path)}, "is a directory"),
         ({"sample_output_file": f"{prompts}/new/out"}, "nothing can be written in .*p.txt"),
-        ({"sample_input_file": None, "text_gen_type": "input-file"}, "names no file"),
+        ({"sample_input_file": None, "text_gen_type": "input-file"}, "is not given"),
         ({"num_beams": 2, "stop_strings": ["x"]}, "stop strings and num_beams > 1"),
         ({"num_beams": 2, "return_logits": True}, "return_logits and num_beams > 1"),
-        ({"num_return_sequences": 2}, "num_return_sequences is 2, and greedy decoding"),
-        ({"num_return_sequences": 2, "num_beams": 2}, "beam search would give the same text"),
+        ({"num_return_sequences": 2}, "num_return_sequences is 2, but greedy decoding"),
+        ({"num_return_sequences": 2, "num_beams": 2}, "beam search gives the same text"),
         ({"num_samples": 2, "sample_input_file": None}, "num_samples is 2"),
     ):
         with pytest.raises(GenerationError, match=message):
