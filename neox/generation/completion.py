@@ -104,7 +104,7 @@ def generate(
                 params,
                 codec,
                 numbers=[positions[n] for n in batch],
-                on_text=None if on_text is None else lambda row, text, batch=batch: on_text(batch[row], text),
+                on_text=None if on_text is None else _renumbered(on_text, batch),
                 keep_logits=keep_logits,
             )
         seconds = time.perf_counter() - started
@@ -113,6 +113,11 @@ def generate(
         if on_batch:
             on_batch(len(batch))
     return [completed[n] for n in range(len(ids))]
+
+
+def _renumbered(on_text: OnText, numbers: Sequence[int]) -> OnText:
+    """Return a callback for rows of a batch that calls `on_text` with the prompts' numbers."""
+    return lambda row, text: on_text(numbers[row], text)
 
 
 def _completion(context: str, result: Continuation, seconds: float, keep_logits: bool) -> Completion:

@@ -270,4 +270,4 @@ def _can_improve(running: list[_Beam], finished: list[_Beam], length: int, param
         return False
     if len(finished) < params.num_beams:
         return True
-    return running[0].score / length**params.length_penalty > finished[-1].score
+    return bool(running[0].score / length**params.length_penalty > finished[-1].score)

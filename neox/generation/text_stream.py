@@ -9,9 +9,12 @@ _INCOMPLETE = "\ufffd"  # result of decoding an incomplete UTF-8 character
 
 
 class TextCodec(Protocol):
-    """Tokenizer methods that generation needs. `eod` is the end-of-document id."""
+    """Tokenizer methods that generation needs."""
 
-    eod: int
+    @property
+    def eod(self) -> int:
+        """End-of-document id."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Return token ids."""
