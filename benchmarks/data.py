@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from neox.data import BatchIterator, GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data.batches import BatchIterator
 from neox.data.index_maps import build_index_maps
 
 SEED = 1234

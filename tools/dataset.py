@@ -19,12 +19,11 @@ from dataclasses import asdict
 import _checkout  # noqa: F401
 
 from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
-from neox.data.division import divide_dataset, divide_lines
-from neox.data.facts import DatasetFacts, dataset_facts
-from neox.data.index_format import idx_path
-from neox.data.sources import count_sources
+from neox.data.gpt_dataset import split_documents
+from neox.data.indexed_dataset import idx_path
+from neox.data.split import split_dataset, split_lines
+from neox.data.stats import DatasetStats, count_sources, dataset_stats
 from neox.data.verify import verify_dataset
-from neox.data.weights import split_documents
 from neox.errors import DataError, run_script
 from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
@@ -119,21 +118,21 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
 def info(args: argparse.Namespace) -> int:
     """Print what each dataset holds."""
     for prefix in args.prefixes:
-        facts = dataset_facts(prefix)
-        print(json.dumps(asdict(facts)) if args.json else describe(facts))
+        stats = dataset_stats(prefix)
+        print(json.dumps(asdict(stats)) if args.json else describe(stats))
     return 0
 
 
-def describe(facts: DatasetFacts) -> str:
-    """Facts as lines for people."""
+def describe(stats: DatasetStats) -> str:
+    """Statistics as lines for people."""
     lines = [
-        facts.prefix,
-        f"  {facts.documents:,} documents, {facts.tokens:,} tokens, {facts.data_bytes:,} bytes of {facts.dtype}, "
-        f"{facts.layout} layout",
-        f"  tokens in a document: {facts.shortest:,} to {facts.longest:,}, median {facts.median:,}, mean "
-        f"{facts.mean:,.1f}; {facts.empty:,} empty",
+        stats.prefix,
+        f"  {stats.documents:,} documents, {stats.tokens:,} tokens, {stats.data_bytes:,} bytes of {stats.dtype}, "
+        f"{stats.layout} layout",
+        f"  tokens in a document: {stats.shortest:,} to {stats.longest:,}, median {stats.median:,}, mean "
+        f"{stats.mean:,.1f}; {stats.empty:,} empty",
     ]
-    sidecar = facts.sidecar
+    sidecar = stats.sidecar
     if sidecar is None:
         lines.append("  tokenizer: not known (no .json beside the data)")
     else:
@@ -143,8 +142,8 @@ def describe(facts: DatasetFacts) -> str:
             f"hash {sidecar.tokenizer_hash[:12]}; {end}"
         )
         lines.append(f"  made from: {', '.join(sidecar.inputs) or 'not known'}")
-    most = max((bin.documents for bin in facts.histogram), default=1)
-    for bin in facts.histogram:
+    most = max((bin.documents for bin in stats.histogram), default=1)
+    for bin in stats.histogram:
         length = f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,} - {bin.high:,}"
         bar = "#" * -(-BAR * bin.documents // most)
         lines.append(f"  {length:>21} {bin.documents:>13,} documents {bin.tokens:>16,} tokens {bar}")
@@ -207,8 +206,8 @@ def verify(args: argparse.Namespace) -> int:
 def merge(args: argparse.Namespace) -> int:
     """Join datasets, and their sidecars where all have one."""
     merge_datasets(args.prefixes, args.output_prefix)
-    facts = dataset_facts(args.output_prefix)
-    print(f"{args.output_prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens")
+    stats = dataset_stats(args.output_prefix)
+    print(f"{args.output_prefix}: {stats.documents:,} documents, {stats.tokens:,} tokens")
     return 0
 
 
@@ -217,9 +216,9 @@ def split(args: argparse.Namespace) -> int:
     if any(idx_path(name).exists() for name in args.inputs):
         if len(args.inputs) > 1:
             raise DataError("one dataset at a time can be divided; merge several first")
-        counts = divide_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
+        counts = split_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
     else:
-        counts = divide_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
+        counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
     for name, documents in counts.items():
         print(f"{args.output_prefix}_{name}: {documents:,} documents")
     return 0

@@ -1,4 +1,4 @@
-"""Batches: which samples a rank reads at which step, and the tensors made of them."""
+"""Batches of one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ import torch
 from neox.errors import DataError
 from neox.log import get_logger
 
-_LOG = get_logger(__name__)
+_log = get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """What a batch is read from: `GPTDataset` or `BlendedDataset`. num_samples: how many can be read."""
+    """Source of a batch's samples: `GPTDataset` or `BlendedDataset`."""
 
     seq_length: int
     num_samples: int
 
-    def read(self, indices: np.ndarray) -> np.ndarray: ...
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Return samples `indices` [len(indices), seq_length + 1]."""
 
 
 class BatchIterator:
-    """An endless iterator over this data rank's micro batches; its position is a plain number.
+    """Endless iterator over the micro batches of one data-parallel rank.
 
-    Micro batch n of all data ranks together is the samples [n * B * dp, (n + 1) * B * dp), of which rank r takes the
-    r-th B (gpt-neox's order); a step with gradient accumulation takes that many micro batches one after the other.
-    micro_batch_size: B, samples of one micro batch on one rank. start: the micro batch to begin with, so that a resumed
-        run sees what an undisturbed one would. When the samples end it begins again, with a warning.
-    num_workers: threads that read ahead (each up to two batches); 0 reads when asked.
-    eod: end-of-document id; with `eod_mask_loss` the positions whose input is `eod` do not count in the loss.
-    vocab_size: ids from it on are refused.
-    mark_documents: batches also say where documents start, as `document_starts` [B, S].
+    Micro batch n of all ranks together is the samples [n * B * dp_size, (n + 1) * B * dp_size), of which rank r takes
+    the r-th B (gpt-neox's order). A step with gradient accumulation takes several micro batches in a row. After the
+    last sample it starts again, with a warning.
+
+    Attributes:
+        position: Number of the next micro batch.
     """
 
     def __init__(
@@ -54,6 +53,23 @@ class BatchIterator:
         vocab_size: int | None = None,
         mark_documents: bool = False,
     ) -> None:
+        """Set up the iterator.
+
+        Args:
+            dataset: Source of the samples.
+            micro_batch_size: B, samples of one micro batch on one rank.
+            dp_rank: This data-parallel rank.
+            dp_size: Number of data-parallel ranks.
+            start: First micro batch, so that a resumed run reads what an uninterrupted one would.
+            num_workers: Threads that read ahead, each up to two batches; 0 reads on demand.
+            eod: End-of-document id.
+            eod_mask_loss: Whether positions whose input is `eod` are left out of the loss.
+            vocab_size: Limit of the ids, which are checked in each batch.
+            mark_documents: Whether batches hold `document_starts`.
+
+        Raises:
+            DataError: If the data give less than one micro batch, or `eod` is needed and missing.
+        """
         if (eod_mask_loss or mark_documents) and eod is None:
             key = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask"
             raise DataError(f'"{key}" needs the id of the end-of-document token')
@@ -79,11 +95,15 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return `tokens` and `labels` (int64) and `loss_mask` (float32), each [B, S], on the CPU, and
-        `document_starts` (int64) where that was asked for."""
+        """Return the next micro batch, on the CPU.
+
+        Returns:
+            `tokens` and `labels` (int64), `loss_mask` (float32) and, if asked for, `document_starts` (int64), each
+            [B, S].
+        """
         position = self.position
         if position and position % self._batches == 0:
-            _LOG.warning("all %d micro batches were read; beginning again with the first", self._batches)
+            _log.warning("all %d micro batches were read: starting again with the first", self._batches)
         if self._workers == 0:
             batch = self.read(position)
         else:
@@ -95,17 +115,17 @@ class BatchIterator:
         return batch
 
     def sample_numbers(self, position: int) -> np.ndarray:
-        """The samples of micro batch `position` that belong to this rank, int64 [B]."""
+        """Return the samples of micro batch `position` of this rank, int64 [B]."""
         first = (position % self._batches) * self._global_size + self.dp_rank * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size)
 
     def read(self, position: int) -> Batch:
-        """Read micro batch `position`, whatever the iterator's own position."""
+        """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
         rows = self.dataset.read(self.sample_numbers(position))  # [B, S + 1], in the file's dtype
         if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
             raise DataError(
                 f"the data holds token ids from {rows.min()} to {rows.max()}, but the tokenizer has {self.vocab_size} "
-                "ids: it was made with another tokenizer; preprocess it again, or name the tokenizer it was made with"
+                "ids: it was made with another tokenizer; preprocess it again, or set the tokenizer it was made with"
             )
         tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
         labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -124,11 +144,16 @@ class BatchIterator:
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
-    """Return the place in its row of the first token of each token's document: [B, S] -> int64 [B, S].
+    """Return the position in its row of the first token of each token's document.
 
-    An end-of-document token belongs to the document it ends; a document cut by the row's beginning starts at 0.
+    Args:
+        tokens: Token ids [B, S].
+        eod: End-of-document id, which belongs to the document it ends.
+
+    Returns:
+        Positions, int64 [B, S]; 0 for a document that began before the row.
     """
     after_end = torch.zeros_like(tokens)
-    places = torch.arange(1, tokens.shape[1])
-    after_end[:, 1:] = torch.where(tokens[:, :-1] == eod, places, 0)
+    positions = torch.arange(1, tokens.shape[1])
+    after_end[:, 1:] = torch.where(tokens[:, :-1] == eod, positions, 0)
     return after_end.cummax(dim=1).values

@@ -1,30 +1,30 @@
-"""From a run's configuration to its datasets and iterators."""
+"""Datasets and batch iterators of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from neox.config.plan import RunPlan
 from neox.config.sections import DataConfig
 from neox.data.batches import BatchIterator
-from neox.data.blend import BlendedDataset
-from neox.data.gpt_dataset import GPTDataset
+from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.gpt_dataset import GPTDataset, split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.sidecar import check_fits
-from neox.data.weights import normalized, samples_of_each, split_documents, weights_by_documents
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer, build_tokenizer
 
-_LOG = get_logger(__name__)
+_log = get_logger(__name__)
 
 Dataset = GPTDataset | BlendedDataset
 
 
 class Datasets(NamedTuple):
-    """What a run reads; None where it has no documents or reads no samples."""
+    """Datasets of a run; None where there are no documents or no samples are read."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -32,7 +32,7 @@ class Datasets(NamedTuple):
 
 
 class DataIterators(NamedTuple):
-    """Batches for one data rank; None where there is nothing to read."""
+    """Batch iterators of one data-parallel rank; None where there is nothing to read."""
 
     train: BatchIterator
     valid: BatchIterator | None
@@ -40,7 +40,7 @@ class DataIterators(NamedTuple):
 
 
 class SampleCounts(NamedTuple):
-    """Samples a run reads in all, over all ranks."""
+    """Samples that all ranks of a run read together."""
 
     train: int
     valid: int
@@ -48,7 +48,7 @@ class SampleCounts(NamedTuple):
 
 
 def sample_counts(train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int) -> SampleCounts:
-    """How many samples a run reads: an evaluation is `eval_iters` batches of the training batch's size (as in NeoX)."""
+    """Count the samples of a run; as in NeoX, an evaluation takes `eval_iters` batches of the training batch's size."""
     evaluations = train_iters // eval_interval + 1  # one more, at the end
     return SampleCounts(
         train_iters * train_batch_size, evaluations * eval_iters * train_batch_size, eval_iters * train_batch_size
@@ -65,12 +65,21 @@ def build_datasets(
     tokenizer_hash: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> Datasets:
-    """Open, check and arrange the data that the configuration names: `data_path` by `split`, or blends of *_data_paths.
+    """Open and check a run's data: `data_path` divided by `split`, or blends of the `*_data_paths`.
 
-    vocab_size, tokenizer_hash: of the run; data made with another tokenizer is refused. cache_dir: where index maps are
-    kept (default: `index_maps/` beside the data). Raises DataError, naming what to run, where data is missing or unfit.
+    Args:
+        data: Data section of the configuration.
+        counts: Samples the run reads.
+        seq_length: Tokens of a sample's input.
+        seed: Of the shuffles.
+        vocab_size: Number of ids of the run.
+        tokenizer_hash: `content_hash` of the run's tokenizer; None skips this comparison.
+        cache_dir: Directory of the index maps (default: `index_maps/` beside the data).
+
+    Raises:
+        DataError: If data are missing, damaged, or made with another tokenizer.
     """
-    opener = _Opener(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir)
+    opener = _DatasetOpener(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir)
     if data.train_data_paths is None:
         if data.data_path is None:
             raise DataError(
@@ -91,16 +100,26 @@ def build_data_iterators(
     tokenizer: Tokenizer | None = None,
     cache_dir: str | Path | None = None,
 ) -> DataIterators:
-    """Make one data rank's iterators, positioned as after `consumed_iterations` undisturbed training iterations.
+    """Build the iterators of one data-parallel rank, positioned as after `consumed_iterations` of an uninterrupted run.
 
-    Training takes `gradient_accumulation_steps` micro batches an iteration; each evaluation eval_iters times as many,
-    the next ones every time. tokenizer: the run's, where it is at hand; else it is built from the configuration.
+    An iteration of training takes `gradient_accumulation_steps` micro batches; an evaluation takes `eval_iters` times
+    as many, and continues after the last one's.
+
+    Args:
+        plan: Plan of the run.
+        dp_rank: Data-parallel rank.
+        consumed_iterations: Training iterations that are done.
+        tokenizer: The run's tokenizer; by default it is built from the configuration.
+        cache_dir: Directory of the index maps (default: `index_maps/` beside the data).
+
+    Raises:
+        DataError: If data are missing, damaged, or made with another tokenizer, or there is nothing to train on.
     """
     config, batch = plan.config, plan.batch
     training, data = config.training, config.data
     assert config.model.seq_length is not None
     if training.train_iters is None:
-        raise DataError('"train_iters" is missing: it says how much data is read')
+        raise DataError('"train_iters" is missing; it determines how much data is read')
     if tokenizer is None:
         section = config.tokenizer
         tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
@@ -114,7 +133,7 @@ def build_data_iterators(
         cache_dir=cache_dir,
     )
     if datasets.train is None:
-        raise DataError("there are no documents to train on: give `split` a first part, and train_iters > 0")
+        raise DataError("there are no documents to train on: `split` needs a first part above 0, and train_iters too")
 
     def iterator(dataset: Dataset, start: int) -> BatchIterator:
         return BatchIterator(
@@ -133,7 +152,7 @@ def build_data_iterators(
     steps = batch.gradient_accumulation_steps
     evaluations = consumed_iterations // training.eval_interval
     if consumed_iterations >= training.train_iters and consumed_iterations % training.eval_interval == 0:
-        evaluations = max(0, evaluations - 1)  # a finished run, started again, evaluates what it did at its end
+        evaluations = max(0, evaluations - 1)  # a completed run, started again, repeats its last evaluation
     evaluated = evaluations * training.eval_iters
     return DataIterators(
         iterator(datasets.train, consumed_iterations * steps),
@@ -142,25 +161,19 @@ def build_data_iterators(
     )
 
 
-class _Opener:
-    """Opens datasets for one run: what every one of them needs to know."""
+@dataclass(frozen=True)
+class _DatasetOpener:
+    """Opens the datasets of one run; the arguments are those of `build_datasets`."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        seq_length: int,
-        seed: int,
-        vocab_size: int,
-        tokenizer_hash: str | None,
-        cache_dir: str | Path | None,
-    ) -> None:
-        self.data = data
-        self.seq_length, self.seed = seq_length, seed
-        self.vocab_size, self.tokenizer_hash = vocab_size, tokenizer_hash
-        self.cache_dir = cache_dir
+    data: DataConfig
+    seq_length: int
+    seed: int
+    vocab_size: int
+    tokenizer_hash: str | None
+    cache_dir: str | Path | None
 
     def open(self, prefix: str) -> IndexedDataset:
-        """Open one dataset and refuse one that does not fit the run."""
+        """Open a dataset and check it against the run."""
         indexed = IndexedDataset(prefix, self.data.data_impl)
         check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hash=self.tokenizer_hash)
         if self.data.mmap_warmup:
@@ -168,13 +181,12 @@ class _Opener:
         return indexed
 
     def samples(self, indexed: IndexedDataset, documents: range, num_samples: int) -> GPTDataset:
-        """Arrange documents of one dataset into samples."""
-        return GPTDataset(
-            indexed, documents, num_samples, self.seq_length, self.seed, self.cache_beside(indexed.prefix)
-        )
+        """Make samples of documents of a dataset."""
+        cache = self.index_cache(indexed.prefix)
+        return GPTDataset(indexed, documents, num_samples, self.seq_length, self.seed, cache)
 
-    def cache_beside(self, prefix: str) -> Path:
-        """Where the index maps of a dataset are kept."""
+    def index_cache(self, prefix: str) -> Path:
+        """Return the directory of a dataset's index maps."""
         return Path(self.cache_dir) if self.cache_dir is not None else Path(prefix).parent / "index_maps"
 
     def split(self, prefix: str, split: str, counts: SampleCounts) -> list[GPTDataset | None]:
@@ -184,7 +196,7 @@ class _Opener:
         parts = split_documents(split, len(indexed))
         for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
             if num_samples and not documents:
-                _LOG.warning("split %r of %d documents leaves none for %s", split, len(indexed), name)
+                _log.warning("split %r of %d documents leaves none for %s", split, len(indexed), name)
             result.append(self.samples(indexed, documents, num_samples) if num_samples and documents else None)
         return result
 
@@ -195,7 +207,7 @@ class _Opener:
         if num_samples == 0:
             return None
         if not paths:
-            _LOG.warning("no %s_data_paths are given: there is nothing to read for %s", name, name)
+            _log.warning("no %s_data_paths are given: there is nothing to read for %s", name, name)
             return None
         parts = [self.open(path) for path in paths]
         if self.data.weight_by_num_documents:
@@ -206,5 +218,5 @@ class _Opener:
             shares = normalized(weights if weights is not None else [1.0] * len(paths))
         needed = samples_of_each(shares, num_samples)
         datasets = [self.samples(part, range(len(part)), count) for part, count in zip(parts, needed, strict=True)]
-        _LOG.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))
-        return BlendedDataset(datasets, shares, self.cache_beside(parts[0].prefix))
+        _log.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))
+        return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))

@@ -1,27 +1,35 @@
-"""Writing a `.bin/.idx` pair: in bulk, in little memory, beside the target and renamed; resumable."""
+"""Resumable writing and merging of token datasets."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedRandom, BufferedWriter
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypedDict
+from typing import BinaryIO, Literal, TypedDict
 
 import numpy as np
 
-from neox.data.index_format import Layout, bin_path, dtype_code, idx_path, index_parts, json_path
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.indexed_dataset import IndexedDataset, Layout, bin_path, dtype_code, idx_path, index_parts, json_path
+from neox.data.sidecar import joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import fsync_file, replace_file
+from neox.log import get_logger
 
-_COPY_TOKENS = 1 << 24
+_log = get_logger(__name__)
 
 
 class BuilderState(TypedDict):
-    """How far a builder is, as plain JSON. max_id is -1 before the first token; crc32 is that of the ids' bytes."""
+    """Amount of data written, as plain JSON; part of resumable state on disk.
+
+    Attributes:
+        documents: Number of documents.
+        tokens: Number of tokens.
+        max_id: Largest id, -1 before the first.
+        crc32: Checksum of the bytes of the ids, in the end of the `.bin`.
+    """
 
     documents: int
     tokens: int
@@ -30,11 +38,10 @@ class BuilderState(TypedDict):
 
 
 class IndexedDatasetBuilder:
-    """Append documents, then `finalize()`; until then only `PREFIX.*.partial` files exist.
+    """Writer of a token dataset: append documents, then `finalize`; until then only `PREFIX.*.partial` files exist.
 
-    dtype: of the stored ids (`best_dtype(vocab_size)`). impl: `mmap`, or `cached`/`lazy`.
-    resume: a `state()` of an interrupted builder of the same prefix and dtype; what was written after it is dropped.
-    Document lengths are streamed to a file as well, so memory does not grow with the number of documents.
+    Document lengths are streamed to a file too, so that memory does not grow with the number of documents. As a context
+    manager it finalizes, or keeps the partial files after an exception, so that a later run can resume.
     """
 
     def __init__(
@@ -45,6 +52,17 @@ class IndexedDatasetBuilder:
         impl: Literal["mmap", "cached", "lazy"] = "mmap",
         resume: BuilderState | None = None,
     ) -> None:
+        """Open the partial files.
+
+        Args:
+            prefix: Path without `.bin` and `.idx`.
+            dtype: Of the stored ids (see `best_dtype`).
+            impl: Layout; `cached` and `lazy` are one.
+            resume: A `state()` of an interrupted builder of the same prefix and dtype; later data are dropped.
+
+        Raises:
+            DataError: If the partial files hold less than `resume`, or the dtype cannot be stored.
+        """
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         dtype_code(self.dtype)
@@ -57,38 +75,33 @@ class IndexedDatasetBuilder:
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added."""
         return self._state["documents"]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added so far."""
+        """Number of tokens added."""
         return self._state["tokens"]
 
     @property
-    def max_id(self) -> int:
-        """The largest id added so far, -1 before the first."""
-        return self._state["max_id"]
-
-    @property
-    def crc32(self) -> int:
-        """Checksum of the ids' bytes so far: in the end, of the `.bin`."""
-        return self._state["crc32"]
-
-    @property
     def progress(self) -> BuilderState:
-        """What was added so far, not necessarily on disk: good as `resume` once a later `state()` has returned."""
+        """Amount of data added, not necessarily on disk; valid as `resume` once a later `state()` has returned."""
         return BuilderState(**self._state)
 
     def add_document(self, ids: np.ndarray | Sequence[int]) -> None:
-        """Append one document; it may be empty."""
+        """Append one document, which may be empty."""
         ids = np.asarray(ids) if len(ids) else np.empty(0, self.dtype)
         self.add_documents(ids, [len(ids)])
 
     def add_documents(self, flat_ids: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append many documents: their ids one after the other (1-D, any integer dtype), and each one's length.
+        """Append many documents.
 
-        Raises DataError for ids that the dtype cannot hold and for lengths that do not add up.
+        Args:
+            flat_ids: Ids of all documents in order, any integer dtype [sum of the lengths].
+            lengths: Tokens of each document [documents].
+
+        Raises:
+            DataError: If the dtype cannot hold an id, the lengths do not add up, or the disk is full.
         """
         flat = np.asarray(flat_ids)
         sizes = np.asarray(lengths, dtype=np.int64)
@@ -102,49 +115,44 @@ class IndexedDatasetBuilder:
             self._check_range(flat)
             stored = np.ascontiguousarray(flat, dtype=self.dtype)
             _write_all(self._ids_file, stored)
-            self._state["crc32"] = zlib.crc32(stored, self._state["crc32"])
+            self._state["crc32"] = zlib.crc32(stored.data, self._state["crc32"])
         _write_all(self._sizes_file, sizes.astype("<i4"))
         self._state["documents"] += len(sizes)
         self._state["tokens"] += len(flat)
 
     def merge(self, prefix: str | Path) -> None:
-        """Append every document of another dataset."""
+        """Append every document of another dataset. Raises DataError if a document has several sequences."""
         other = IndexedDataset(prefix)
         if other.num_documents != len(other):
             raise DataError(f"{prefix} has several sequences in a document; only one-sequence documents can be merged")
-        documents = ids = 0
-        while documents < len(other):
-            ends = np.cumsum(other.sizes[documents : documents + _COPY_TOKENS // 16], dtype=np.int64)
-            take = max(1, int(np.searchsorted(ends, _COPY_TOKENS, side="right")))
-            tokens = int(ends[take - 1])
-            self.add_documents(other.tokens[ids : ids + tokens], other.sizes[documents : documents + take])
-            documents, ids = documents + take, ids + tokens
+        for _, sizes, tokens in other.pieces():
+            self.add_documents(tokens, sizes)
 
     def state(self) -> BuilderState:
-        """Put everything added so far safely on disk and say how much that is (give it back as `resume`)."""
-        with _placed(self.prefix):
+        """Wait until all added data are on disk; return their amount, which can be given as `resume`."""
+        with _naming(self.prefix):
             for file in (self._ids_file, self._sizes_file):
                 fsync_file(file)
         return self.progress
 
     def finalize(self) -> None:
-        """Write the index and rename both files into place; the `.idx` comes last, and marks the pair as whole."""
+        """Write the index and rename both files; the `.idx` comes last and marks the dataset as complete."""
         self.state()
         self._close()
         sizes = np.memmap(self._sizes, dtype="<i4", mode="r") if self._state["documents"] else np.empty(0, "<i4")
-        with _placed(self.prefix):
+        with _naming(self.prefix):
             with open(self._idx, "wb") as file:
                 for part in index_parts(self.layout, self.dtype, sizes):
                     file.write(part)
                 fsync_file(file)
-            for old in (idx_path(self.prefix), json_path(self.prefix)):  # so that they never describe the new data
+            for old in (idx_path(self.prefix), json_path(self.prefix)):  # they must never describe the new data
                 old.unlink(missing_ok=True)
             replace_file(self._bin, bin_path(self.prefix))
             replace_file(self._idx, idx_path(self.prefix))
             self._sizes.unlink()
 
     def discard(self) -> None:
-        """Give up: close and remove the partial files."""
+        """Close and remove the partial files."""
         self._close()
         for path in (self._bin, self._sizes, self._idx):
             path.unlink(missing_ok=True)
@@ -153,7 +161,6 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Finalize after success; after an error leave the partial files, so that a later run can continue."""
         if kind is None:
             self.finalize()
         else:
@@ -172,26 +179,56 @@ class IndexedDatasetBuilder:
         self._state["max_id"] = max(self._state["max_id"], high)
 
 
-def _open_at(path: Path, size: int) -> BufferedWriter | BufferedRandom:
-    """Open for appending after the first `size` bytes; what follows them is dropped, having fewer is an error."""
+def _open_at(path: Path, size: int) -> BinaryIO:
+    """Open a file for appending after its first `size` bytes. Raises DataError if it has fewer."""
     have = path.stat().st_size if path.exists() else 0
     if have < size:
         raise DataError(f"{path} has {have} bytes, fewer than the {size} of the run to be continued; start it over")
-    file = open(path, "r+b" if have else "wb", buffering=1 << 20)  # noqa: SIM115
+    file: BinaryIO = open(path, "r+b" if have else "wb", buffering=1 << 20)  # noqa: SIM115 (closed by the builder)
     file.truncate(size)
     file.seek(size)
     return file
 
 
-def _write_all(file: BufferedWriter | BufferedRandom, array: np.ndarray) -> None:
-    with _placed(file.name):
+def _write_all(file: BinaryIO, array: np.ndarray) -> None:
+    with _naming(file.name):
         file.write(array.data)
 
 
 @contextmanager
-def _placed(path: str) -> Iterator[None]:
-    """Say which file could not be written."""
+def _naming(path: str) -> Iterator[None]:
+    """Turn an OSError into a DataError that names the file."""
     try:
         yield
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
+    """Concatenate datasets; the result has the bytes of one preprocessing run over all inputs.
+
+    Args:
+        prefixes: Datasets of one layout, dtype and tokenizer, in order.
+        output: Prefix of the result, which has a sidecar if every input has one.
+
+    Raises:
+        DataError: If there is no input, the output is an input, or layouts, dtypes or tokenizers differ.
+    """
+    parts = [IndexedDataset(prefix) for prefix in prefixes]
+    if not parts:
+        raise DataError("nothing to merge: give at least one prefix")
+    if str(output) in {part.prefix for part in parts}:
+        raise DataError(f"{output} is both an input and the output of the merge; write to another prefix")
+    if len({(part.layout, part.dtype) for part in parts}) > 1:
+        listed = "; ".join(f"{part.prefix}: {part.layout} {part.dtype}" for part in parts)
+        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them alike")
+    sidecars = [read_sidecar(prefix) for prefix in prefixes]
+    known = [sidecar for sidecar in sidecars if sidecar is not None]
+    joined = joined_sidecar(known) if known else None  # checks the tokenizers before anything is written
+    with IndexedDatasetBuilder(output, parts[0].dtype, impl=parts[0].layout) as builder:
+        for prefix in prefixes:
+            builder.merge(prefix)
+    if joined is not None and len(known) == len(sidecars):
+        write_sidecar(output, replace(joined, crc32=builder.progress["crc32"]))
+    elif known:
+        _log.warning("%s has no .json, because some inputs have none: its tokenizer cannot be checked", output)

@@ -1,25 +1,59 @@
-"""Samples for a GPT: `seq_length + 1` consecutive tokens of the shuffled documents."""
+"""Samples of a token dataset for causal language modelling, and the division of documents by `split`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from neox.data.index_maps import IndexMaps, build_index_maps, content_key
+from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IndexedDataset
-from neox.data.map_cache import load_or_build
 from neox.errors import DataError
 
 
-class GPTDataset:
-    """Samples of `documents` of an indexed dataset, in gpt-neox's order.
+def split_shares(split: str) -> list[float]:
+    """Return the shares of train, validation and test, which add up to 1.
 
-    documents: sequence numbers, a range; num_samples: how many the run will ask for (it decides the number of epochs).
-    cache_dir: where the maps are kept between runs (None: built in memory).
-    `len()` is gpt-neox's: one less than the samples that exist, all of which can be read.
+    Args:
+        split: NeoX's `split`: three numbers with commas or slashes between them; missing ones are 0.
+
+    Raises:
+        DataError: If a part is no number or negative, or all are 0.
+    """
+    separator = "," if "," in split else "/"
+    try:
+        parts = ([float(part) for part in split.split(separator)] + [0.0, 0.0])[:3]
+    except ValueError:
+        parts = []
+    if not parts or min(parts) < 0 or not 0 < sum(parts) < math.inf:
+        raise DataError(f'"split" is {split!r}; it is up to three shares like "969, 30, 1", at least one above 0')
+    total = sum(parts)
+    return [part / total for part in parts]
+
+
+def split_documents(split: str, documents: int) -> tuple[range, range, range]:
+    """Divide documents [0, documents) by NeoX's `split`, with its rounding. Raises DataError as `split_shares`."""
+    edges = [0]
+    for share in split_shares(split):
+        edges.append(edges[-1] + round(share * documents))
+    surplus = edges[-1] - documents  # due to rounding; gpt-neox takes it from the first part
+    edges[1:] = [max(0, edge - surplus) for edge in edges[1:]]
+    return range(edges[0], edges[1]), range(edges[1], edges[2]), range(edges[2], edges[3])
+
+
+class GPTDataset:
+    """Samples of `seq_length + 1` consecutive tokens of shuffled documents, in gpt-neox's order.
+
+    `len()` is gpt-neox's: one less than `num_samples`, all of which can be read.
+
+    Attributes:
+        indexed: The token dataset.
+        seq_length: Tokens of a sample's input.
+        num_samples: Number of samples that can be read.
+        maps: Index maps.
     """
 
     def __init__(
@@ -31,8 +65,21 @@ class GPTDataset:
         seed: int,
         cache_dir: str | Path | None = None,
     ) -> None:
+        """Build or load the index maps.
+
+        Args:
+            indexed: The token dataset.
+            documents: Sequence numbers to use, with step 1.
+            num_samples: Samples that the run reads; determines the number of epochs.
+            seq_length: Tokens of a sample's input.
+            seed: Of the shuffles.
+            cache_dir: Directory where the maps are kept between runs; None builds them in memory.
+
+        Raises:
+            DataError: If the documents do not exist, or hold less than one sample.
+        """
         if documents.step != 1 or not 0 <= documents.start < documents.stop <= len(indexed):
-            raise DataError(f"{indexed.prefix} has {len(indexed)} documents; {documents} is not a part of them")
+            raise DataError(f"{indexed.prefix} has {len(indexed)} documents; {documents} is not a range of them")
         self.indexed = indexed
         self.seq_length = seq_length
         self.maps = self._build(documents, num_samples, seed, cache_dir)
@@ -54,11 +101,11 @@ class GPTDataset:
         return self.num_samples - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1]."""
-        return self.read([index])[0].astype(np.int64)
+        """Return sample `index`, int64 [seq_length + 1]."""
+        return np.asarray(self.read([index])[0], dtype=np.int64)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Samples `indices` as [len(indices), seq_length + 1], in the dtype of the file."""
+        """Return samples `indices` [len(indices), seq_length + 1], in the dtype of the file."""
         samples = self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)
         firsts, lasts = self.maps.sample_map[samples], self.maps.sample_map[samples + 1]  # [n, 2] entry and offset
         entries, before = _ranges(firsts[:, 0], lasts[:, 0])
@@ -74,7 +121,7 @@ class GPTDataset:
 
 
 def _ranges(firsts: np.ndarray, lasts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers of the ranges [firsts, lasts], one range after the other, and where each begins in that list."""
+    """Return the numbers of the ranges [firsts, lasts] (inclusive), concatenated, and where each range begins."""
     counts = lasts.astype(np.intp) - firsts + 1
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(firsts - before, counts), before

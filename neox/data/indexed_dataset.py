@@ -1,26 +1,299 @@
-"""Token sequences in a `.bin`, found through its `.idx`: memory-mapped, so 300 billion tokens open at once."""
+"""Memory-mapped token datasets (`.bin` and `.idx`), and the two layouts of their index.
+
+A dataset is a flat array of token ids, `PREFIX.bin`, and an index, `PREFIX.idx`. All integers are little-endian.
+
+mmap (Megatron-LM, gpt-neox): `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1, then
+    int32 sizes (tokens), int64 pointers (bytes into `.bin`), int64 document index (document d is the sequences from
+    index[d] up to index[d + 1]).
+cached and lazy (fairseq): `TNTIDX\\0\\0`, u64 version 1, u64 dtype code, u64 element size, u64 sequences, u64 sizes,
+    u64 documents + 1, then int64 dimension offsets, data offsets (elements into `.bin`), sizes, document index.
+"""
 
 from __future__ import annotations
 
+import glob
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from neox.data.index_format import Layout, bin_path, idx_path, read_index
 from neox.errors import DataError
+
+Layout = Literal["mmap", "cached"]
+
+MMAP_MAGIC = b"MMIDIDX\x00\x00"
+CACHED_MAGIC = b"TNTIDX\x00\x00"
+_VERSION = 1
+_MMAP_HEADER = struct.Struct("<QBQQ")
+_CACHED_HEADER = struct.Struct("<QQQQQQ")
+# Codes 6 and 7 are floats, and NeoX and Megatron disagree on their width; token ids are integers, so neither is read.
+_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+_CHUNK = 1 << 22  # index entries processed at once, which bounds memory
+_PIECE_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Index:
+    """Memory-mapped arrays of one `.idx`.
+
+    Attributes:
+        layout: Layout of the file.
+        dtype: Of the token ids in `.bin`.
+        sizes: Tokens of each sequence, int32 (mmap) or int64 (cached) [sequences].
+        pointers: Start of each sequence in `.bin`, in units of `pointer_unit` bytes, int64 [sequences].
+        pointer_unit: 1 where pointers count bytes, the size of `dtype` where they count elements.
+        document_index: First sequence of each document and the number of sequences, int64 [documents + 1].
+        num_tokens: Sum of the sizes.
+    """
+
+    layout: Layout
+    dtype: np.dtype
+    sizes: np.ndarray
+    pointers: np.ndarray
+    pointer_unit: int
+    document_index: np.ndarray
+    num_tokens: int
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype:
+    """Return gpt-neox's dtype for token ids: uint16 for vocabularies under 65,500, else int32."""
+    return np.dtype(np.uint16) if vocab_size is not None and vocab_size < 65500 else np.dtype(np.int32)
+
+
+def dtype_code(dtype: np.dtype) -> int:
+    """Return the format's code of an integer dtype. Raises DataError for a dtype without one."""
+    for code, known in _DTYPES.items():
+        if known == dtype:
+            return code
+    raise DataError(f"token ids cannot be stored as {dtype}; use one of {', '.join(str(d) for d in _DTYPES.values())}")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Return `PREFIX.idx`."""
+    return Path(f"{prefix}.idx")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Return `PREFIX.bin`."""
+    return Path(f"{prefix}.bin")
+
+
+def json_path(prefix: str | Path) -> Path:
+    """Return `PREFIX.json`, the sidecar."""
+    return Path(f"{prefix}.json")
+
+
+def read_index(prefix: str | Path) -> Index:
+    """Map `PREFIX.idx` and check that it is consistent and agrees with the length of `PREFIX.bin`.
+
+    Raises:
+        DataError: If a file is missing, truncated, inconsistent or of another format.
+    """
+    path, data = idx_path(prefix), bin_path(prefix)
+    missing = [str(p) for p in (path, data) if not p.is_file()]
+    if missing:
+        similar = sorted(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).stem)}*.idx"))
+        hint = f"; there is {similar[0].with_suffix('')}" if similar else ""
+        raise DataError(
+            f"{' and '.join(missing)} not found{hint}. "
+            "A dataset is named by its prefix, without .bin or .idx; make one with "
+            "tools/preprocess_data.py --input FILES --output-prefix PREFIX (it writes PREFIX_text_document.bin, .idx)."
+        )
+    raw = _map_bytes(path)
+    data_bytes = data.stat().st_size
+    if raw[: len(MMAP_MAGIC)].tobytes() == MMAP_MAGIC:
+        index = _read_mmap(path, raw)
+    elif raw[: len(CACHED_MAGIC)].tobytes() == CACHED_MAGIC:
+        index = _read_cached(path, raw)
+    else:
+        raise DataError(
+            f"{path} is not a token index: it starts with {raw[:9].tobytes()!r}, neither MMIDIDX nor TNTIDX"
+        )
+    _check_pointers(path, index)
+    _check_documents(path, index)
+    if index.num_tokens * index.dtype.itemsize != data_bytes:
+        raise DataError(
+            f"{data} has {data_bytes:,} bytes, but {path} describes {index.num_tokens:,} tokens of "
+            f"{index.dtype.itemsize} bytes ({index.num_tokens * index.dtype.itemsize:,}); one of them is truncated or "
+            "from another run"
+        )
+    return index
+
+
+def _map_bytes(path: Path) -> np.ndarray:
+    """Map the bytes of a file; an empty file, which cannot be mapped, gives an empty array."""
+    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+
+
+def _unpack(path: Path, raw: np.ndarray, header: struct.Struct, start: int) -> tuple[int, ...]:
+    if len(raw) < start + header.size:
+        raise DataError(f"{path} ends inside its header ({len(raw)} bytes); it is truncated, make it again")
+    fields = header.unpack(raw[start : start + header.size].tobytes())
+    if fields[0] != _VERSION:
+        raise DataError(f"{path} has format version {fields[0]}; only version {_VERSION} exists")
+    return fields[1:]
+
+
+def _dtype(path: Path, code: int) -> np.dtype:
+    if code in (6, 7):
+        raise DataError(f"{path} holds floating-point data (dtype code {code}), not token ids")
+    if code not in _DTYPES:
+        raise DataError(f"{path} has the unknown dtype code {code}; its header is damaged")
+    return _DTYPES[code]
+
+
+def _arrays(path: Path, raw: np.ndarray, start: int, parts: list[tuple[str, int]]) -> list[np.ndarray]:
+    """Split the file from `start` on into arrays of (dtype, count), which must fill it exactly."""
+    expected = start + sum(np.dtype(dtype).itemsize * count for dtype, count in parts)
+    if expected != len(raw):
+        raise DataError(
+            f"{path} has {len(raw):,} bytes, but its header announces {expected:,}; it is truncated or damaged"
+        )
+    arrays = []
+    for dtype, count in parts:
+        end = start + np.dtype(dtype).itemsize * count
+        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=start))
+        start = end
+    return arrays
+
+
+def _read_mmap(path: Path, raw: np.ndarray) -> Index:
+    start = len(MMAP_MAGIC) + _MMAP_HEADER.size
+    code, sequences, documents = _unpack(path, raw, _MMAP_HEADER, len(MMAP_MAGIC))
+    dtype = _dtype(path, code)
+    sizes, pointers, document_index = _arrays(
+        path, raw, start, [("<i4", sequences), ("<i8", sequences), ("<i8", documents)]
+    )
+    return Index("mmap", dtype, sizes, pointers, 1, document_index, int(sizes.sum(dtype=np.int64)))
+
+
+def _read_cached(path: Path, raw: np.ndarray) -> Index:
+    start = len(CACHED_MAGIC) + _CACHED_HEADER.size
+    code, element_size, sequences, num_sizes, documents = _unpack(path, raw, _CACHED_HEADER, len(CACHED_MAGIC))
+    dtype = _dtype(path, code)
+    if element_size != dtype.itemsize:
+        raise DataError(f"{path} says that {dtype} takes {element_size} bytes; its header is damaged")
+    dims, offsets, sizes, document_index = _arrays(
+        path, raw, start, [("<i8", sequences + 1), ("<i8", sequences + 1), ("<i8", num_sizes), ("<i8", documents)]
+    )
+    if num_sizes != sequences or not np.array_equal(dims, np.arange(sequences + 1)):
+        raise DataError(f"{path}: sequences are not one-dimensional, so they are not token ids")
+    index = Index("cached", dtype, sizes, offsets[:-1], dtype.itemsize, document_index, int(sizes.sum(dtype=np.int64)))
+    if offsets[-1] != index.num_tokens:
+        raise DataError(f"{path}: its last offset {offsets[-1]} is not its number of tokens, {index.num_tokens}")
+    return index
+
+
+def _check_pointers(path: Path, index: Index) -> None:
+    """Check that every sequence starts where the previous one ends."""
+    scale = index.dtype.itemsize // index.pointer_unit
+    position = 0
+    for start, sizes in _chunks(index.sizes):
+        if sizes.min(initial=0) < 0:
+            bad = start + int(np.argmax(sizes < 0))
+            raise DataError(f"{path}: sequence {bad} has a negative size ({index.sizes[bad]}); the index is damaged")
+        ends = np.cumsum(sizes, dtype=np.int64)
+        ends += position
+        expected = (ends - sizes) * scale
+        wrong = expected != index.pointers[start : start + len(sizes)]
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            raise DataError(
+                f"{path}: sequence {start + bad} points at {index.pointers[start + bad]}, but the sizes before it put "
+                f"it at {expected[bad]}; the index is damaged"
+            )
+        position = int(ends[-1])
+
+
+def _check_documents(path: Path, index: Index) -> None:
+    """Check that the document index rises from 0 to the number of sequences."""
+    documents = index.document_index
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(index.sizes):
+        raise DataError(
+            f"{path}: its document index does not run from 0 to {len(index.sizes):,} sequences; the index is damaged"
+        )
+    for start, part in _chunks(documents):
+        stop = min(start + len(part) + 1, len(documents))
+        if (np.diff(documents[start:stop]) < 0).any():
+            raise DataError(f"{path}: its document index falls near entry {start:,}; the index is damaged")
+
+
+def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield an array in chunks of at most _CHUNK entries: (first entry, chunk)."""
+    for start in range(0, len(array), _CHUNK):
+        yield start, array[start : start + _CHUNK]
+
+
+def index_parts(layout: Layout, dtype: np.dtype, sizes: np.ndarray) -> Iterator[bytes]:
+    """Yield the bytes of an `.idx` of one-sequence documents.
+
+    Args:
+        layout: Layout to write.
+        dtype: Of the token ids.
+        sizes: Tokens of each document, int [documents]; may be memory-mapped.
+    """
+    n = len(sizes)
+    if layout == "mmap":
+        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, dtype_code(dtype), n, n + 1)
+        yield from (part.astype("<i4", copy=False).tobytes() for _, part in _chunks(sizes))
+        yield from _starts(sizes, dtype.itemsize, with_end=False)
+    else:
+        yield CACHED_MAGIC + _CACHED_HEADER.pack(_VERSION, dtype_code(dtype), dtype.itemsize, n, n, n + 1)
+        yield from _count_to(n)
+        yield from _starts(sizes, 1, with_end=True)
+        yield from (part.astype("<i8").tobytes() for _, part in _chunks(sizes))
+    yield from _count_to(n)
+
+
+def _starts(sizes: np.ndarray, scale: int, *, with_end: bool) -> Iterator[bytes]:
+    position = 0
+    for _, part in _chunks(sizes):
+        ends = np.cumsum(part, dtype=np.int64)
+        yield ((ends - part + position) * scale).astype("<i8", copy=False).tobytes()
+        position += int(ends[-1])
+    if with_end:
+        yield struct.pack("<q", position * scale)
+
+
+def _count_to(n: int) -> Iterator[bytes]:
+    """Yield 0, 1, ..., n as the bytes of int64."""
+    for start in range(0, n + 1, _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, n + 1), dtype="<i8").tobytes()
 
 
 class IndexedDataset:
-    """Read-only sequences of token ids; both layouts are read through the page cache, nothing is loaded ahead.
+    """Read-only token sequences of a `.bin` file, memory-mapped through the page cache.
 
-    prefix: path without `.bin` and `.idx`. data_impl: `infer` takes what the file is; `mmap`, or `cached` and `lazy`
-        (one layout, two names), insist.
-    Attributes: `dtype`; `sizes` [sequences] in tokens; `document_index` [documents + 1]; `tokens`, all ids as one flat
-        array; `num_tokens`.
-    Raises DataError for files that are missing or broken, or of another layout than asked for.
+    Attributes:
+        prefix: Path without `.bin` and `.idx`.
+        layout: Layout of the index.
+        dtype: Of the token ids.
+        sizes: Tokens of each sequence [sequences].
+        document_index: First sequence of each document and the number of sequences [documents + 1].
+        tokens: All ids [num_tokens].
+        num_tokens: Number of ids.
     """
 
     def __init__(self, prefix: str | Path, data_impl: str = "infer") -> None:
+        """Open a dataset.
+
+        Args:
+            prefix: Path without `.bin` and `.idx`.
+            data_impl: Required layout: `mmap`, `cached` or `lazy` (two names of one layout), or `infer` for any.
+
+        Raises:
+            DataError: If a file is missing or damaged, or has another layout.
+        """
         self.prefix = str(prefix)
         index = read_index(prefix)
         self.layout: Layout = index.layout
@@ -40,7 +313,7 @@ class IndexedDataset:
             self.tokens = np.asarray(np.memmap(bin_path(prefix), dtype=self.dtype, mode="r"))
 
     def __len__(self) -> int:
-        """Number of sequences; gpt-neox's tools write one for each document."""
+        """Return the number of sequences; gpt-neox's tools write one for each document."""
         return len(self.sizes)
 
     @property
@@ -49,27 +322,34 @@ class IndexedDataset:
         return len(self.document_index) - 1
 
     def warm_up(self) -> None:
-        """Read both files once, so that they are in the page cache."""
+        """Read both files once, which puts them into the page cache."""
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
             with open(path, "rb", buffering=0) as file:
                 while file.read(1 << 26):
                     pass
 
     def starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Where the given sequences start in `tokens`, int64 of the same shape."""
-        return self._pointers[sequences] // self._unit
+        """Return the start of each given sequence in `tokens`, int64 of the same shape."""
+        return np.asarray(self._pointers[sequences] // self._unit)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """The ids of one sequence, a view into the file."""
-        return self.get(sequence)
-
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids (default: all) of one sequence from `offset` on, a view into the file."""
+        """Return the ids of one sequence, a view of the file."""
         if not 0 <= sequence < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} sequences; {sequence} was asked for")
-        size = int(self.sizes[sequence])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"sequence {sequence} of {self.prefix} has {size} tokens, not {offset} + {length}")
-        start = int(self._pointers[sequence]) // self._unit + offset
-        return self.tokens[start : start + length]
+            raise IndexError(f"{self.prefix} has {len(self)} sequences, numbered from 0; {sequence} does not exist")
+        start = int(self._pointers[sequence]) // self._unit
+        return self.tokens[start : start + int(self.sizes[sequence])]
+
+    def pieces(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield the dataset in pieces of whole sequences, about 16 million tokens each.
+
+        Yields:
+            Number of the first sequence, sizes of the sequences [n], and their ids [sum of the sizes].
+        """
+        first = start = 0
+        while first < len(self):
+            sizes = np.asarray(self.sizes[first : first + _PIECE_TOKENS // 16])
+            ends = np.cumsum(sizes, dtype=np.int64)
+            take = max(1, int(np.searchsorted(ends, _PIECE_TOKENS, side="right")))
+            stop = start + int(ends[take - 1])
+            yield first, sizes[:take], self.tokens[start:stop]
+            first, start = first + take, stop

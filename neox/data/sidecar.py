@@ -1,7 +1,7 @@
-"""What a dataset knows about itself: `PREFIX.json`, written beside `PREFIX.bin` and `PREFIX.idx` by our tools.
+"""Sidecar of a dataset (`PREFIX.json`), and the checks of datasets against a run's tokenizer.
 
-It names the tokenizer that made the ids, so that training can refuse another one. Data from elsewhere has no such file;
-then only its ids can be checked, batch by batch.
+Our tools write the sidecar. It names the tokenizer that produced the ids, so that training can refuse another one.
+Datasets of other tools have none; then only their ids are checked, batch by batch. No torch: a dry run imports this.
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from neox.data.index_format import idx_path, json_path
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.indexed_dataset import IndexedDataset, bin_path, idx_path, json_path
 from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger
+from neox.tokenizer import Tokenizer
 
-_LOG = get_logger(__name__)
+_log = get_logger(__name__)
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """tokenizer_hash: `content_hash` of the tokenizer as `build_tokenizer` makes it from the same files with no further
-        choice, which is what training compares it with. vocab_size, eod: that tokenizer's.
-    append_eod: each document ends with eod.
-    documents, tokens, max_id: of the dataset beside it (max_id -1: no tokens).
-    inputs: what it was made from. settings: the options that decided its bytes, for people.
-    crc32: of the `.bin` (`IndexedDatasetBuilder.crc32`), looked at by verification, not by training; None: not known.
+    """Description of a dataset.
+
+    Attributes:
+        tokenizer_type: NeoX's name of the tokenizer.
+        tokenizer_hash: `Tokenizer.content_hash` as `build_tokenizer` gives it for the same files without options.
+        vocab_size: Number of ids of the tokenizer.
+        eod: Its end-of-document id.
+        append_eod: Whether each document ends with `eod`.
+        documents: Number of documents.
+        tokens: Number of tokens.
+        max_id: Largest id, -1 without tokens.
+        inputs: Files the dataset was made from.
+        settings: Options that determined its bytes.
+        crc32: Checksum of the `.bin`, compared by `verify_dataset` only; None if unknown.
+        format: Version of this file.
     """
 
     tokenizer_type: str
@@ -47,12 +56,12 @@ class Sidecar:
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Write `PREFIX.json` beside the target and rename it; call it after the builder's `finalize()`."""
+    """Write `PREFIX.json` atomically; to be called after the builder's `finalize`."""
     write_text(json_path(prefix), json.dumps(asdict(sidecar), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """Read `PREFIX.json`; None where there is none. Raises DataError for one that cannot be understood."""
+    """Read `PREFIX.json`; None if it does not exist. Raises DataError if it cannot be read."""
     path = json_path(prefix)
     if not path.exists():
         return None
@@ -63,21 +72,31 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         if not all(isinstance(n, int) for n in numbers) or not isinstance(sidecar.tokenizer_hash, str):
             raise TypeError("a field has the wrong type")
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be understood ({error}); preprocess the data again, or remove it") from error
+        raise DataError(
+            f"{path} is not a readable sidecar ({error}); preprocess the data again, or remove it"
+        ) from error
     if sidecar.format != _FORMAT:
         raise DataError(f"{path} has format {sidecar.format}, this version of neox reads format {_FORMAT}")
     return replace(sidecar, inputs=tuple(sidecar.inputs))
 
 
 def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str | None) -> Sidecar | None:
-    """Refuse a dataset made with another tokenizer than the run's, or not described by its own sidecar.
+    """Check that a dataset was made with the run's tokenizer, and that its sidecar describes it.
 
-    vocab_size: the run's, before padding. tokenizer_hash: of the run's tokenizer; None skips that comparison.
-    Returns the sidecar, or None (and says so) where the data has none.
+    Args:
+        indexed: The dataset.
+        vocab_size: Number of ids of the run's tokenizer, before padding.
+        tokenizer_hash: `content_hash` of the run's tokenizer; None skips this comparison.
+
+    Returns:
+        The sidecar; None, with a log line, if there is none.
+
+    Raises:
+        DataError: If the tokenizers differ, or the sidecar belongs to other data.
     """
     sidecar = read_sidecar(indexed.prefix)
     if sidecar is None:
-        _LOG.info("%s has no .json beside it, so its tokenizer cannot be checked; its ids are", indexed.prefix)
+        _log.info("%s has no .json, so its tokenizer cannot be checked, only its ids", indexed.prefix)
         return None
     path = json_path(indexed.prefix)
     if (sidecar.documents, sidecar.tokens) != (indexed.num_documents, indexed.num_tokens):
@@ -91,7 +110,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
 
 
 def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hash: str | None) -> None:
-    """Refuse a data set whose sidecar names another tokenizer than the run's; arguments as in `check_fits`."""
+    """Raise DataError if a sidecar names another tokenizer than the run's; arguments as in `check_fits`."""
     if tokenizer_hash is not None and sidecar.tokenizer_hash != tokenizer_hash:
         raise DataError(
             f"{prefix} was made with another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
@@ -106,7 +125,7 @@ def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, to
 
 
 def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
-    """The sidecar of datasets joined in order, its checksum not known yet. DataError when their tokenizers differ."""
+    """Return the sidecar of concatenated datasets, without checksum. Raises DataError if their tokenizers differ."""
     first = sidecars[0]
     for other in sidecars[1:]:
         if other.tokenizer_hash != first.tokenizer_hash:
@@ -123,3 +142,32 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
         inputs=tuple(name for sidecar in sidecars for name in sidecar.inputs),
         crc32=None,
     )
+
+
+def data_problems(
+    prefixes: Mapping[str, str], data_impl: str, tokenizer: Tokenizer, *, open_files: bool
+) -> list[tuple[str, str]]:
+    """Return why a run cannot use its datasets; missing files are not reported here.
+
+    Args:
+        prefixes: Prefix of each dataset -> the configuration key that names it.
+        data_impl: Required layout, as in `IndexedDataset`.
+        tokenizer: The run's tokenizer.
+        open_files: Whether to read each `.idx` too, which takes a moment for very many documents.
+
+    Returns:
+        (configuration key, problem) of each dataset that does not fit.
+    """
+    size, digest = tokenizer.vocab_size, tokenizer.content_hash
+    problems = []
+    for prefix, key in prefixes.items():
+        if not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
+            continue
+        try:
+            if open_files:
+                check_fits(IndexedDataset(prefix, data_impl), vocab_size=size, tokenizer_hash=digest)
+            elif (sidecar := read_sidecar(prefix)) is not None:
+                check_tokenizer(sidecar, prefix, vocab_size=size, tokenizer_hash=digest)
+        except DataError as error:
+            problems.append((key, str(error)))
+    return problems

@@ -1,4 +1,4 @@
-"""Reading a whole dataset to see whether it is what it claims: ids, end-of-document, sidecar."""
+"""Verification of a whole dataset: ids, end-of-document tokens and sidecar."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from neox.data.indexed_dataset import IndexedDataset
 from neox.data.sidecar import Sidecar, read_sidecar
 from neox.log import progress
 
-_PIECE_TOKENS = 1 << 24
-
 
 @dataclass(frozen=True)
 class Verification:
-    """problems: what makes the data unfit, one sentence each. notes: what a reader may want to know.
+    """Result of a verification.
 
-    documents, tokens, max_id: as found in the files.
+    Attributes:
+        prefix: Path without `.bin` and `.idx`.
+        problems: Defects that make the data unusable, one sentence each.
+        notes: Other observations.
+        documents: Number of documents found.
+        tokens: Number of tokens found.
+        max_id: Largest id found, -1 without tokens.
     """
 
     prefix: str
@@ -32,8 +36,8 @@ class Verification:
 
 
 @dataclass
-class _Found:
-    """Counts of one pass over the tokens; documents are numbered from 0, -1 means none."""
+class _Counts:
+    """Counts of one pass over the tokens; documents are numbered from 0, and -1 means none."""
 
     max_id: int = -1
     first_bad: int = -1
@@ -48,104 +52,97 @@ class _Found:
 def verify_dataset(
     prefix: str | Path, *, vocab_size: int | None = None, eod: int | None = None, tokenizer_hash: str | None = None
 ) -> Verification:
-    """Read every id of a dataset. What is not given is taken from the sidecar.
+    """Read and check every id of a dataset, 16 million at a time.
 
-    vocab_size: ids must be below it. eod: documents must end with it (taken from a sidecar only where that says so).
-    tokenizer_hash: must be the sidecar's. Memory: a piece of 16 million tokens at a time.
-    Raises DataError where sizes, pointers and file lengths contradict each other, so that nothing can be read.
+    Args:
+        prefix: Path without `.bin` and `.idx`.
+        vocab_size: Limit of the ids (default: the sidecar's).
+        eod: Id with which documents must end (default: the sidecar's, if it was appended to documents).
+        tokenizer_hash: Hash that the sidecar must have; None skips this comparison.
+
+    Raises:
+        DataError: If sizes, pointers and file lengths contradict each other, so that nothing can be read.
     """
     data, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
     if sidecar is not None:
         vocab_size = sidecar.vocab_size if vocab_size is None else vocab_size
         eod = sidecar.eod if eod is None and sidecar.append_eod else eod
-    found = _pass_over(data, vocab_size, eod)
-    problems = [*_id_problems(found, vocab_size), *_end_problems(found, eod)]
-    problems += [] if sidecar is None else _sidecar_problems(sidecar, data, found, tokenizer_hash)
+    counts = _pass_over(data, vocab_size, eod)
+    problems = [*_id_problems(counts, vocab_size), *_end_problems(counts, eod)]
+    problems += [] if sidecar is None else _sidecar_problems(sidecar, data, counts, tokenizer_hash)
     return Verification(
         str(prefix),
         tuple(problems),
-        tuple(_notes(data, sidecar, found, vocab_size, eod)),
+        tuple(_notes(data, sidecar, counts, vocab_size, eod)),
         data.num_documents,
         data.num_tokens,
-        found.max_id,
+        counts.max_id,
     )
 
 
-def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None) -> _Found:
-    found = _Found()
+def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None) -> _Counts:
+    counts = _Counts()
     with progress(f"verify {data.prefix}", data.num_tokens, "tokens") as bar:
-        for first, sizes, tokens in pieces(data):
+        for first, sizes, tokens in data.pieces():
             if len(tokens):
-                _look_at_ids(found, first, sizes, tokens, vocab_size)
+                _check_ids(counts, first, sizes, tokens, vocab_size)
             if eod is not None:
-                _look_at_ends(found, first, sizes, tokens, eod)
-            found.crc32 = zlib.crc32(np.ascontiguousarray(tokens), found.crc32)
+                _check_ends(counts, first, sizes, tokens, eod)
+            counts.crc32 = zlib.crc32(np.ascontiguousarray(tokens).data, counts.crc32)
             bar.update(len(tokens))
-    return found
+    return counts
 
 
-def pieces(data: IndexedDataset) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Walk a dataset: (first sequence, sizes, their tokens), about 16 million tokens at a time, whole sequences."""
-    first = start = 0
-    while first < len(data):
-        sizes = np.asarray(data.sizes[first : first + _PIECE_TOKENS // 16])
-        ends = np.cumsum(sizes, dtype=np.int64)
-        take = max(1, int(np.searchsorted(ends, _PIECE_TOKENS, side="right")))
-        stop = start + int(ends[take - 1])
-        yield first, sizes[:take], data.tokens[start:stop]
-        first, start = first + take, stop
-
-
-def _look_at_ids(found: _Found, first: int, sizes: np.ndarray, tokens: np.ndarray, vocab_size: int | None) -> None:
+def _check_ids(counts: _Counts, first: int, sizes: np.ndarray, tokens: np.ndarray, vocab_size: int | None) -> None:
     highest, lowest = int(tokens.max()), int(tokens.min())
-    found.max_id = max(found.max_id, highest)
+    counts.max_id = max(counts.max_id, highest)
     if lowest >= 0 and (vocab_size is None or highest < vocab_size):
         return
     bad = np.flatnonzero((tokens < 0) | (tokens >= (vocab_size if vocab_size is not None else np.inf)))
-    if found.first_bad < 0:
-        found.first_bad = first + int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), bad[0], side="right"))
-        found.first_bad_id = int(tokens[bad[0]])
-    found.bad_ids += len(bad)
+    if counts.first_bad < 0:
+        counts.first_bad = first + int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), bad[0], side="right"))
+        counts.first_bad_id = int(tokens[bad[0]])
+    counts.bad_ids += len(bad)
 
 
-def _look_at_ends(found: _Found, first: int, sizes: np.ndarray, tokens: np.ndarray, eod: int) -> None:
+def _check_ends(counts: _Counts, first: int, sizes: np.ndarray, tokens: np.ndarray, eod: int) -> None:
     ends = np.cumsum(sizes, dtype=np.int64) - 1
     ended = np.zeros(len(sizes), dtype=bool)
     some = sizes > 0
     ended[some] = tokens[ends[some]] == eod
     without = np.flatnonzero(~ended)
-    if len(without) and found.first_without_end < 0:
-        found.first_without_end = first + int(without[0])
-    found.without_end += len(without)
-    found.inner_ends += int(np.count_nonzero(tokens == eod)) - int(ended.sum())
+    if len(without) and counts.first_without_end < 0:
+        counts.first_without_end = first + int(without[0])
+    counts.without_end += len(without)
+    counts.inner_ends += int(np.count_nonzero(tokens == eod)) - int(ended.sum())
 
 
-def _id_problems(found: _Found, vocab_size: int | None) -> Iterator[str]:
-    if found.bad_ids:
+def _id_problems(counts: _Counts, vocab_size: int | None) -> Iterator[str]:
+    if counts.bad_ids:
         limit = "below 0" if vocab_size is None else f"outside 0 to {vocab_size - 1}"
-        yield f"{found.bad_ids:,} ids are {limit}, the first, {found.first_bad_id}, in document {found.first_bad:,}"
+        yield f"{counts.bad_ids:,} ids are {limit}, the first, {counts.first_bad_id}, in document {counts.first_bad:,}"
 
 
-def _end_problems(found: _Found, eod: int | None) -> Iterator[str]:
-    if found.without_end:
+def _end_problems(counts: _Counts, eod: int | None) -> Iterator[str]:
+    if counts.without_end:
         yield (
-            f"{found.without_end:,} documents do not end with the end-of-document id {eod}, the first is document "
-            f"{found.first_without_end:,}"
+            f"{counts.without_end:,} documents do not end with the end-of-document id {eod}, the first is document "
+            f"{counts.first_without_end:,}"
         )
 
 
-def _sidecar_problems(sidecar: Sidecar, data: IndexedDataset, found: _Found, tokenizer_hash: str | None) -> list[str]:
+def _sidecar_problems(sidecar: Sidecar, data: IndexedDataset, counts: _Counts, tokenizer_hash: str | None) -> list[str]:
     claims = (
         ("documents", sidecar.documents, data.num_documents),
         ("tokens", sidecar.tokens, data.num_tokens),
-        ("as its largest id", sidecar.max_id, found.max_id),
+        ("as its largest id", sidecar.max_id, counts.max_id),
     )
     problems = [
-        f"the .json says {claim:,} {what}, the files have {real:,}" for what, claim, real in claims if claim != real
+        f"the .json has {claim:,} {what}, the files have {real:,}" for what, claim, real in claims if claim != real
     ]
-    if sidecar.crc32 is not None and sidecar.crc32 != found.crc32:
+    if sidecar.crc32 is not None and sidecar.crc32 != counts.crc32:
         problems.append(
-            f"the ids are not those that were written: their checksum is {found.crc32:08x}, not {sidecar.crc32:08x}"
+            f"the ids have changed since they were written: checksum {counts.crc32:08x}, not {sidecar.crc32:08x}"
         )
     if tokenizer_hash is not None and tokenizer_hash != sidecar.tokenizer_hash:
         problems.append(
@@ -156,16 +153,16 @@ def _sidecar_problems(sidecar: Sidecar, data: IndexedDataset, found: _Found, tok
 
 
 def _notes(
-    data: IndexedDataset, sidecar: Sidecar | None, found: _Found, vocab_size: int | None, eod: int | None
+    data: IndexedDataset, sidecar: Sidecar | None, counts: _Counts, vocab_size: int | None, eod: int | None
 ) -> Iterator[str]:
     if sidecar is None:
-        yield "there is no .json beside it: which tokenizer made it is not known"
+        yield "there is no .json: the tokenizer of the data is unknown"
     if vocab_size is None:
-        yield f"the vocabulary is not known, so ids (up to {found.max_id}) are only known not to be negative"
+        yield f"the vocabulary size is unknown: ids (up to {counts.max_id}) were only checked not to be negative"
     if eod is None:
-        yield "the end-of-document id is not known, so ends were not looked at"
-    elif found.inner_ends:
-        yield f"{found.inner_ends:,} end-of-document ids stand inside documents"
+        yield "the end-of-document id is unknown: the ends of documents were not checked"
+    elif counts.inner_ends:
+        yield f"{counts.inner_ends:,} end-of-document ids are inside documents"
     empty = int(np.count_nonzero(np.asarray(data.sizes) == 0))
     if empty:
         yield f"{empty:,} documents are empty"

@@ -44,7 +44,7 @@ def unusable_data(config: NeoXConfig, tokenizer: Tokenizer | None, dry_run: bool
     problems = [*missing_for_training(config), *missing_data(config)]
     prefixes = data_prefixes(config)
     if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
-        from neox.data.head_check import data_problems  # numpy, which a dry run without data does not wait for
+        from neox.data.sidecar import data_problems  # numpy, which a dry run without data does not wait for
 
         found = data_problems(prefixes, config.data.data_impl, tokenizer, open_files=not dry_run)
         problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]

@@ -129,7 +129,7 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
     with IndexedDatasetBuilder(prefix, joined.settings["dtype"], impl=settings.impl) as builder:
         for part in parts:
             builder.merge(part.prefix(key))
-    write_sidecar(prefix, replace(joined, crc32=builder.crc32))
+    write_sidecar(prefix, replace(joined, crc32=builder.progress["crc32"]))
 
 
 def _sidecar(prefix: str) -> Sidecar:

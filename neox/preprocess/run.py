@@ -270,10 +270,7 @@ class _Run:
             vocab_size=self.tokenizer.vocab_size,
             eod=self.tokenizer.eod,
             append_eod=self.settings.append_eod,
-            documents=builder.num_documents,
-            tokens=builder.num_tokens,
-            max_id=builder.max_id,
             inputs=self.files,
             settings={**self.description, **facts, "key": key},
-            crc32=builder.crc32,
+            **builder.progress,
         )

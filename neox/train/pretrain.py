@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from neox.config import RunPlan
-from neox.data import build_data_iterators
+from neox.data.build import build_data_iterators
 from neox.engine import Engine, from_first_rank, initialize_distributed, leave, open_engine
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.generation.startup import tokenizer_of

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from neox.config import RunPlan
-from neox.data import Batch, BatchIterator, DataIterators
+from neox.data.batches import Batch, BatchIterator
+from neox.data.build import DataIterators
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger

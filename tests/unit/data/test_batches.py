@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from neox.data import BatchIterator
+from neox.data.batches import BatchIterator
 from neox.errors import DataError
 
 
@@ -53,7 +53,7 @@ def test_ranks_share_each_micro_batch_and_any_position_can_be_resumed(num_worker
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_after_the_last_whole_batch_it_begins_again_aloud(num_workers, caplog):
+def test_after_the_last_whole_batch_it_starts_again_with_a_warning(num_workers, caplog):
     with caplog.at_level(logging.WARNING, logger="neox"):
         assert firsts(BatchIterator(Counting(11), 4, num_workers=num_workers), 5) == [
             [0, 1, 2, 3],
@@ -62,7 +62,7 @@ def test_after_the_last_whole_batch_it_begins_again_aloud(num_workers, caplog):
             [4, 5, 6, 7],
             [0, 1, 2, 3],
         ]
-    assert caplog.text.count("beginning again") == 2
+    assert caplog.text.count("starting again") == 2
     assert firsts(BatchIterator(Counting(11), 4, start=7, num_workers=num_workers), 1) == [[4, 5, 6, 7]]
 
 

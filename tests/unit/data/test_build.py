@@ -9,19 +9,9 @@ import pytest
 
 from neox.config import load_config, resolve
 from neox.config.sections import DataConfig
-from neox.data import (
-    BatchIterator,
-    BlendedDataset,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    Sidecar,
-    build_data_iterators,
-    build_datasets,
-    read_sidecar,
-    sample_counts,
-    write_sidecar,
-)
-from neox.data.build import SampleCounts
+from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
+from neox.data.batches import BatchIterator
+from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
 from neox.errors import DataError
 from neox.tokenizer import build_tokenizer
 
@@ -82,7 +72,14 @@ def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_
         builder.merge(data.prefix)
     tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
     sidecar = Sidecar(
-        "HFTokenizer", tokenizer.content_hash, tokenizer.vocab_size, tokenizer.eod, True, 1648, 205143, builder.max_id
+        "HFTokenizer",
+        tokenizer.content_hash,
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        True,
+        1648,
+        205143,
+        builder.progress["max_id"],
     )
     write_sidecar(prefix, sidecar)
     assert read_sidecar(prefix) == sidecar
@@ -114,7 +111,7 @@ def test_data_that_does_not_fit_the_run_is_refused(prefix, change, message):
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"tokens": 3}', '{"format": 1, "unknown": 2}'])
 def test_a_damaged_sidecar_is_refused(prefix, text):
     Path(f"{prefix}.json").write_text(text)
-    with pytest.raises(DataError, match="cannot be understood"):
+    with pytest.raises(DataError, match="is not a readable sidecar"):
         read_sidecar(prefix)
 
 

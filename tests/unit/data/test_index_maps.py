@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from neox.data import index_maps
-from neox.data.index_maps import build_index_maps, content_key, count_epochs
-from neox.data.map_cache import load_or_build
+from neox.data.index_maps import build_index_maps, content_key, count_epochs, load_or_build
 from neox.errors import DataError
 
 

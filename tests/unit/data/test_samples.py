@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from neox.data import BlendedDataset, GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.blend import blend_indices
-from neox.data.weights import normalized, samples_of_each, split_documents, weights_by_documents
+from neox.data.blend import blend_indices, normalized, samples_of_each, weights_by_documents
+from neox.data.gpt_dataset import split_documents
 from neox.errors import DataError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "small_text_document"

@@ -82,7 +82,7 @@ def test_verify_good_data(tool, described):
     code, text = tool("verify", DATA, "--eod", 0, *VOCAB)
     assert code == 0
     assert ": good" in text
-    assert "6 end-of-document ids stand inside documents" in text
+    assert "6 end-of-document ids are inside documents" in text
     assert tool("verify", described) == (0, f"{described}: good, 40 documents, 155 tokens\n")
 
 
@@ -96,7 +96,7 @@ def test_verify_says_all_that_is_wrong(tool, described):
     Path(f"{described}.bin").write_bytes(raw)
     code, text = tool("verify", described, *VOCAB)
     assert code == 1
-    assert "the .json says 49 as its largest id, the files have 60,000" in text
+    assert "the .json has 49 as its largest id, the files have 60,000" in text
     assert "1 ids are outside 0 to 999, the first, 60000, in document 0" in text
     assert "made with another tokenizer" in text
     Path(f"{described}.bin").write_bytes(raw[:-2])
@@ -116,7 +116,7 @@ def test_verify_sees_every_flipped_bit(tool, described, cases):
         path.write_bytes(raw)
         code, text = tool("verify", described)
         assert code == 1
-        assert "their checksum is" in text
+        assert "checksum" in text
 
 
 def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
@@ -136,7 +136,7 @@ def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
         assert tool("verify", f"{out}_{name}")[0] == 0
     assert sorted(seen) == list(range(40))
     assert seen[:24] == sorted(seen[:24])
-    with pytest.raises(DataError, match="would be overwritten"):
+    with pytest.raises(DataError, match="already exists"):
         tool("split", described, "--output-prefix", out)
     tool("split", described, "--output-prefix", f"{out}2", "--split", "6,3,1", "--seed", 5)
     assert Path(f"{out}2_valid.bin").read_bytes() == Path(f"{out}_valid.bin").read_bytes()
@@ -170,7 +170,7 @@ def test_documents_are_divided_before_tokenizing(tool, tmp_path):
         found += part
     assert sorted(found) == texts
     assert counts[0] > 6 * counts[1] > 0
-    with pytest.raises(DataError, match="would be overwritten"):
+    with pytest.raises(DataError, match="already exists"):
         tool("split", source, "--output-prefix", out)
     (tmp_path / "bad.jsonl.zst").write_bytes(source.read_bytes()[:5000])
     with pytest.raises(DataError, match=r"bad\.jsonl\.zst"):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from neox.data import DataIterators
+from neox.data.build import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.launch.progress import RankActivity
