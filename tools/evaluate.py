@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import _checkout  # noqa: F401
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
 from neox.errors import run_script
-from neox.evaluation.results import TaskResult, check_writable, flat_metrics, format_table, write_results
+from neox.evaluation.results import check_writable, flat_metrics, format_table, write_results
 from neox.evaluation.run import check_tasks, evaluate_tasks
 from neox.generation.load import load_model
 from neox.generation.startup import (
@@ -30,24 +29,7 @@ from neox.generation.startup import (
 )
 from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
-from neox.train.boards import TensorBoard, WandB
-from neox.train.callbacks import Callback
-from neox.train.state import TrainState
-
-
-def show_on_boards(plan: RunPlan, results: Sequence[TaskResult], iteration: int) -> None:
-    """Add the scores to TensorBoard and wandb at the checkpoint's iteration, where the configuration has them on."""
-    keys, state = plan.config.logging, TrainState(iteration=iteration)
-    boards: list[tuple[Callback, TrainState]] = []
-    if keys.tensorboard_dir:
-        # Opened as at a start: opened at an iteration, it drops the curves of training that lie behind that.
-        boards.append((TensorBoard(keys.tensorboard_dir), TrainState()))
-    if keys.use_wandb:
-        boards.append((WandB(plan), state))
-    for board, start in boards:
-        board.on_start(start)
-        board.on_evaluation(state, "tasks", flat_metrics(results))
-        board.on_end(state)
+from neox.train.trackers import report_scores
 
 
 def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
@@ -82,10 +64,10 @@ def main() -> None:
             "precision": keys.inference_precision or plan.precision,
             "config": plan.config.to_flat(),
         }
-        print(format_table(results), flush=True)  # a disk or a board that fails costs no scores
+        print(format_table(results), flush=True)  # a full disk or a tracker that fails loses no scores
         path = write_results(keys.eval_results_prefix, results, about, datetime.now())
         print(f"\nresults in {path}", flush=True)
-        show_on_boards(plan, results, iteration)
+        report_scores(plan, flat_metrics(results), iteration)
 
 
 if __name__ == "__main__":

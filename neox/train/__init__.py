@@ -1,4 +1,4 @@
-"""Time passing: the loop, what watches it, and the composition root."""
+"""Training loop, callbacks and `pretrain`."""
 
 from neox.train.pretrain import pretrain
 from neox.train.trainer import Trainer

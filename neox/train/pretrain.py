@@ -1,4 +1,4 @@
-"""The composition root: a plan becomes ranks, an engine, data, callbacks, and a loop."""
+"""Pretraining and finetuning of one rank: from the plan to the exit code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.generation.startup import tokenizer_of
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
-from neox.train.boards import TensorBoard, WandB
-from neox.train.callbacks import Callback
-from neox.train.metrics_file import LossPicture, MetricsFile
+from neox.train.callbacks import Callback, TerminalLine
 from neox.train.stopping import ignore_signals
-from neox.train.terminal import TerminalLine
+from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
 
 
 def pretrain(plan: RunPlan) -> int:
-    """Train (or finetune) as planned, on this rank; return the exit code. Raises NeoXError for what users can mend."""
+    """Train or finetune as planned, on this rank; all ranks call it together.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        NeoXError: Something that users can mend.
+    """
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     callbacks = build_callbacks(plan) if grid.rank == 0 else []
@@ -31,7 +36,7 @@ def pretrain(plan: RunPlan) -> int:
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
     if code:
-        # The first rank to be gone with such a status makes torchrun end the others, who have done all too.
+        # torchrun signals the other ranks when the first one exits with such a status; they have finished as well.
         ignore_signals()
     leave()
     return code
@@ -40,9 +45,13 @@ def pretrain(plan: RunPlan) -> int:
 def build_tasks(
     plan: RunPlan, engine: Engine, grid: ParallelGrid, device: torch.device
 ) -> Callable[[], dict[str, float]] | None:
-    """Return what scores `eval_tasks` on the model in training, or None where there are none.
+    """Build the function that scores `eval_tasks` on the model in training.
 
-    Raises EvaluationError for tasks that do not exist, now and not after hours.
+    Returns:
+        A function for all ranks to call together, or None where there are no tasks.
+
+    Raises:
+        EvaluationError: A task does not exist.
     """
     if not plan.config.generation.eval_tasks:
         return None
@@ -54,7 +63,11 @@ def build_tasks(
 
 
 def build_callbacks(plan: RunPlan) -> list[Callback]:
-    """Return what the configuration's logging keys ask for. Raises ConfigError when a package is missing."""
+    """Build the callbacks of rank 0 from the logging keys.
+
+    Raises:
+        ConfigError: A tracker's package is not installed.
+    """
     keys, training = plan.config.logging, plan.config.training
     callbacks: list[Callback] = [
         TerminalLine(training.train_iters or 0, keys.log_interval, log_grad_norm=keys.log_grad_norm)
@@ -64,5 +77,5 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
     if keys.use_wandb:
         callbacks.append(WandB(plan))
     if keys.log_dir:
-        callbacks += [MetricsFile(keys.log_dir), LossPicture(keys.log_dir)]
+        callbacks.append(MetricsFile(keys.log_dir))
     return callbacks

@@ -1,10 +1,13 @@
-"""Ending early: SIGTERM and Ctrl-C finish the step, save, and leave with an exit code that tells which it was."""
+"""Conditions that end training early: signals, and losses or gradient norms that are not finite."""
 
 from __future__ import annotations
 
+import math
 import signal
 from types import FrameType
 
+from neox.engine import StepResult
+from neox.errors import TrainingError
 from neox.launch import acknowledge_stop
 from neox.log import get_logger
 
@@ -13,9 +16,9 @@ _EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 
 
 class StopSignals:
-    """Remembers the first SIGTERM or SIGINT; the second one acts as if nobody had asked to remember.
+    """Context manager that remembers the first SIGTERM or SIGINT; a second one has its default effect.
 
-    A context manager: the former handlers are back afterwards.
+    The former handlers are restored at the end.
     """
 
     def __init__(self) -> None:
@@ -42,11 +45,56 @@ class StopSignals:
             signal.raise_signal(signum)
             return
         self.received = signal.Signals(signum)
-        acknowledge_stop()  # the launcher leaves time to save to those who say this
-        _log.warning("%s: ending after this step; once more ends at once", self.received.name)
+        acknowledge_stop()  # the launcher leaves time to save to ranks that call this
+        _log.warning("%s: ending after this step; send it again to end at once", self.received.name)
 
 
 def ignore_signals() -> None:
     """Ignore SIGTERM and SIGINT from here on: this process is about to end by itself, with an exit code of its own."""
     for signum in _EXIT_CODES:
         signal.signal(signum, signal.SIG_IGN)
+
+
+class NonFiniteRule:
+    """Limit on successive steps whose loss or gradient norm is not finite.
+
+    Such a step does not change the weights. A step that fp16's loss scale skips while it shrinks does not count, as
+    long as its loss is finite: the loss does not depend on the scale.
+
+    Args:
+        allowed: Successive steps that training goes on after (`max_nonfinite_steps`).
+        dynamic_loss_scale: Whether the loss scale may shrink (fp16).
+    """
+
+    def __init__(self, allowed: int, dynamic_loss_scale: bool) -> None:
+        self.allowed = allowed
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.in_a_row = 0
+
+    def counts(self, result: StepResult) -> bool:
+        """Return whether the step counts as not finite; call once a step."""
+        finite_norm = math.isfinite(result.grad_norm) or self._scale_is_shrinking(result)
+        bad = not (math.isfinite(result.loss) and finite_norm)
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        return bad
+
+    def enforce(self, result: StepResult, iteration: int) -> None:
+        """Check the limit, after `counts`.
+
+        Raises:
+            TrainingError: There were more successive steps than allowed, or the step changed the weights.
+        """
+        if self.in_a_row == 0:
+            return
+        found = f"iteration {iteration}: loss {result.loss}, gradient norm {result.grad_norm}"
+        if not result.skipped:
+            raise TrainingError(f"{found}: not finite, and the step was applied; go back to the last checkpoint")
+        if self.in_a_row > self.allowed:
+            raise TrainingError(
+                f"{found}: not finite, {self.in_a_row} such steps in a row, max_nonfinite_steps is {self.allowed}; the "
+                "weights are as before these steps. Look at the data of this step, lower the learning rate, clip "
+                "gradients, or allow more such steps"
+            )
+
+    def _scale_is_shrinking(self, result: StepResult) -> bool:
+        return self.dynamic_loss_scale and result.skipped and result.loss_scale > 1.0

@@ -1,4 +1,4 @@
-"""The loop: step, evaluate, save, stop; everything else is a callback."""
+"""Training loop: steps, evaluations, saves and the conditions that end it; all else is a callback."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from neox.data.build import DataIterators
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
-from neox.train.callbacks import Callback, StepReport
+from neox.train.callbacks import Callback, StepReport, TrainState
 from neox.train.flops import flops_per_iteration
-from neox.train.nonfinite import NonFiniteRule
-from neox.train.state import TrainState
-from neox.train.stopping import StopSignals
+from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
 
 
 class Trainer:
-    """Trains an engine on data until `train_iters`, a signal, or `exit_interval`.
+    """Training of an engine on data until `train_iters`, a signal, or `exit_interval`.
 
-    callbacks: of rank 0; other ranks give none. tasks: scores `eval_tasks` wherever validation is due; called by all
-    ranks.
+    Args:
+        plan: The resolved run.
+        engine: Holds the model; may have completed iterations already.
+        data: Endless iterators of this data rank's micro batches.
+        callbacks: Of rank 0; other ranks give none.
+        tasks: Scores `eval_tasks` wherever validation is due; all ranks call it together.
     """
 
     def __init__(
@@ -56,7 +58,14 @@ class Trainer:
         self._train_batches = TimedBatches(data.train)
 
     def fit(self) -> int:
-        """Train, and return the exit code: 0, or 130 after Ctrl-C."""
+        """Train until the end, and evaluate and save there.
+
+        Returns:
+            The exit code: 0, or 130 after Ctrl-C.
+
+        Raises:
+            NeoXError: Something that users can mend; callbacks have been told.
+        """
         try:
             self._notify("on_start", self.state)
             with self._signals:
@@ -99,7 +108,11 @@ class Trainer:
             self._report_saves(self._background)
 
     def step(self) -> None:
-        """Do one step and report it. Raises TrainingError by the non-finite rule."""
+        """Do one step and report it.
+
+        Raises:
+            TrainingError: Too many successive losses or gradient norms were not finite.
+        """
         started = time.perf_counter()
         result = self.engine.train_batch(self._train_batches)
         seconds = time.perf_counter() - started
@@ -123,7 +136,14 @@ class Trainer:
         self.rule.enforce(result, state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration. Signals end it."""
+        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration.
+
+        A signal ends the evaluation without a report.
+
+        Args:
+            name: `validation` or `test`.
+            batches: None where the data has no such part.
+        """
         iterations = self.plan.config.training.eval_iters
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
@@ -131,7 +151,7 @@ class Trainer:
         total = 0.0
         for done in range(iterations):
             if self._asked_to_stop():
-                _log.warning("%s: cut off after %d of %d batches, not reported", name, done, iterations)
+                _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
             total += self.engine.eval_batch(batches)
             report_progress()
@@ -144,7 +164,7 @@ class Trainer:
         self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
 
     def score_tasks(self) -> None:
-        """Report the scores of the configuration's `eval_tasks`, once per iteration."""
+        """Report the scores of `eval_tasks`, once per iteration."""
         if self.tasks is None or self._scored == self.state.iteration or self._asked_to_stop():
             return
         self._scored = self.state.iteration
@@ -153,8 +173,11 @@ class Trainer:
 
     @busy_saving()
     def save(self) -> None:
-        """Write a checkpoint of this iteration, once; with `async_save`, begin to. Raises CheckpointError, with
-        `async_save` also for the save before."""
+        """Write a checkpoint of this iteration, once; with `async_save`, begin to.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written; with `async_save`, maybe the one before it.
+        """
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
             return
@@ -203,7 +226,7 @@ class Trainer:
 
 
 class TimedBatches:
-    """An iterator of batches that knows how long its reader was waited for."""
+    """Iterator of batches that measures the time spent in the iterator it wraps."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches

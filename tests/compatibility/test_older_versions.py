@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = Path(__file__).parent / "d291652"
 # Known to the interrupted generation.
-GENERATED_IN = Path("/tmp/neox-compatibility-d291652")  # noqa: S108
+GENERATED_IN = Path("/tmp/neox-compatibility-d291652")
 MODIFIED_NS = 1_700_000_000_000_000_000
 FP32, BF16 = "fp32_pp2_mp2_zero1", "bf16_dp2_zero1"
 ONE_RANK = ("pipe_parallel_size=1", "model_parallel_size=1", "num_gpus=1")

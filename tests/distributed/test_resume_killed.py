@@ -12,7 +12,7 @@ from pathlib import Path
 
 from neox.config import NeoXConfig, encode_payload, resolve
 from neox.tokenizer import build_tokenizer
-from neox.train.metrics_file import curves
+from neox.train.trackers import curves
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 28

@@ -21,7 +21,7 @@ from neox.corpus import read_documents
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path.cwd()
-WORK = Path("/tmp/neox-compatibility-d291652")  # noqa: S108
+WORK = Path("/tmp/neox-compatibility-d291652")
 MODIFIED_NS = 1_700_000_000_000_000_000
 PARTS = {"a": (0, 20), "b": (20, 120), "c": (120, 180)}
 PREPROCESS = [
@@ -57,7 +57,7 @@ def interrupted(script: str, arguments: list[str], owner: type | object, name: s
         os.chdir(WORK)
         try:
             run_tool(script, *arguments)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             print(f"interrupted: {error!r}", flush=True)
         os._exit(0)
     os.waitpid(child, 0)

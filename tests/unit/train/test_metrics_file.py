@@ -7,9 +7,8 @@ import pytest
 
 from neox.engine import StepResult
 from neox.errors import TrainingError
-from neox.train.callbacks import StepReport
-from neox.train.metrics_file import LossPicture, MetricsFile, curves, read_metrics
-from neox.train.state import TrainState
+from neox.train.callbacks import StepReport, TrainState
+from neox.train.trackers import MetricsFile, curves, read_metrics
 
 
 def report(loss=2.5, norm=1.25):
@@ -33,12 +32,11 @@ def test_a_line_a_step_with_known_names_unrounded(tmp_path):
 
 def run(directory, losses):
     """A run's files: the losses by iteration, from the one before the first."""
-    metrics, picture = MetricsFile(directory), LossPicture(directory)
+    metrics = MetricsFile(directory)
     metrics.on_start(TrainState(iteration=min(losses) - 1))
     for iteration, loss in losses.items():
         metrics.on_step(TrainState(iteration=iteration), report(loss))
     metrics.on_end(TrainState())
-    picture.on_end(TrainState())
 
 
 def test_resume_appends_and_the_later_line_wins(tmp_path):
@@ -82,10 +80,10 @@ def test_a_line_that_was_cut_off_is_left_out_and_written_anew(tmp_path):
 
 
 def test_picture(tmp_path):
-    metrics, picture = MetricsFile(tmp_path), LossPicture(tmp_path)
+    metrics = MetricsFile(tmp_path)
     for iteration in range(1, 4):
         metrics.on_step(TrainState(iteration=iteration), report(4.0 / iteration))
-    picture.on_end(TrainState(iteration=3))
+    metrics.on_end(TrainState(iteration=3))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

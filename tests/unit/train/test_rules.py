@@ -9,8 +9,7 @@ import pytest
 from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.train.flops import flops_per_iteration
-from neox.train.nonfinite import NonFiniteRule
-from neox.train.stopping import StopSignals, ignore_signals
+from neox.train.stopping import NonFiniteRule, StopSignals, ignore_signals
 from tests.plans import small_plan
 
 GOOD = StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)

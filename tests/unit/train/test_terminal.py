@@ -1,9 +1,7 @@
 """NeoX's line."""
 
 from neox.engine import StepResult
-from neox.train.callbacks import StepReport
-from neox.train.state import TrainState
-from neox.train.terminal import TerminalLine
+from neox.train.callbacks import StepReport, TerminalLine, TrainState
 
 
 def report(loss, seconds=0.5):

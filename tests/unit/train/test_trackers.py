@@ -8,10 +8,9 @@ import pytest
 
 from neox.engine import StepResult
 from neox.errors import ConfigError, TrainingError
-from neox.train.boards import WANDB_RUN_ID_FILE, TensorBoard, WandB
-from neox.train.callbacks import StepReport
+from neox.train.callbacks import StepReport, TrainState
 from neox.train.pretrain import build_callbacks
-from neox.train.state import TrainState
+from neox.train.trackers import WANDB_RUN_ID_FILE, TensorBoard, WandB, report_scores
 from tests.plans import small_plan
 
 NAMES = {
@@ -62,6 +61,16 @@ def test_a_fresh_start_replaces_the_points_of_an_earlier_run_in_tensorboard(tmp_
     run(TensorBoard(str(tmp_path)), [3.9])
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, pytest.approx(3.9))]
+
+
+def test_scores_of_a_checkpoint_leave_the_points_of_its_training(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(TensorBoard(str(tmp_path)), [4.0, 3.0, 2.0])
+    report_scores(small_plan(tensorboard_dir=str(tmp_path)), {"eval/lambada_acc": 0.5}, 2)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("eval/lambada_acc")] == [(2, 0.5)]
 
 
 def wandb_records(directory):
@@ -145,12 +154,12 @@ def test_wandb_without_a_login_says_what_to_do(offline, monkeypatch, tmp_path):
 
 def test_absent_keys_mean_off(tmp_path):
     kinds = {type(c).__name__ for c in build_callbacks(small_plan(log_dir=str(tmp_path)))}
-    assert kinds == {"TerminalLine", "MetricsFile", "LossPicture"}
+    assert kinds == {"TerminalLine", "MetricsFile"}
     keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
     assert {type(c).__name__ for c in build_callbacks(small_plan(**keys))} == {"TerminalLine", "TensorBoard", "WandB"}
 
 
-def test_boards_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
+def test_trackers_that_are_not_installed_are_an_error_that_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="requirements-wandb"):

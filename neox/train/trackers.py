@@ -1,0 +1,310 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, and a metrics file with a picture of the loss.
+
+TensorBoard and wandb are off unless they are configured; configured and not installed, they are an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from neox.config import RunPlan
+from neox.engine import SaveReport
+from neox.errors import ConfigError, TrainingError, install_command
+from neox.train.callbacks import Callback, StepReport, TrainState
+
+METRICS_FILE = "metrics.jsonl"
+PICTURE = "loss.png"
+WANDB_RUN_ID_FILE = "wandb_run_id"
+"""In the run directory: the id of the wandb run that a resumed training continues."""
+
+
+class Tracker(Callback):
+    """Callback that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`."""
+
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by name, at an iteration."""
+        raise NotImplementedError
+
+    def on_step(self, state: TrainState, report: StepReport) -> None:
+        """Write the step's scalars."""
+        self.write(state.iteration, report.scalars())
+
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+        """Write the evaluation's scalars."""
+        self.write(state.iteration, scalars)
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        """Write the save's durations."""
+        self.write(state.iteration, report.scalars())
+
+
+class TensorBoard(Tracker):
+    """TensorBoard event files in a directory.
+
+    Args:
+        directory: `tensorboard_dir`.
+        purge: Whether `on_start` makes TensorBoard drop earlier points: those that a resume trains again, or, from
+            iteration 0, all of an earlier run.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+
+    def __init__(self, directory: str, *, purge: bool = True) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"tensorboard_dir is set, but tensorboard is not installed ({error}): "
+                f"{install_command('requirements-tensorboard.txt')}, or unset tensorboard_dir"
+            ) from error
+        self.directory, self.purge = directory, purge
+        self._make_writer: Any = SummaryWriter
+        self._writer: Any = None
+
+    def on_start(self, state: TrainState) -> None:
+        """Open an event file.
+
+        Raises:
+            TrainingError: The directory cannot be written.
+        """
+        first = state.iteration + 1 if state.iteration else 0
+        try:
+            self._writer = self._make_writer(self.directory, purge_step=first if self.purge else None)
+        except OSError as error:
+            raise TrainingError(f"tensorboard_dir: {self.directory} cannot be written: {error.strerror}") from error
+
+    def on_end(self, state: TrainState) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+    def on_failure(self, state: TrainState) -> None:
+        """Close the event file if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+
+
+class WandB(Tracker):
+    """Weights & Biases run (`WANDB_MODE=offline` keeps it on disk).
+
+    The run's id is kept in `log_dir` (else `save`), so that a resumed training continues the same run. Charts count
+    in `iteration`: wandb's own step never goes back, which a resume from an earlier checkpoint does.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"use_wandb is true, but wandb is not installed ({error}): "
+                f"{install_command('requirements-wandb.txt')}, or set use_wandb to false"
+            ) from error
+        self._wandb: Any = wandb
+        self._plan = plan
+        self._run: Any = None
+
+    def on_start(self, state: TrainState) -> None:
+        """Begin a run, or continue the one of the training that is resumed.
+
+        Raises:
+            TrainingError: The run's id cannot be kept, or wandb cannot start.
+        """
+        keys, wandb = self._plan.config.logging, self._wandb
+        directory = Path(keys.log_dir or self._plan.config.checkpoint.save or os.curdir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            run_id = _run_id(directory / WANDB_RUN_ID_FILE, resumed=state.iteration > 0)
+        except OSError as error:
+            raise TrainingError(f"{directory}: the id of wandb's run cannot be kept: {error.strerror}") from error
+        try:
+            self._run = wandb.init(
+                project=keys.wandb_project,
+                group=keys.wandb_group,
+                name=keys.wandb_run_name,
+                entity=keys.wandb_team,
+                config=self._plan.config.to_flat(),
+                dir=directory,
+                id=run_id,
+                resume="allow",
+                settings=wandb.Settings(base_url=keys.wandb_host),
+            )
+        except wandb.errors.Error as error:
+            raise TrainingError(
+                f"wandb could not start ({error}); log in, set WANDB_MODE=offline, or unset use_wandb"
+            ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Log one row."""
+        self._run.log({"iteration": iteration, **scalars})
+
+    def on_end(self, state: TrainState) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+    def on_failure(self, state: TrainState) -> None:
+        """Finish the run as failed, if it has begun."""
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+
+
+def _run_id(file: Path, *, resumed: bool) -> str:
+    """Return the id that `file` holds if the training is resumed; else write a new one to it and return that."""
+    if resumed and file.is_file() and (kept := file.read_text().strip()):
+        return kept
+    run_id = secrets.token_hex(4)
+    file.write_text(run_id + "\n")
+    return run_id
+
+
+def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int) -> None:
+    """Add the scores of a checkpoint to the trackers of the run that wrote it, where they are configured.
+
+    Args:
+        plan: Names the trackers.
+        scores: Values by name.
+        iteration: Of the checkpoint.
+    """
+    keys, state = plan.config.logging, TrainState(iteration=iteration)
+    trackers: list[Tracker] = []
+    if keys.tensorboard_dir:
+        trackers.append(TensorBoard(keys.tensorboard_dir, purge=False))  # the curves beyond the checkpoint stay
+    if keys.use_wandb:
+        trackers.append(WandB(plan))
+    for tracker in trackers:
+        tracker.on_start(state)
+        tracker.on_evaluation(state, "tasks", scores)
+        tracker.on_end(state)
+
+
+class MetricsFile(Tracker):
+    """Appender to `log_dir/metrics.jsonl`, one JSON object a line, and drawer of `log_dir/loss.png`.
+
+    The picture is drawn at checkpoints and at the end. A run that starts at iteration 0 begins new files; an earlier
+    run's are kept beside them as `metrics-1.jsonl` and `loss-1.png`, and so on. Values are unrounded; one that is not
+    finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
+
+    Args:
+        log_dir: Is made where it does not exist.
+
+    Raises:
+        TrainingError: The file cannot be written.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self.path = Path(log_dir) / METRICS_FILE
+        self.picture = Path(log_dir) / PICTURE
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        except OSError as error:
+            raise TrainingError(f"log_dir: {self.path} cannot be written: {error.strerror}") from error
+
+    def on_start(self, state: TrainState) -> None:
+        """Continue the file of the training that is resumed, or begin a new one."""
+        if state.iteration > 0:
+            _cut_partial_line(self.path)
+        elif self.path.stat().st_size > 0:
+            self._stream.close()
+            _keep_earlier_run(self.path, self.picture)
+            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        """Write the save's durations, and draw."""
+        super().on_save(state, report)
+        draw_losses(self.path, self.picture)
+
+    def on_end(self, state: TrainState) -> None:
+        """Close the file, and draw."""
+        self._stream.close()
+        draw_losses(self.path, self.picture)
+
+    on_failure = on_end
+
+    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Append one line."""
+        values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
+        self._stream.write(json.dumps({"iteration": iteration, **values}) + "\n")
+        self._stream.flush()
+
+
+def _cut_partial_line(path: Path) -> None:
+    """Cut off the part of a line that a killed run wrote last."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _keep_earlier_run(*files: Path) -> None:
+    """Rename files, those that exist, with the first number that is free."""
+    for number in itertools.count(1):
+        kept = [file.with_stem(f"{file.stem}-{number}") for file in files]
+        if not any(file.exists() for file in kept):
+            break
+    for file, name in zip(files, kept, strict=True):
+        if file.exists():
+            file.rename(name)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a metrics file; a last line that was cut off is left out."""
+    with open(path, encoding="utf-8") as stream:
+        for line in stream:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def curves(path: Path) -> dict[str, dict[int, float]]:
+    """Return the losses of a metrics file by name and iteration, values that are not finite left out.
+
+    A training step of an iteration that is there already is a resume from an earlier checkpoint: what the file holds
+    from that iteration on was trained again, and does not count.
+    """
+    result: dict[str, dict[int, float]] = {}
+    last = 0
+    for line in read_metrics(path):
+        iteration = line["iteration"]
+        if "train/lm_loss" in line:
+            if iteration <= last:
+                result = {key: {i: y for i, y in points.items() if i < iteration} for key, points in result.items()}
+            last = iteration
+        for key, value in line.items():
+            if key.endswith("/lm_loss") and isinstance(value, float):
+                result.setdefault(key, {})[iteration] = value
+    return result
+
+
+def draw_losses(metrics: Path, picture: Path) -> None:
+    """Draw the loss curves of a metrics file as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, so not before training starts
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in curves(metrics).items():
+        iterations = sorted(points)
+        marker = "" if name.startswith("train/") else "o"
+        axes.plot(iterations, [points[i] for i in iterations], marker=marker, label=name)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(picture)
