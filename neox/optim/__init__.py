@@ -1,15 +1,6 @@
-"""How weights move: AdamW, its parameter groups, and the learning-rate schedule."""
+"""Optimizers, parameter groups and the learning-rate schedule."""
 
-from neox.optim.adamw import ClippingAdamW, NormScope, build_optimizer
-from neox.optim.groups import parameter_groups
-from neox.optim.schedule import LRSchedule, Schedule, schedule_of
+from neox.optim.adamw import ClippingAdamW, NormScope, build_optimizer, parameter_groups
+from neox.optim.schedule import LRSchedule, Schedule
 
-__all__ = [
-    "ClippingAdamW",
-    "LRSchedule",
-    "NormScope",
-    "Schedule",
-    "build_optimizer",
-    "parameter_groups",
-    "schedule_of",
-]
+__all__ = ["ClippingAdamW", "LRSchedule", "NormScope", "Schedule", "build_optimizer", "parameter_groups"]
