@@ -67,7 +67,7 @@ def save_and_go_on(plans: Sequence[RunPlan], steps: int) -> list[list[float]]:
 def load_each(plans: Sequence[RunPlan], saves: Sequence[str], steps: int) -> list[list[list[float]]]:
     """For each plan and each checkpoint directory, the losses of the steps after loading it."""
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.loading import choose_start, take_up
+    from neox.engine.loading import choose_start, resume
 
     rows = []
     for plan in plans:
@@ -75,7 +75,7 @@ def load_each(plans: Sequence[RunPlan], saves: Sequence[str], steps: int) -> lis
         engine = initialize_engine(plan, grid, device)
         row = []
         for save in saves:
-            take_up(engine, choose_start(plan, Path(save)))
+            resume(engine, choose_start(plan, Path(save)))
             data = batches(plan, grid.dp_rank, engine.iteration * plan.batch.gradient_accumulation_steps)
             row.append([engine.train_batch(data).loss for _ in range(steps)])
         rows.append(row)

@@ -1,9 +1,9 @@
-"""The one room that talks to DeepSpeed."""
+"""Training with DeepSpeed: process groups, engines, saving and loading. The only package that imports DeepSpeed."""
 
-from neox.engine import deepspeed_log  # isort: skip  (before DeepSpeed speaks)
-from neox.engine.agreement import from_first_rank
+from neox.engine import deepspeed_log  # isort: skip  (its filters must exist before DeepSpeed is imported)
 from neox.engine.background import BackgroundSaves, SaveReport
-from neox.engine.distributed import initialize_distributed, leave
+from neox.engine.collective_errors import from_first_rank
+from neox.engine.distributed import initialize_distributed, shutdown
 from neox.engine.engine import Engine, StepResult, initialize_engine
 from neox.engine.loading import open_engine
 from neox.engine.saving import save_checkpoint
@@ -17,7 +17,7 @@ __all__ = [
     "from_first_rank",
     "initialize_distributed",
     "initialize_engine",
-    "leave",
     "open_engine",
     "save_checkpoint",
+    "shutdown",
 ]

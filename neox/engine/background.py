@@ -1,4 +1,4 @@
-"""`async_save`: a checkpoint is copied to CPU memory, and written, hashed and committed while training goes on."""
+"""Background saves (`async_save`): state is copied to CPU memory, then written and committed while training goes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from pathlib import Path
 import torch.distributed as dist
 
 from neox.engine.engine import Engine
-from neox.engine.file_writer import FileWriter
-from neox.engine.saving import commit_files, stage_files
+from neox.engine.saving import FileWriter, commit_files, stage_files
 from neox.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A committed checkpoint. stall: seconds that training stood still for it; seconds: until it was committed."""
+    """A committed checkpoint.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        iteration: Completed steps.
+        stall: Seconds for which training waited.
+        seconds: Seconds from the start of the save until it was committed.
+    """
 
     path: Path
     iteration: int
@@ -26,15 +32,14 @@ class SaveReport:
     seconds: float
 
     def scalars(self) -> dict[str, float]:
-        """The numbers under the names they have in metrics."""
+        """Return the durations under their names in metrics."""
         return {"runtime/save_stall": self.stall, "runtime/save_seconds": self.seconds}
 
 
 class BackgroundSaves:
-    """Saves of one engine, at most one under way. All ranks call `start` and `wait` together.
+    """Saves of one engine, at most one at a time; all ranks call `start` and `wait` together.
 
-    The writing thread agrees with those of other ranks over a group of its own: its collectives never meet
-    training's.
+    The writing threads of all ranks communicate over a process group of their own, apart from training's.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -46,18 +51,19 @@ class BackgroundSaves:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has failed on this rank; `wait` then raises on every rank."""
+        """Whether the current save has failed on this rank; `wait` then raises on every rank."""
         return self._failure is not None
 
     def start(self, save: str | Path) -> None:
-        """Copy the engine's state and return; the rest goes on in a thread. Waits for the save before.
+        """Copy the engine's state, and write it in a thread; waits for the previous save first.
 
-        Raises CheckpointError when that one failed, or the directory cannot be written.
+        Raises:
+            CheckpointError: If the previous save failed, or the directory cannot be written.
         """
         started = time.perf_counter()
         self.wait()
         engine = self._engine
-        writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim, later=True)
+        writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim, deferred=True)
         iteration = engine.iteration
         staged = stage_files(engine, save, writer)
         stall = time.perf_counter() - started
@@ -69,12 +75,12 @@ class BackgroundSaves:
             except BaseException as error:
                 self._failure = error
 
-        # Not a daemon: a run that ends by an error of its own still finishes the checkpoint it has begun.
+        # Not a daemon thread: a run that ends with an error still completes the checkpoint that it has begun.
         self._thread = threading.Thread(target=finish, name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises CheckpointError when the last save failed."""
+        """Wait for the current save, if any. Raises CheckpointError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -85,6 +91,6 @@ class BackgroundSaves:
             raise CheckpointError(f"saving in the background failed: {failure}") from failure
 
     def take_reports(self) -> list[SaveReport]:
-        """What has been committed since the last call."""
+        """Return the checkpoints committed since the last call."""
         reports, self._reports = self._reports, []
         return reports

@@ -1,4 +1,4 @@
-"""What DeepSpeed may say. To be imported before `deepspeed`: it holds for what is said during that import too."""
+"""Filters for DeepSpeed's log lines and warnings; must be imported before `deepspeed`, which logs during its import."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _DEEPSPEED = logging.getLogger("DeepSpeed")
 _UNNEEDED = ("Setting accelerator to CPU",)
 
 
-def _worth_saying(record: logging.LogRecord) -> bool:
+def _is_needed(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_UNNEEDED)
 
 
-_DEEPSPEED.addFilter(_worth_saying)
-# Newer names of collectives that DeepSpeed does not use yet: thousands of lines about nothing a user could do.
+_DEEPSPEED.addFilter(_is_needed)
+# Newer names of collective operations that DeepSpeed does not use yet: thousands of lines that no user can act on.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
-def let_deepspeed_speak(aloud: bool) -> None:
-    """Show DeepSpeed's lines about itself (timers, profiles) if they were asked for; they drown the run's otherwise."""
-    level = logging.INFO if aloud else logging.WARNING
+def show_deepspeed_log(shown: bool) -> None:
+    """Show or hide DeepSpeed's information lines (timers, profiles); there are more of them than of the run's own."""
+    level = logging.INFO if shown else logging.WARNING
     _DEEPSPEED.setLevel(level)
     for handler in _DEEPSPEED.handlers:
         handler.setLevel(level)
 
 
 @contextmanager
-def unprinted() -> Iterator[None]:
-    """Keep what DeepSpeed prints past its logger (topologies, memory) off standard output."""
+def hidden_stdout() -> Iterator[None]:
+    """Discard what DeepSpeed prints past its logger (topologies, memory)."""
     with redirect_stdout(io.StringIO()):
         yield

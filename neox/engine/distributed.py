@@ -1,4 +1,7 @@
-"""The start of a rank: environment, device, process groups. Nothing else above `launch` reads the environment."""
+"""Start and end of a rank: environment variables, device, process groups.
+
+Nothing else above `launch` reads the environment.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,32 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from neox.config import RunPlan
-from neox.engine.deepspeed_log import let_deepspeed_speak
+from neox.engine.deepspeed_log import show_deepspeed_log
 from neox.errors import LaunchError, install_command
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
 _OLDEST_DEEPSPEED = (0, 19, 3)
-"""Before it, pipeline stages accumulated wrong gradients: summed (0.16.9 to 0.18.2), or with a further 1/steps at each
+"""Older pipeline stages accumulate wrong gradients: summed (0.16.9 to 0.18.2), or with a further factor 1/steps at each
 stage boundary (0.18.3 to 0.19.2)."""
 
 
 def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
-    """Join the other ranks and return this rank's grid and device; all ranks call it together.
+    """Join the other ranks; all ranks call it together.
 
-    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them; without them, a run of one
-    rank. Raises LaunchError when the world is not the plan's.
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them; without them, this is a run
+    of one rank.
+
+    Returns:
+        This rank's grid and its device.
+
+    Raises:
+        LaunchError: If the number of ranks is not the plan's, or DeepSpeed's version trains wrongly.
     """
     check_deepspeed(deepspeed.__version__)
     keys = plan.config.deepspeed
-    let_deepspeed_speak(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
+    show_deepspeed_log(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
     given = set(os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given
@@ -60,32 +69,32 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
 
 
 def check_deepspeed(version: str) -> None:
-    """Raise LaunchError for versions of DeepSpeed known to train wrongly."""
+    """Raise LaunchError for versions of DeepSpeed that are known to train wrongly."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is not None and tuple(map(int, numbers.groups())) < _OLDEST_DEEPSPEED:
         oldest = ".".join(map(str, _OLDEST_DEEPSPEED))
         raise LaunchError(
-            f"deepspeed {version} is installed; before {oldest} its pipeline accumulates wrong gradients: "
+            f"deepspeed {version} is installed, whose pipeline accumulates wrong gradients; install {oldest} or newer: "
             f"{install_command('requirements.txt')}"
         )
 
 
-def leave() -> None:
-    """Part from the other ranks at the end of a run that went well; all ranks call it together."""
+def shutdown() -> None:
+    """Leave the process group at the end of a run without errors; all ranks call it together."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _prepare_cpu() -> None:
-    """Correct what DeepSpeed believes about CPUs."""
-    # Used for inference only, and compiled at first start: minutes, a C++ compiler, and a lock that can go stale.
+    """Correct DeepSpeed's assumptions about CPUs."""
+    # Used for inference only, and compiled at the first start: takes minutes and needs a C++ compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It asks for fp16 instructions; torch computes fp16 without them too, slowly, which is enough to try a run out.
+    # DeepSpeed requires fp16 instructions; torch computes fp16 without them, slowly, which is enough to try a run.
     get_accelerator().is_fp16_supported = lambda: True
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's device and make it current. Raises LaunchError when there are fewer GPUs than local ranks."""
+    """Return this rank's device and make it the current one. Raises LaunchError if this host has too few GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -98,15 +107,15 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def choose_backend(asked: str, device: torch.device) -> str:
-    """Return the torch.distributed backend: what was asked for, and gloo on a CPU, said aloud."""
+    """Return the torch.distributed backend: the one asked for, but gloo on a CPU, with a log line."""
     if device.type == "cpu" and asked == "nccl":
-        _log.info("distributed_backend: nccl needs GPUs; on this machine gloo is used")
+        _log.info("distributed_backend: nccl needs GPUs, which this machine does not have; gloo is used")
         return "gloo"
     return asked
 
 
 def _complete_environment() -> int:
-    """Return the world size; give a lone process, started without a launcher, the variables DeepSpeed insists on."""
+    """Return the number of ranks; set the variables that DeepSpeed requires in a process without a launcher."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):

@@ -1,4 +1,4 @@
-"""One training engine over two bodies: pipeline stages, or the plain network under ZeRO."""
+"""Training engine: one interface to DeepSpeed's plain and pipeline engines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from neox.config import RunPlan
-from neox.engine.bodies import Body, PipelineBody, build_body, build_model
+from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.errors import TrainingError
 from neox.optim import ClippingAdamW, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
@@ -22,11 +23,14 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
-    loss: mean over micro batches and data ranks of each micro batch's mean token loss (nats).
-    grad_norm: L2 norm of the whole model's gradient before clipping; inf where it is not finite.
-    loss_scale: 1 except in fp16. lr: the learning rate of this step. skipped: the weights were left as they were.
+    Attributes:
+        loss: Mean over micro batches and data ranks of each micro batch's mean token loss, in nats.
+        grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
+        loss_scale: 1 except in fp16.
+        lr: Learning rate of this step.
+        skipped: Whether the weights were left unchanged.
     """
 
     loss: float
@@ -37,45 +41,62 @@ class StepResult:
 
 
 class Engine:
-    """A model in training on this rank. Every method is called by all ranks together.
+    """A model in training on this rank; all ranks call every method together.
 
-    iteration: completed steps, skipped ones included.
+    Attributes:
+        deepspeed_engine: DeepSpeed's engine, which holds the model.
+        adamw: The optimizer that updates the weights; DeepSpeed may have wrapped it.
+        schedule: The learning rate.
+        iteration: Completed steps, skipped ones included.
     """
 
-    def __init__(self, plan: RunPlan, grid: ParallelGrid, device: torch.device, body: Body, adamw: torch.optim.AdamW):
+    def __init__(
+        self,
+        plan: RunPlan,
+        grid: ParallelGrid,
+        device: torch.device,
+        deepspeed_engine: PlainEngine,
+        adamw: torch.optim.AdamW,
+    ) -> None:
         self.plan = plan
         self.grid = grid
         self.device = device
-        self.body = body
+        self.deepspeed_engine = deepspeed_engine
         self.adamw = adamw
         self.schedule = LRSchedule(plan, adamw)
-        body.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
+        deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next `gradient_accumulation_steps` micro batches.
 
-        Random streams are a function of (seed, iteration, rank), so that a resumed run draws what an undisturbed one
-        does.
+        Random streams are a function of (seed, iteration, rank), so that a resumed run draws the same numbers as an
+        uninterrupted one.
+
+        Args:
+            batches: Micro batches of this data rank, as `neox.data` makes them.
+
+        Raises:
+            TrainingError: If gradients overflow fp16 at the smallest loss scale.
         """
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
-        skipped, lr = self.body.skipped_steps, self.schedule.get_lr()[0]
+        skipped, lr = self.deepspeed_engine.skipped_steps, self.schedule.get_lr()[0]
         loss_scale = self.loss_scale
         with _readable_scaler_failure(self.iteration + 1):
-            if isinstance(self.body, PipelineBody):
-                loss = float(self.body.train_batch(_stage_pairs(batches)))
+            if isinstance(self.deepspeed_engine, PipelineEngine):
+                loss = float(self.deepspeed_engine.train_batch(_stage_pairs(batches)))
             else:
                 loss = self._train_plain(batches)
         self.iteration += 1
-        was_skipped = self.body.skipped_steps > skipped
+        was_skipped = self.deepspeed_engine.skipped_steps > skipped
         return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> float:
         """Return the mean loss of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
-        if isinstance(self.body, PipelineBody):
-            return float(self.body.eval_batch(_stage_pairs(batches)))
-        self.body.eval()
+        if isinstance(self.deepspeed_engine, PipelineEngine):
+            return float(self.deepspeed_engine.eval_batch(_stage_pairs(batches)))
+        self.deepspeed_engine.eval()
         count = self.plan.batch.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
         for _ in range(count):
@@ -83,7 +104,7 @@ class Engine:
         return self._mean(total / count)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; every rank gets the same answer."""
+        """Return whether `flag` is true on any rank; every rank gets the same answer."""
         if self.grid.world_size == 1:
             return flag
         answer = torch.tensor(int(flag), device=self.device)
@@ -92,20 +113,26 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the next step."""
+        """Loss scale of the next step."""
         if self.plan.precision != "fp16":
             return 1.0
-        return float(self.body.optimizer.loss_scale)
+        return float(self.deepspeed_engine.optimizer.loss_scale)
+
+    def restore_counters(self, client_state: Mapping[str, Any]) -> None:
+        """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(self.deepspeed_engine, name, client_state[name])
+        self.schedule.load_state_dict(client_state["lr_scheduler"])
 
     def _train_plain(self, batches: Iterator[Batch]) -> float:
-        self.body.train()
+        self.deepspeed_engine.train()
         count = self.plan.batch.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
         for _ in range(count):
             loss = self._loss(next(batches))
             total += loss.detach()
-            self.body.backward(loss)
-            self.body.step()
+            self.deepspeed_engine.backward(loss)
+            self.deepspeed_engine.step()
         return self._mean(total / count)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -115,7 +142,8 @@ class Engine:
         starts = batch.get("document_starts")
         apart = {} if starts is None else {"document_starts": starts.to(self.device, non_blocking=True)}
         # in there, so that logits need not be held whole
-        return self.body(tokens, targets=(labels, mask), **apart)
+        loss: Tensor = self.deepspeed_engine(tokens, targets=(labels, mask), **apart)
+        return loss
 
     def _mean(self, value: Tensor) -> float:
         """Average over data ranks."""
@@ -128,18 +156,17 @@ class Engine:
             return math.inf
         if isinstance(self.adamw, ClippingAdamW):
             return self.adamw.last_norm
-        return float(self.body.get_global_grad_norm())
+        return float(self.deepspeed_engine.get_global_grad_norm())
 
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
-    """Build the network with its initial weights and hand it to DeepSpeed; all ranks call it together."""
-    body, adamw = build_body(plan, grid, build_model(plan, grid, device))
-    return Engine(plan, grid, device, body, adamw)
+    """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together."""
+    return Engine(plan, grid, device, *build_deepspeed_engine(plan, grid, build_model(plan, grid, device)))
 
 
 @contextmanager
 def _readable_scaler_failure(iteration: int) -> Iterator[None]:
-    """Turn DeepSpeed's bare exception about the loss scale into an error that says what to do."""
+    """Replace DeepSpeed's bare exception about the loss scale by an error that says what to do."""
     try:
         yield
     except Exception as error:
@@ -147,11 +174,11 @@ def _readable_scaler_failure(iteration: int) -> Iterator[None]:
             raise
         raise TrainingError(
             f"iteration {iteration}: gradients overflow fp16 even at the smallest loss scale (fp16.min_loss_scale); "
-            "train in bf16, lower the learning rate, or look at the data of this step"
+            "train in bf16, lower the learning rate, or inspect the data of this step"
         ) from error
 
 
 def _stage_pairs(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Give micro batches the form DeepSpeed's pipeline takes: what the first stage reads, what the last one reads."""
+    """Give micro batches the form DeepSpeed's pipeline takes: the first stage's input, the last stage's labels."""
     for batch in batches:
         yield batch["tokens"], (batch["labels"], batch["loss_mask"])

@@ -1,14 +1,16 @@
-"""Loading: which checkpoint, what of it, and the optimizer's state back into DeepSpeed."""
+"""Loading: choice of the checkpoint and of its parts, check of local copies, and the optimizer's state."""
 
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from neox.checkpoint import (
@@ -21,15 +23,15 @@ from neox.checkpoint import (
     mp_rank_file,
     padding_note,
     saved_layout,
+    why_not_whole,
 )
 from neox.config import RunPlan
-from neox.engine.agreement import all_succeeded, from_first_rank
-from neox.engine.any_degrees import read_optimizer_any, read_weights_fp32
-from neox.engine.bodies import build_body, build_model
-from neox.engine.deepspeed_log import unprinted
+from neox.engine.collective_errors import all_succeeded, from_first_rank
+from neox.engine.deepspeed_engines import build_deepspeed_engine, build_model
+from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
-from neox.engine.own_copies import check_own_copy
+from neox.engine.reshard import load_resharded_optimizer, read_weights_fp32
 from neox.engine.saving import layout_of
 from neox.engine.weights import read_weights
 from neox.errors import CheckpointError
@@ -41,9 +43,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts. checkpoint: where weights come from, None for initial ones.
-    iteration: completed steps. with_optimizer: whether the optimizer goes on too. changed: how the layout it was saved
-    with differs from this run's."""
+    """How a run starts.
+
+    Attributes:
+        checkpoint: Source of the weights; None for initial ones.
+        iteration: Completed steps.
+        with_optimizer: Whether the optimizer's state is loaded too.
+        changed: How the saved layout differs from this run's, as `saved -> here` by name.
+    """
 
     checkpoint: Path | None = None
     iteration: int = 0
@@ -52,29 +59,67 @@ class Start:
 
 
 def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
-    """Build the engine and put it where the configuration says: initial weights, or what `load` holds.
+    """Build the engine with what the configuration says: initial weights, or what `load` holds.
 
-    Raises CheckpointError, on all ranks, for a checkpoint that is missing, broken, of another model, or whose optimizer
-    state does not fit.
+    Raises:
+        CheckpointError: On all ranks, for a checkpoint that is missing, broken, of another model, or whose optimizer
+            state does not fit.
     """
     start = from_first_rank(lambda: choose_start(plan))
     if start.checkpoint is not None:
-        check_own_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
+        check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     model = build_model(plan, grid, device)
     if start.checkpoint is not None:
         _read_model(model, plan, grid, start, start.checkpoint)
-    body, adamw = build_body(plan, grid, model)
-    engine = Engine(plan, grid, device, body, adamw)
-    _read_rest(engine, start)
+    engine = Engine(plan, grid, device, *build_deepspeed_engine(plan, grid, model))
+    _read_state(engine, start)
     return engine
 
 
-def take_up(engine: Engine, start: Start) -> None:
-    """Put an engine where `start` says, whatever it did before; all ranks call it together. Raises CheckpointError."""
+def resume(engine: Engine, start: Start) -> None:
+    """Load a checkpoint into an engine that may have trained; all ranks call it together. Raises CheckpointError."""
     assert start.checkpoint is not None
-    assert start.with_optimizer, "without its state an optimizer that has already moved cannot start anew"
-    _read_model(engine.body.module, engine.plan, engine.grid, start, start.checkpoint)
-    _read_rest(engine, start)
+    assert start.with_optimizer, "an optimizer that has taken steps cannot be reset without its saved state"
+    _read_model(engine.deepspeed_engine.module, engine.plan, engine.grid, start, start.checkpoint)
+    _read_state(engine, start)
+
+
+def check_local_copy(path: Path, *, hashes: bool) -> None:
+    """Check a checkpoint once on every machine whose files at `path` are not those that rank 0 has checked.
+
+    Machines without a shared disk each have a copy. A shared file system shows the same directory (inode number and
+    time) everywhere, and nothing is read again. All ranks call it together.
+
+    Args:
+        path: Checkpoint that rank 0 chose and checked.
+        hashes: As `verify` of `find_checkpoint`.
+
+    Raises:
+        CheckpointError: On all ranks.
+    """
+    mine = (socket.gethostname(), _directory_identity(path))
+    seen: list[tuple[str, tuple[int, int] | None]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    first_here = seen.index(mine) == dist.get_rank()
+
+    def check() -> None:
+        if mine[1] is None:
+            raise CheckpointError(
+                f"{path} does not exist on {mine[0]}: put `load` on a shared disk, or copy it to every machine"
+            )
+        if first_here and mine[1] != seen[0][1] and (problems := why_not_whole(path, hashes=hashes)):
+            raise CheckpointError(f"the copy on {mine[0]} is not complete: {'; '.join(problems)}")
+
+    all_succeeded(check, f"checking {path}")
+
+
+def _directory_identity(path: Path) -> tuple[int, int] | None:
+    """Return what distinguishes two directories of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read_model(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
@@ -83,11 +128,12 @@ def _read_model(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Star
     all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
 
 
-def _read_rest(engine: Engine, start: Start) -> None:
+def _read_state(engine: Engine, start: Start) -> None:
+    """Load the optimizer's state and set the engine's position."""
     if start.checkpoint is not None and start.with_optimizer:
         path = start.checkpoint
-        read = read_optimizer_any if start.changed else read_optimizer
-        all_succeeded(lambda: read(engine, path), f"loading the optimizer's state from {path}")
+        load = load_resharded_optimizer if start.changed else load_optimizer
+        all_succeeded(lambda: load(engine, path), f"loading the optimizer's state from {path}")
     engine.iteration = start.iteration
     if not start.with_optimizer:
         engine.schedule.seek(start.iteration)
@@ -97,12 +143,20 @@ def _read_rest(engine: Engine, start: Start) -> None:
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
-    """Decide from the configuration and the disk how the run starts; call on one rank. load: in place of the key's."""
+    """Decide how the run starts, from the configuration and the disk; call on one rank.
+
+    Args:
+        plan: The run.
+        load: Replaces the key `load`.
+
+    Raises:
+        CheckpointError: If there is no complete checkpoint, or it is of another model.
+    """
     keys = plan.config.checkpoint
     if load is None and keys.load is None:
         return Start()
     load = load or Path(str(keys.load))
-    if keys.save is not None and load.absolute() == Path(keys.save).absolute() and _holds_nothing(load):
+    if keys.save is not None and load.absolute() == Path(keys.save).absolute() and _is_empty(load):
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
@@ -111,10 +165,10 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     if note := padding_note(reader.args, plan):
         _log.warning("%s", note)
     if keys.finetune:
-        _log.info("finetune: weights only from %s, starting at iteration 0", path)
+        _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
         return Start(path)
     if keys.no_load_optim:
-        _log.info("no_load_optim: the optimizer starts anew at iteration %d", reader.iteration)
+        _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
         return Start(path, reader.iteration)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if changed:
@@ -122,21 +176,24 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     return Start(path, reader.iteration, with_optimizer=True, changed=changed)
 
 
-def _holds_nothing(load: Path) -> bool:
-    """Whether a directory has no checkpoint, whole or broken, so that a first start is meant."""
+def _is_empty(load: Path) -> bool:
+    """Return whether a directory has no checkpoint, complete or broken, so that a first start is meant."""
     return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
 
 
 def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between the saved layout and this run's: `saved -> here` by name, empty if they are the same."""
     here = {WRITER: "neox", **layout_of(plan)}
     there = {WRITER: "neox", **saved}
     return {key: f"{there.get(key)} -> {here[key]}" for key in here if there.get(key) != here[key]}
 
 
-def read_optimizer(engine: Engine, path: Path) -> None:
-    """Give DeepSpeed's optimizer the state that this rank saved in the same layout; counters and schedule too."""
-    grid, body, adamw = engine.grid, engine.body, engine.adamw
+def load_optimizer(engine: Engine, path: Path) -> None:
+    """Load the optimizer's state that this rank saved in the same layout, the counters and the schedule.
+
+    Raises:
+        CheckpointError: If the checkpoint has no such state.
+    """
+    grid, ds_engine, adamw = engine.grid, engine.deepspeed_engine, engine.adamw
     configured = [{key: group[key] for key in ("weight_decay", "betas", "eps")} for group in adamw.param_groups]
     mp_rank = grid.pp_rank * grid.tp_size + grid.tp_rank
     optimizer_file = _own_optimizer_file(engine, path, mp_rank)
@@ -144,24 +201,21 @@ def read_optimizer(engine: Engine, path: Path) -> None:
     if optimizer_file is None:
         if client.get("optimizer") is None:
             raise CheckpointError(f"{path} was saved without the optimizer's state (no_save_optim); set no_load_optim")
-        body.optimizer.load_state_dict(copy.deepcopy(client["optimizer"]))
+        ds_engine.optimizer.load_state_dict(copy.deepcopy(client["optimizer"]))
     else:
         parts: list[Any] = [None] * grid.dp_size
-        parts[grid.dp_rank] = _divided_state(engine, load_file(optimizer_file)["optimizer_state_dict"])
-        with unprinted():
-            body.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
+        parts[grid.dp_rank] = _partitioned_state(engine, load_file(optimizer_file)["optimizer_state_dict"])
+        with hidden_stdout():
+            ds_engine.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
     for group, settings in zip(adamw.param_groups, configured, strict=True):
-        group.update(settings)  # the configuration's, which may have changed on purpose
-    body.global_steps = client["global_steps"]
-    body.global_samples = client["global_samples"]
-    body.skipped_steps = client["skipped_steps"]
-    engine.schedule.load_state_dict(client["lr_scheduler"])
+        group.update(settings)  # the configuration's, which the user may have changed
+    engine.restore_counters(client)
 
 
-def _divided_state(engine: Engine, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a ZeRO state ready to load: out of the mapped file, clipping as configured, a loss scaler that works."""
+def _partitioned_state(engine: Engine, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a ZeRO state ready to load: copied from the mapped file, clipping as configured, a working loss scaler."""
     state = copy.deepcopy(saved)
-    optimizer = engine.body.optimizer
+    optimizer = engine.deepspeed_engine.optimizer
     if "clip_grad" in state:
         state["clip_grad"] = optimizer.clip_grad
     if "loss_scaler" in state:
@@ -177,8 +231,8 @@ def _client_file(engine: Engine, path: Path, mp_rank: int) -> Path:
 
 
 def _own_optimizer_file(engine: Engine, path: Path, mp_rank: int) -> Path | None:
-    """This rank's file of a divided optimizer state, or None where the state is whole in the `mp_rank` file."""
-    if not hasattr(engine.body.optimizer, "dp_process_group"):
+    """Return this rank's file of a partitioned optimizer state, or None if the state is whole in the `mp_rank` file."""
+    if not hasattr(engine.deepspeed_engine.optimizer, "dp_process_group"):
         return None
     prefix = "bf16_" if engine.plan.precision == "bf16" else ""
     file = path / f"{prefix}zero_pp_rank_{engine.grid.dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"

@@ -1,4 +1,4 @@
-"""The network as a DeepSpeed `PipelineModule`: the layer plan's layers, cut where the run plan cuts them."""
+"""Pipeline stages: the network as a DeepSpeed `PipelineModule`, split where the run plan says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from neox.config import RunPlan
-from neox.engine.deepspeed_log import unprinted
+from neox.engine.deepspeed_log import hidden_stdout
 from neox.model import TransformerLayer, build_layer, lm_loss, tied_logits
 from neox.parallel import ParallelGrid
 
@@ -22,8 +22,8 @@ _TIED_WEIGHT = "word_embeddings.weight"
 BuildLayer = Callable[[int], nn.Module]
 
 
-class _PlannedLayer(LayerSpec):
-    """A layer of the plan, built only on the stage that holds it."""
+class _PlannedLayer(LayerSpec):  # type: ignore[misc]
+    """Specification of a layer, which is built only on the stage that holds it."""
 
     def __init__(self, build: BuildLayer, index: int) -> None:
         super().__init__(nn.Module)
@@ -33,8 +33,8 @@ class _PlannedLayer(LayerSpec):
         return self._build_layer(self._index)
 
 
-class _TiedLayer(TiedLayerSpec):
-    """A layer that uses the embedding: the embedding itself, or a head that multiplies by its weight."""
+class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
+    """Specification of a layer that uses the embedding: the embedding itself, or a head with its weight."""
 
     def __init__(self, build: BuildLayer, index: int, forward_fn: Callable[..., Tensor] | None = None) -> None:
         super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=_TIED_WEIGHT)
@@ -44,17 +44,23 @@ class _TiedLayer(TiedLayerSpec):
         return self._build_layer(self._index)
 
 
-class PipelineGPT(PipelineModule):
-    """The stage of the network that this rank holds. One tensor travels between stages: hidden states [B, S, H].
+class PipelineGPT(PipelineModule):  # type: ignore[misc]
+    """The stage of the network on this rank. One tensor is passed between stages: hidden states [B, S, H].
 
-    Initial weights are the plain model's. device, dtype: of the parameters.
+    Initial weights equal those of the plain model.
+
+    Args:
+        plan: The run.
+        grid: This rank's grid.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
     """
 
     def __init__(self, plan: RunPlan, grid: ParallelGrid, *, device: torch.device, dtype: torch.dtype) -> None:
         self._stages = plan.stages
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
-        # DeepSpeed prints its topology from here, and broadcasts tied weights as if that should be differentiated.
-        with unprinted(), torch.no_grad():
+        # DeepSpeed prints its topology here, and broadcasts tied weights with gradients enabled.
+        with hidden_stdout(), torch.no_grad():
             super().__init__(
                 layers=_specs(plan, grid, build),
                 # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.
@@ -67,10 +73,10 @@ class PipelineGPT(PipelineModule):
         self._recompute = grid.rng.checkpoint
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run this stage: tokens [B, S] or hidden states in, hidden states or logits [B, S, V/tp] out.
+        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states or logits [B, S, V/tp].
 
-        Recomputation takes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage;
-        DeepSpeed's own counts every layer and leaves out a chunk that holds an embedding or a norm.
+        Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
+        own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
         """
         if not (self._recompute_chunk and self.training and torch.is_grad_enabled()):
             return _run(self.forward_funcs, x)
@@ -83,14 +89,14 @@ class PipelineGPT(PipelineModule):
         return x
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Cut where the plan says, rather than let DeepSpeed derive it again from class names."""
+        """Split where the plan says; DeepSpeed would derive it from class names."""
         stage = self._topo.get_coord(self.global_rank).pipe
         self.parts = [self._stages[0].first, *(s.last for s in self._stages)]
         assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield (index in the layer plan, module) of the layers here that hold weights; a tied copy under index 0."""
+        """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""
         if TIE in self.tied_modules:
             yield 0, self.tied_modules[TIE]
         for index in range(self._local_start, self._local_stop):
@@ -98,16 +104,11 @@ class PipelineGPT(PipelineModule):
             if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
                 yield index, module
 
-    def synchronize_tied_weights(self) -> None:
-        """Copy the first stage's embedding to the head's stage."""
-        with torch.no_grad():
-            self._synchronize_tied_weights()
-
 
 def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
-    """One specification per layer of the plan; identity layers are functions, so that no file is written for them."""
+    """Return one specification per layer; identity layers are functions, so that no file is written for them."""
 
-    def head(embedding: nn.Module, hidden: Tensor) -> Tensor:
+    def head(embedding: Any, hidden: Tensor) -> Tensor:
         return tied_logits(hidden, embedding.word_embeddings.weight, grid)
 
     def spec(index: int) -> Any:

@@ -1,7 +1,8 @@
-"""Saving: weights as layer files, the rest as DeepSpeed writes it, made final by one commit."""
+"""Saving checkpoints: weights as layer files, the rest as DeepSpeed writes it, made final by one commit."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from torch import Tensor
 
 from neox.checkpoint import (
     ORDER,
@@ -20,27 +23,121 @@ from neox.checkpoint import (
     discard,
     identity_state,
     keep_last,
+    layer_file,
+    load_file,
     record_share,
+    save_file,
     stage_directory,
     staging_path,
     write_config,
+    write_layer,
 )
 from neox.config import RunPlan
-from neox.engine.agreement import all_succeeded, from_first_rank
-from neox.engine.any_degrees import optimizer_order
+from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
-from neox.engine.file_writer import FileWriter
 from neox.engine.forward_check import FILE as LOGITS
 from neox.engine.forward_check import fixed_logits
+from neox.engine.reshard import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
 
 
-def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
-    """Write a checkpoint of the engine's iteration under `save` and return its path; all ranks call it together.
+class FileWriter(CheckpointEngine):  # type: ignore[misc]
+    """Writer of DeepSpeed's files and of layer files.
 
-    Raises CheckpointError on every rank when any rank could not write; earlier checkpoints are then untouched.
+    A failure of DeepSpeed's files is kept in `failure`, because raising it there would interrupt collective operations.
+
+    Args:
+        with_optimizer: Whether to write the optimizer's state.
+        deferred: Keep copies in CPU memory until `write_queued`.
+    """
+
+    def __init__(self, with_optimizer: bool, *, deferred: bool = False) -> None:
+        self.name = "layer-files"
+        self.with_optimizer, self.deferred = with_optimizer, deferred
+        self.failure: CheckpointError | None = None
+        self._queue: list[tuple[Path, Any]] = []
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Do nothing: the directory exists."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Write one of DeepSpeed's own files."""
+        if not self.with_optimizer:
+            if path.endswith("optim_states.pt"):
+                return
+            state_dict = {**state_dict, "optimizer": None}
+        self.put(Path(path), state_dict)
+
+    def put(self, path: Path, value: Any) -> None:
+        """Write a file, or queue a copy of its content."""
+        if self.deferred:
+            self._queue.append((path, snapshot(value)))
+            return
+        try:
+            save_file(path, value)
+        except CheckpointError as error:
+            self.failure = error
+
+    def put_layer(self, directory: Path, index: int, state: Mapping[str, Tensor], *, tp_rank: int) -> None:
+        """Write or queue a layer file. Raises CheckpointError if the disk refuses."""
+        if self.deferred:
+            self.put(directory / layer_file(index, tp_rank), dict(state))
+        else:
+            write_layer(directory, index, tp_rank, state)
+
+    def write_queued(self) -> None:
+        """Write what is queued, and release each copy once it is on disk. Raises CheckpointError."""
+        while self._queue:
+            save_file(*self._queue.pop(0))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file safely."""
+        return load_file(Path(path))
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Do nothing: `commit_files` commits."""
+        return True
+
+
+def snapshot(value: Any, seen: dict[int, Tensor] | None = None) -> Any:
+    """Copy a state dict into CPU memory; a tensor that occurs twice is copied once.
+
+    Args:
+        value: Tensors and plain values in dictionaries, lists and tuples.
+        seen: Copies made so far, by id of the tensor.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = value.detach().to("cpu", copy=True)
+        return seen[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item, seen) for item in value)
+    if type(value) is dict:
+        return {key: snapshot(item, seen) for key, item in value.items()}
+    if isinstance(value, Mapping):  # OrderedDict and similar types stay what they are
+        copied: Any = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = snapshot(item, seen)
+        return copied
+    return copy.deepcopy(value)
+
+
+def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
+    """Write a checkpoint of the engine's iteration; all ranks call it together.
+
+    Args:
+        engine: The model in training.
+        save: Directory of the run's checkpoints.
+        client_state: Further values to store.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: On every rank if any rank could not write; earlier checkpoints are unchanged.
     """
     writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim)
     staged = stage_files(engine, save, writer, client_state)
@@ -50,35 +147,36 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
 def stage_files(
     engine: Engine, save: str | Path, writer: FileWriter, client_state: Mapping[str, Any] | None = None
 ) -> Path:
-    """Give `writer` everything that a checkpoint of the engine's iteration holds; return the staging directory.
+    """Pass the content of a checkpoint of the engine's iteration to `writer`; return the staging directory.
 
-    Raises CheckpointError on every rank when any rank could not write.
+    Raises:
+        CheckpointError: On every rank if any rank could not write.
     """
-    plan, grid, body = engine.plan, engine.grid, engine.body
+    plan, grid, ds_engine = engine.plan, engine.grid, engine.deepspeed_engine
     staged = staging_path(save, engine.iteration)
     from_first_rank(lambda: stage_directory(save, engine.iteration))
-    body.checkpoint_engine = writer
+    ds_engine.checkpoint_engine = writer
     state = {
         **neox_client_state(plan, grid, engine.iteration),
-        ORDER: optimizer_order(body.module),
+        ORDER: optimizer_order(ds_engine.module),
         **(client_state or {}),
     }
-    checked = plan.config.checkpoint.checkpoint_validation_with_forward_pass
-    logits = fixed_logits(engine) if checked else None
+    logits = fixed_logits(engine) if plan.config.checkpoint.checkpoint_validation_with_forward_pass else None
 
     def write() -> None:
         problem: CheckpointError | None = None
         try:
-            write_weights(body.module, plan.layers, grid, partial(writer.put_layer, staged, tp_rank=grid.tp_rank))
+            write_weights(ds_engine.module, plan.layers, grid, partial(writer.put_layer, staged, tp_rank=grid.tp_rank))
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
         except CheckpointError as error:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
             writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
-        body.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)
-        if problem or writer.failure:
-            raise problem or writer.failure  # type: ignore[misc]
+        ds_engine.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)
+        problem = problem or writer.failure
+        if problem is not None:
+            raise problem
 
     with _discarded_on_failure(staged, grid):
         all_succeeded(write, f"saving iteration {engine.iteration}")
@@ -88,12 +186,23 @@ def stage_files(
 def commit_files(
     plan: RunPlan, grid: ParallelGrid, writer: FileWriter, staged: Path, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write what `writer` still holds, hash it, and make it the newest checkpoint; return its path.
+    """Write what `writer` has queued, hash all files, and make them the newest checkpoint.
 
-    group: of all ranks, when this does not run in training's thread. Raises CheckpointError on every rank.
+    Args:
+        plan: The run.
+        grid: This rank's grid.
+        writer: Writer that staged the files.
+        staged: Staging directory.
+        group: Group of all ranks if this is not training's thread.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: On every rank.
     """
     with _discarded_on_failure(staged, grid):
-        if writer.later:
+        if writer.deferred:
             all_succeeded(writer.write_queued, f"saving {staged}", group)
         records = _record_together(staged, grid, group)
     final = from_first_rank(lambda: commit(staged, records), group)
@@ -114,7 +223,7 @@ def _discarded_on_failure(staged: Path, grid: ParallelGrid) -> Iterator[None]:
 
 
 def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Hash the staged files, each rank a share of them; the records of all files on every rank."""
+    """Hash the staged files, each rank a share of them; return the records of all files on every rank."""
     share: dict[str, FileRecord] = {}
     all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}", group)
     shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
@@ -123,7 +232,7 @@ def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup 
 
 
 def layout_of(plan: RunPlan) -> dict[str, Any]:
-    """What decides the form of DeepSpeed's files; the optimizer's state fits this layout alone."""
+    """Return what decides the form of DeepSpeed's files; the optimizer's state fits this layout only."""
     return {
         "pp": plan.grid.pp_size,
         "mp": plan.grid.tp_size,
@@ -135,19 +244,15 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
 
 
 def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
-    """What gpt-neox keeps beside the weights, under its names, and the layout."""
-    state: dict[str, Any] = {
-        "iteration": iteration,
-        "layout": layout_of(plan),
-        **identity_state(plan),
-    }
+    """Return what gpt-neox stores beside the weights, under its names, and the layout."""
+    state: dict[str, Any] = {"iteration": iteration, "layout": layout_of(plan), **identity_state(plan)}
     if not plan.config.checkpoint.no_save_rng:
         state |= _random_states(grid)
     return state
 
 
 def _random_states(grid: ParallelGrid) -> dict[str, Any]:
-    """Random states under gpt-neox's names, which asks for them; our own runs seed every step from its number."""
+    """Return random states under the names that gpt-neox requires; our own runs seed every step from its number."""
     kind, keys, *rest = np.random.get_state()
     return {
         "random_rng_state": random.getstate(),

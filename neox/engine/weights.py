@@ -1,4 +1,4 @@
-"""Weights of a model on this rank, layer by layer: into layer files, and out of a checkpoint of any degrees."""
+"""Weights of the layers on this rank: writing them to layer files, reading them from a checkpoint of any degrees."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from neox.parallel import ParallelGrid
 
 
 def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Yield (index in the layer plan, module) of the layers with weights on this rank, ascending.
+    """Yield (index in the layer plan, module) of the layers with weights on this rank, in ascending order.
 
-    A tied head's copy of the embedding comes under the embedding's index, 0.
+    A tied head's copy of the embedding has the embedding's index, 0.
     """
     if isinstance(model, PipelineGPT):
         yield from model.weight_layers()
@@ -34,9 +34,14 @@ def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 def write_weights(
     model: nn.Module, layers: LayerPlan, grid: ParallelGrid, write: Callable[[int, Mapping[str, Tensor]], object]
 ) -> None:
-    """Give `write` this rank's layers by index; data rank 0 writes, the others take part in gathering (ZeRO-3).
+    """Write this rank's layers; data rank 0 writes, the others take part in gathering (ZeRO-3).
 
-    Raises CheckpointError when the disk refuses; the collectives of all layers are finished first.
+    Args:
+        model: This rank's part of the network.
+        layers: The network's layers.
+        grid: This rank's grid.
+        write: Called with a layer's index and its parameters by name. If it fails, the error is raised after the
+            collective operations of all layers.
     """
     failure: Exception | None = None
     for index, layer in weight_layers(model):
@@ -53,7 +58,7 @@ def write_weights(
 
 
 def read_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
-    """Fill this rank's layers from a checkpoint written at any degrees. Raises CheckpointError if it does not fit."""
+    """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit."""
     reader = CheckpointReader(path, layers)
     for index, layer in weight_layers(model):
         fill_layer(layer, reader.layer_shard(index, grid.tp_rank, grid.tp_size))
@@ -61,21 +66,24 @@ def read_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: 
 
 @torch.no_grad()
 def fill_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors of this tensor rank into a layer's parameters, by name; under ZeRO 3 all data ranks take part."""
+    """Copy this tensor rank's tensors into a layer's parameters, by name; under ZeRO 3 all data ranks take part."""
     with gathered(layer, changed=True):
         for name, parameter in layer.named_parameters():
             parameter.copy_(tensors[name])
 
 
 def gathered(layer: nn.Module, *, changed: bool = False) -> AbstractContextManager[object]:
-    """Return a context in which all parameters of a layer are whole on this rank (under ZeRO-3; else nothing to do).
+    """Return a context in which all parameters of a layer are complete on this rank (does nothing without ZeRO-3).
 
-    changed: the first data rank's values are kept afterwards.
+    Args:
+        layer: Module whose parameters are gathered.
+        changed: Whether the first data rank's values are kept when the context ends.
     """
     parameters = list(layer.parameters())
     if not any(hasattr(p, "ds_id") for p in parameters):
         return nullcontext()
-    return GatheredParameters(parameters, modifier_rank=0 if changed else None)
+    context: AbstractContextManager[object] = GatheredParameters(parameters, modifier_rank=0 if changed else None)
+    return context
 
 
 def _is_tied_copy(index: int, layer: nn.Module) -> bool:

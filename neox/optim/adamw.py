@@ -89,7 +89,8 @@ class ClippingAdamW(torch.optim.AdamW):
         if 0.0 < self.max_norm < self._global_grad_norm:
             scale = self.max_norm / (self._global_grad_norm + 1e-6)
             torch._foreach_mul_([p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], scale)
-        return super().step(closure)
+        result: float | None = super().step(closure)
+        return result
 
     @property
     def last_norm(self) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from neox.config import RunPlan
 from neox.data.build import build_data_iterators
-from neox.engine import Engine, from_first_rank, initialize_distributed, leave, open_engine
+from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.generation.startup import tokenizer_of
 from neox.log import setup_logging
@@ -38,7 +38,7 @@ def pretrain(plan: RunPlan) -> int:
     if code:
         # torchrun signals the other ranks when the first one exits with such a status; they have finished as well.
         ignore_signals()
-    leave()
+    shutdown()
     return code
 
 
@@ -58,7 +58,7 @@ def build_tasks(
     tokenizer = tokenizer_of(plan.config)
     from_first_rank(lambda: check_tasks(plan.config, tokenizer))
     # A stage is read layer by layer; the whole network is called as in training, where ZeRO-3 gathers its weights.
-    module = engine.body.module if grid.pp_size > 1 else engine.body
+    module = engine.deepspeed_engine.module if grid.pp_size > 1 else engine.deepspeed_engine
     return partial(evaluate_in_training, plan, module, grid, device, tokenizer)
 
 

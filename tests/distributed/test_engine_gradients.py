@@ -24,7 +24,7 @@ def _first_gradient(plan):
     step = engine.adamw.step
 
     def recording_step(*args, **kwargs):
-        for index, layer in weight_layers(engine.body.module):
+        for index, layer in weight_layers(engine.deepspeed_engine.module):
             recorded.update({(index, name): p.grad.clone().numpy() for name, p in layer.named_parameters()})
         return step(*args, **kwargs)
 
@@ -60,7 +60,7 @@ def tied_copies(plans, steps):
         engine = initialize_engine(plan, grid, device)
         data = batches(plan, grid.dp_rank)
         results = [engine.train_batch(data) for _ in range(steps)]
-        weights = dict(weight_layers(engine.body.module))[0].word_embeddings.weight
+        weights = dict(weight_layers(engine.deepspeed_engine.module))[0].word_embeddings.weight
         answers.append((weights.detach().float().numpy().copy(), results))
     return answers
 
@@ -150,7 +150,7 @@ def block_calls(plans):
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
         calls = []
-        for module in engine.body.module.modules():
+        for module in engine.deepspeed_engine.module.modules():
             if isinstance(module, TransformerLayer):
                 module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         data = batches(plan, grid.dp_rank)

@@ -34,7 +34,7 @@ def steps_with_one_poisoned(plans):
 
         def weights(engine=engine):
             copies = []
-            for _, layer in weight_layers(engine.body.module):
+            for _, layer in weight_layers(engine.deepspeed_engine.module):
                 with gathered(layer):
                     copies += [p.detach().clone() for p in layer.parameters()]
             return copies

@@ -1,4 +1,4 @@
-"""Tasks scored on a model in training give the same values under every body and layout."""
+"""Tasks scored on a model in training give the same values under every engine and layout."""
 
 from pathlib import Path
 
@@ -42,12 +42,12 @@ def scores(text: str, layouts: list[dict]) -> list[dict[str, float]]:
         }
         plan = resolve(NeoXConfig.from_flat(flat), 2, tokenizer.vocab_size)
         grid, device = initialize_distributed(plan)
-        body = initialize_engine(plan, grid, device).body
-        body.train()
+        ds_engine = initialize_engine(plan, grid, device).deepspeed_engine
+        ds_engine.train()
         before = torch.get_rng_state()
-        module = body.module if layout.get("pipe_parallel_size", 1) > 1 else body
+        module = ds_engine.module if layout.get("pipe_parallel_size", 1) > 1 else ds_engine
         results.append(evaluate_in_training(plan, module, grid, device, tokenizer))
-        assert body.training
+        assert ds_engine.training
         assert torch.equal(torch.get_rng_state(), before)
     return results
 
@@ -69,7 +69,7 @@ def test_training_says_at_its_start_on_every_rank_which_tasks_it_cannot_score(tm
         assert answer == f"eval_tasks: wikitext: {tmp_path}/empty.raw: holds no text"
 
 
-def test_every_body_scores_alike(tmp_path):
+def test_every_engine_scores_alike(tmp_path):
     text = tmp_path / "wiki.raw"
     text.write_text("One line , of words .\n Another @-@ one , it 's short .\n" * 8)
     layouts = [

@@ -53,7 +53,7 @@ def train_and_compute_logits(plan, tokens, go_on=None):
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
     x = torch.from_numpy(tokens)
-    module = engine.body.module
+    module = engine.deepspeed_engine.module
     module.eval()
     with torch.no_grad():
         if grid.pp_rank > 0:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
-from neox.engine.file_writer import snapshot
+from neox.engine.saving import snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
@@ -196,7 +196,7 @@ def test_where_nothing_is_to_load(tmp_path):
 
 def save_onto_a_full_disk(plan):
     """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
-    from neox.engine import file_writer, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, saving
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
@@ -208,7 +208,7 @@ def save_onto_a_full_disk(plan):
         def full(*_):
             raise CheckpointError("No space left on device")
 
-        file_writer.write_layer = full
+        saving.write_layer = full
     try:
         save_checkpoint(engine, plan.config.checkpoint.save)
     except CheckpointError as error:

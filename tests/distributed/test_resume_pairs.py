@@ -1,4 +1,4 @@
-"""Every layout of up to four ranks loads what every other saved; the long form of test_any_degrees."""
+"""Every layout of up to four ranks loads what every other saved; the long form of test_reshard."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _built_bytes(plan):
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
     engine.train_batch(batches(plan, grid.dp_rank))
-    parameters = list(engine.body.module.parameters())
+    parameters = list(engine.deepspeed_engine.module.parameters())
     weights = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in parameters)
     own = {id(p) for p in parameters}
     moved = [*engine.adamw.state, *(p for group in engine.adamw.param_groups for p in group["params"])]

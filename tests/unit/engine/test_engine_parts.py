@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from neox.engine import distributed
-from neox.engine.bodies import _counts, clips_itself, runtime_json
-from neox.engine.deepspeed_log import let_deepspeed_speak
+from neox.engine.deepspeed_engines import clips_itself, counts_in_norm, runtime_json
+from neox.engine.deepspeed_log import show_deepspeed_log
 from neox.engine.saving import layout_of, neox_client_state
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
@@ -48,9 +48,9 @@ def test_deepspeeds_lines_appear_when_asked_for():
     assert runtime_json(plan())["steps_per_print"] > 10**6
     assert runtime_json(plan(steps_per_print=7))["steps_per_print"] == 7
     logger = logging.getLogger("DeepSpeed")
-    let_deepspeed_speak(True)
+    show_deepspeed_log(True)
     assert logger.isEnabledFor(logging.INFO)
-    let_deepspeed_speak(False)
+    show_deepspeed_log(False)
     assert not logger.isEnabledFor(logging.INFO)
 
 
@@ -60,8 +60,8 @@ def test_each_parameter_is_counted_once():
     split.model_parallel = True
     tied.model_parallel = True
     tied.ds_pipe_replicated = True
-    assert [_counts(p, first) for p in (split, replicated, tied)] == [True, True, False]
-    assert [_counts(p, second) for p in (split, replicated, tied)] == [True, False, False]
+    assert [counts_in_norm(p, first) for p in (split, replicated, tied)] == [True, True, False]
+    assert [counts_in_norm(p, second) for p in (split, replicated, tied)] == [True, False, False]
 
 
 def test_nccl_on_a_cpu_becomes_gloo():

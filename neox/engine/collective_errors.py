@@ -1,4 +1,4 @@
-"""What all ranks must decide alike: whether each of them succeeded, and what rank 0 found."""
+"""Actions whose result or error must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ T = TypeVar("T")
 
 
 def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on this rank and raise CheckpointError on every rank if it failed on any, naming the first.
+    """Run an action on every rank, and fail on every rank if it failed on any.
 
-    action must not leave collectives unfinished when it fails. group: of all ranks, for threads beside training's.
+    Args:
+        action: Must not leave collective operations unfinished when it fails.
+        what: Description of the action for the message ("saving iteration 10").
+        group: Group of all ranks for a thread that runs beside training; the default group if None.
+
+    Raises:
+        CheckpointError: With the message of the first rank that failed.
     """
     problem: str | None = None
     try:
@@ -32,7 +38,15 @@ def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGr
 
 
 def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on rank 0 and return its result on every rank; a NeoXError is raised on every rank."""
+    """Run an action on rank 0 alone and return its result on every rank.
+
+    Args:
+        action: Its result, or its NeoXError, must be picklable.
+        group: Group of all ranks for a thread that runs beside training; the default group if None.
+
+    Raises:
+        NeoXError: On every rank, if the action raised it on rank 0.
+    """
     answer: list[tuple[T | None, NeoXError | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
@@ -40,7 +54,7 @@ def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = N
         except NeoXError as error:
             answer[0] = (None, error)
     dist.broadcast_object_list(answer, src=0, group=group)
-    result, error = answer[0]
-    if error is not None:
-        raise error
+    result, failure = answer[0]
+    if failure is not None:
+        raise failure
     return result  # type: ignore[return-value]

@@ -17,18 +17,18 @@ from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_ch
 
 def check(directories):
     """Look at `checkpoint` from each rank's own directory, as a machine of its own; what each rank says."""
-    from neox.engine import own_copies
+    from neox.engine import loading
 
     rank = dist.get_rank()
     socket.gethostname = lambda: f"machine{rank}"
     read = []
-    whole, own_copies.why_not_whole = own_copies.why_not_whole, lambda *a, **k: read.append(a) or whole(*a, **k)
+    whole, loading.why_not_whole = loading.why_not_whole, lambda *a, **k: read.append(a) or whole(*a, **k)
     answers = []
     for pair in directories:
         os.chdir(pair[rank])
         read.clear()
         try:
-            own_copies.check_own_copy(Path("checkpoint"), hashes=True)
+            loading.check_local_copy(Path("checkpoint"), hashes=True)
             answers.append(len(read))
         except CheckpointError as error:
             answers.append(str(error))
@@ -56,6 +56,6 @@ def test_every_machine_checks_its_own_copy(tmp_path):
     assert (first[0], second[0]) == (0, 0)
     assert (first[1], second[1]) == (0, 1)
     assert first[2] == second[2]
-    assert "rank 1: the copy on machine1 is not whole: layer_00-model_00-model_states.pt has changed" in first[2]
+    assert "rank 1: the copy on machine1 is not complete: layer_00-model_00-model_states.pt has changed" in first[2]
     assert first[3] == second[3]
-    assert "checkpoint is not there on machine1" in first[3]
+    assert "checkpoint does not exist on machine1" in first[3]

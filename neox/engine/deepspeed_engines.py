@@ -1,0 +1,170 @@
+"""DeepSpeed's plain and pipeline engines, adapted to this library, and the model that each of them trains.
+
+Neither writes weights into DeepSpeed's own files: weights go to layer files in every layout (see `saving`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import Tensor, nn
+
+from neox.config import RunPlan
+from neox.engine.deepspeed_log import hidden_stdout
+from neox.engine.pipeline import PipelineGPT
+from neox.model import GPT, TransformerLayer, build_layer
+from neox.optim import NormScope, build_optimizer
+from neox.parallel import ParallelGrid
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NEVER = 2**31
+
+
+class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeed's engine for the whole network on each rank (or its tensor-parallel part); ZeRO 0 to 3."""
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Leave weights out of DeepSpeed's files."""
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Leave out `zero_to_fp32.py`, which would look for weights in DeepSpeed's files."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Scale the loss and run the backward pass.
+
+        DeepSpeed's fp16 wrapper for ZeRO 0 divides gradients by the loss scale, but its engine multiplies the loss for
+        ZeRO's own optimizers only (0.19.8).
+        """
+        scaling = getattr(self.optimizer, "loss_scale_config", None)
+        if scaling is not None and scaling.use_grad_scaling:
+            loss = loss.float() * scaling.cur_scale
+        return super().backward(loss, *args, **kwargs)
+
+
+class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc]
+    """DeepSpeed's engine for pipeline stages; ZeRO 0 and 1. Its `backward` calls `PlainEngine.backward`."""
+
+    module_state_dict = PlainEngine.module_state_dict
+
+
+def _grid_mpu(grid: ParallelGrid) -> SimpleNamespace:
+    """Return a grid without pipeline stages in the form of the "model parallel unit" that DeepSpeed expects.
+
+    A pipeline has DeepSpeed's own, of the same rank order.
+    """
+    assert grid.pp_size == 1, grid
+    tensor = (grid.tp_rank, grid.tp_size, grid.tp_group)
+    pipe = (0, 1, grid.pp_group)
+    axes = {
+        "model_parallel": tensor,
+        "tensor_model_parallel": tensor,
+        "slice_parallel": tensor,
+        "pipeline_model_parallel": pipe,
+        "pipe_parallel": pipe,
+        "data_parallel": (grid.dp_rank, grid.dp_size, grid.dp_group),
+    }
+    methods: dict[str, Callable[[], Any]] = {"get_global_rank": lambda: grid.rank}
+    for axis, values in axes.items():
+        for what, value in zip(("rank", "world_size", "group"), values, strict=True):
+            methods[f"get_{axis}_{what}"] = partial(_constant, value)
+    return SimpleNamespace(**methods)
+
+
+def _constant(value: Any) -> Any:
+    return value
+
+
+def build_model(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> nn.Module:
+    """Build this rank's part of the network with its initial weights, in the precision of training."""
+    dtype = DTYPES[plan.precision]
+    if plan.config.deepspeed.zero_optimization.stage == 3:
+        return _partitioned_model(plan, grid, device, dtype)
+    kind = PipelineGPT if grid.pp_size > 1 else GPT
+    model = kind(plan, grid, device=device, dtype=dtype)
+    if plan.config.training.compile_layers:
+        for module in model.modules():
+            if isinstance(module, TransformerLayer):
+                module.compile()  # in place: names stay, and equal layers share one compiled graph
+    return model
+
+
+def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Build for ZeRO 3: partition each layer over data ranks before the next is built.
+
+    A model larger than a device's memory can thus be built.
+    """
+    model = GPT(plan, grid, device="meta", dtype=dtype)
+    config, mpu = runtime_json(plan), _grid_mpu(grid)
+    for entry in plan.layers:
+        layer = build_layer(plan, entry.index, grid, device=device, dtype=dtype)
+        if entry.parameters:
+            Init(module=layer, data_parallel_group=grid.dp_group, config_dict_or_path=config, dtype=dtype, mpu=mpu)
+        model.sequential[entry.index] = layer
+    return model
+
+
+def build_deepspeed_engine(
+    plan: RunPlan, grid: ParallelGrid, model: nn.Module
+) -> tuple[PlainEngine, torch.optim.AdamW]:
+    """Give a model to DeepSpeed.
+
+    Returns:
+        DeepSpeed's engine, and the AdamW that updates the weights (DeepSpeed may have wrapped it).
+    """
+    scope = NormScope(grid.model_group, lambda p: counts_in_norm(p, grid)) if clips_itself(plan) else None
+    optimizer = build_optimizer(plan, model.named_parameters(), scope)
+    config = runtime_json(plan)
+    kind, mpu = (PipelineEngine, model.mpu()) if isinstance(model, PipelineGPT) else (PlainEngine, _grid_mpu(grid))
+    with hidden_stdout():
+        engine = kind(
+            args=None,
+            model=model,
+            optimizer=optimizer,
+            mpu=mpu,
+            dist_init_required=False,
+            config=config,
+            config_class=DeepSpeedConfig(config, mpu),
+        )
+    # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state; the learning rate is
+    # 0 so far, so weights did not change, but Adam's step counter did.
+    optimizer.state.clear()
+    return engine, optimizer
+
+
+def clips_itself(plan: RunPlan) -> bool:
+    """Return whether our optimizer clips and checks: with ZeRO 0, unless DeepSpeed's bf16 pipeline optimizer does."""
+    stage = plan.config.deepspeed.zero_optimization.stage
+    return stage == 0 and not (plan.precision == "bf16" and plan.grid.pp_size > 1)
+
+
+def runtime_json(plan: RunPlan) -> dict[str, Any]:
+    """Return the plan's DeepSpeed configuration without what this library does itself.
+
+    The optimizer and (with ZeRO 0) clipping are ours; DeepSpeed's progress lines appear only on request.
+    """
+    config = copy.deepcopy(dict(plan.deepspeed))
+    config.pop("optimizer", None)
+    if clips_itself(plan):
+        config["gradient_clipping"] = 0.0
+    if not plan.config.given("steps_per_print"):
+        config["steps_per_print"] = _NEVER
+    if plan.precision == "bf16":
+        # Without it a NaN gradient is applied (ZeRO 2) in bf16; fp16 and fp32 always check.
+        config["bf16"] = {"check_grad_overflow": True, **config.get("bf16", {})}
+    return config
+
+
+def counts_in_norm(parameter: Tensor, grid: ParallelGrid) -> bool:
+    """Return whether this rank counts a parameter in the gradient norm: neither a tied nor a replicated copy."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return grid.tp_rank == 0 or getattr(parameter, "model_parallel", False)
