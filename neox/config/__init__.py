@@ -3,7 +3,6 @@
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.inference import for_inference
 from neox.config.inference_memory import inference_memory_problem
-from neox.config.laws import missing_for_training, static_problems
 from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import Draft, draft_config, load_config
 from neox.config.network import network_settings
@@ -12,6 +11,7 @@ from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Ru
 from neox.config.report import format_plan, memory_problem, plan_as_dict
 from neox.config.resolve import further_problems, resolve
 from neox.config.sections import NeoXConfig
+from neox.config.validation import missing_for_training, static_problems
 
 __all__ = [
     "AttentionImpl",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neox.config.plan import BatchPlan, Precision, Topology
-from neox.config.sections import NeoXConfig
-from neox.config.wording import said
+from neox.config.sections.neox_config import NeoXConfig
 
 # DeepSpeed takes unknown top-level keys in silence, so these are the only ones written.
 TOP_LEVEL_KEYS = frozenset(
@@ -84,14 +83,14 @@ def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any
     settings = config.deepspeed.zero_optimization
     block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_DEEPSPEEDS_CHECKPOINTS})
     notes.extend(
-        f"{said(config, f'zero_optimization.{key}', True)} changes nothing: checkpoints are this project's own"
+        f"{config.describe_setting(f'zero_optimization.{key}')} changes nothing: checkpoints are this project's own"
         for key in _DEEPSPEEDS_CHECKPOINTS
         if getattr(settings, key)
     )
     if grid.pp_size > 1 and block.pop("overlap_comm", False):
         notes.append(
-            f"{said(config, 'zero_optimization.overlap_comm', True)} is dropped: DeepSpeed's pipeline engine cannot "
-            "overlap reduction with the backward pass"
+            f"{config.describe_setting('zero_optimization.overlap_comm')} is dropped: DeepSpeed's pipeline engine "
+            "cannot overlap reduction with the backward pass"
         )
     if settings.overlap_comm is False:
         block["overlap_comm"] = False
@@ -125,7 +124,7 @@ def _fp16(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
         return {"enabled": True}
     for key in ("fp16", "type"):
         if getattr(block, key) is not None:
-            given = said(config, f"fp16.{key}", getattr(block, key))
+            given = config.describe_setting(f"fp16.{key}")
             notes.append(f"{given} is written as fp16.enabled, the one DeepSpeed knows")
     return {**block.model_dump(exclude_none=True, exclude={"fp16", "type"}), "enabled": True}
 
@@ -147,7 +146,7 @@ def _note_bf16(config: NeoXConfig, notes: list[str]) -> None:
     block = config.deepspeed.fp16
     if block is not None and block.type in ("bfloat16", "bf16"):
         notes.append(
-            f"{said(config, 'fp16.type', block.type)} is written as bf16.enabled; bf16 needs no loss scale, so the "
+            f"{config.describe_setting('fp16.type')} is written as bf16.enabled; bf16 needs no loss scale, so the "
             "other keys of fp16 are left out"
         )
 
@@ -156,6 +155,6 @@ def _communication(config: NeoXConfig, notes: list[str]) -> str | None:
     """Return the format gradients travel in, if it was asked for."""
     ds = config.deepspeed
     if ds.fp32_allreduce and ds.communication_data_type is None:
-        notes.append(f"{said(config, 'fp32_allreduce', True)} is written as communication_data_type fp32")
+        notes.append(f"{config.describe_setting('fp32_allreduce')} is written as communication_data_type fp32")
         return "fp32"
     return ds.communication_data_type

@@ -1,77 +1,69 @@
-"""Flat keys -> sections: aliases translated, keys that do not exist or do not work here named."""
+"""Operations on flat keys: spelling, nested blocks, aliases, and the problems found in them."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
-
-from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
-from neox.config.problem import Problem
-
-# What a type error means, in the words of someone who writes YAML.
-_RULES = {
-    "bool_parsing": "should be true or false",
-    "bool_type": "should be true or false",
-    "dict_type": "should be a block of `key: value` pairs",
-    "float_parsing": "should be a number",
-    "float_type": "should be a number",
-    "int_from_float": "should be a whole number",
-    "int_parsing": "should be a whole number",
-    "int_parsing_size": "is too large",
-    "int_type": "should be a whole number",
-    "model_type": "should be a block of `key: value` pairs",
-    "model_attributes_type": "should be a block of `key: value` pairs",
-    "string_type": "should be text; write it in quotes",
-    "tuple_type": "should be a list, such as [1, 2] or [a, b]",
-    "too_long": "has too many values",
-}
+from neox.config.keys import ALIASES
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
 
-# Keys of other programs' blocks whose meaning lives elsewhere.
-_ELSEWHERE = {"optimizer.params.max_grad_norm": "; gradient_clipping is the key for that"}
+_PREFIX = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+): ")
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """Flat keys grouped by section, and what is wrong with them."""
+class Problem(NamedTuple):
+    """Something wrong with the keys of a configuration.
 
-    sections: dict[str, dict[str, Any]]
-    problems: tuple[Problem, ...]
+    Attributes:
+        text: One complete message.
+        about: Dotted paths whose value is in doubt, those that may have been meant included.
+    """
 
-
-@cache
-def section_classes(root: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
-    """Return section name -> class of a configuration class, in order."""
-    classes: dict[str, type[BaseModel]] = {}
-    for name, info in root.model_fields.items():
-        assert isinstance(info.annotation, type)
-        classes[name] = info.annotation
-    return classes
+    text: str
+    about: tuple[str, ...] = ()
 
 
-@cache
-def key_sections(root: type[BaseModel]) -> Mapping[str, str]:
-    """Return flat key -> section name."""
-    owners: dict[str, str] = {}
-    for section, cls in section_classes(root).items():
-        for key in cls.model_fields:
-            assert key not in owners, f"{key} in two sections"
-            owners[key] = section
-    return owners
+def texts(problems: Iterable[Problem]) -> list[str]:
+    """Return the messages alone."""
+    return [problem.text for problem in problems]
 
 
-def is_text_key(root: type[BaseModel], key: str) -> bool:
-    """Whether a flat key holds text, so that `--set vocab_file=007` stays text."""
-    section = key_sections(root).get(key)
-    return section is not None and section_classes(root)[section].model_fields[key].annotation in (str, str | None)
+def doubtful_paths(problems: Iterable[Problem]) -> frozenset[str]:
+    """Return every path that a problem is about; an item of a list (`betas.1`) stands for the list."""
+    return frozenset(re.sub(r"(\.\d+)+$", "", path) for problem in problems for path in problem.about)
+
+
+def in_file_order(messages: Iterable[str]) -> list[str]:
+    """Sort messages that begin with `file:line: ` by line, files in the order of their first message; others last."""
+    files: dict[str, int] = {}
+
+    def position(message: str) -> tuple[int, int]:
+        match = _PREFIX.match(message)
+        if match is None:
+            return (sys.maxsize, 0)
+        return files.setdefault(match["file"], len(files)), int(match["line"])
+
+    return sorted(messages, key=position)
+
+
+def source_prefix(key: str, sources: Mapping[str, str]) -> str:
+    """Return `file:line: ` of a key for the start of a message, or nothing where its source is not known.
+
+    Args:
+        key: Flat key or dotted path. The nearest block around it, or else a key inside it, may give the source.
+        sources: Dotted path -> source.
+    """
+    path = key
+    while path or path in sources:
+        if path in sources:
+            return f"{sources[path]}: "
+        path = path.rpartition(".")[0]
+    inside = next((source for dotted, source in sources.items() if dotted.startswith(f"{key}.")), None)
+    return "" if inside is None else f"{inside}: "
 
 
 def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -97,38 +89,37 @@ def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterat
         sources.setdefault(path.removeprefix(f"{EXTRA_ARGS}."), sources.pop(path))
     for key, value in block.items():
         if key in values:
-            text = f"{at(key, sources)}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
+            where = source_prefix(key, sources)
+            text = f"{where}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
             yield Problem(text, (key,))
         else:
             values[key] = value
 
 
-def group(root: type[BaseModel], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Grouped:
-    """Group normalised flat keys by section, naming every unknown, contradictory or wrongly typed key."""
-    owners, classes = key_sections(root), section_classes(root)
-    nested = {key: value for key, value in flat.items() if key in owners}
-    unknown = [key for key in flat if key not in owners and key not in ALIASES and key not in UNSUPPORTED]
-    problems = [_unknown(key, known_keys(root), flat, sources) for key in unknown]
-    problems += _translate_aliases(flat, nested, sources)
-    grouped: dict[str, dict[str, Any]] = {name: {} for name in classes}
-    for key, value in nested.items():
-        grouped[owners[key]][key] = value
-    for name, cls in classes.items():
-        try:
-            cls.model_validate(grouped[name])
-        except ValidationError as error:
-            for detail in error.errors():
-                problems.append(_type_problem(cls, dict(detail), sources))
-    return Grouped(grouped, tuple(problems))
+def translate_aliases(values: dict[str, Any], sources: Mapping[str, str]) -> Iterator[Problem]:
+    """Replace aliases (`gas`, `zero_stage`, ...) by the keys they stand for, in place; yield contradictions."""
+    for name in [name for name in values if name in ALIASES]:
+        target, agreeing = ALIASES[name].target, ALIASES[name].agreeing(given := values.pop(name))
+        present, value = look_up(values, target)
+        if not agreeing or (present and value in agreeing):
+            continue
+        if present:
+            text = (
+                f"{source_prefix(name, sources)}`{name}: {given}` contradicts `{target}: {value}` "
+                f"({sources.get(target, 'given')}); they are one setting, so remove one"
+            )
+            yield Problem(text, (name, target))
+        else:
+            _put(values, target, agreeing[0])
 
 
-def without(flat: Mapping[str, Any], bad: Collection[str]) -> dict[str, Any]:
-    """Return flat keys less the dotted paths in `bad`."""
+def without(flat: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """Return flat keys less some dotted paths."""
     rest: dict[str, Any] = {}
     for key, value in flat.items():
-        if key in bad:
+        if key in paths:
             continue
-        inner = [path.removeprefix(f"{key}.") for path in bad if path.startswith(f"{key}.")]
+        inner = [path.removeprefix(f"{key}.") for path in paths if path.startswith(f"{key}.")]
         if not inner:
             rest[key] = value
         elif isinstance(value, Mapping):
@@ -136,54 +127,9 @@ def without(flat: Mapping[str, Any], bad: Collection[str]) -> dict[str, Any]:
     return rest
 
 
-def known_keys(root: type[BaseModel]) -> list[str]:
-    """Return every key that means something: sections, aliases, and those known but refused."""
-    return sorted({*key_sections(root), *ALIASES, *UNSUPPORTED})
-
-
-def at(key: str, sources: Mapping[str, str]) -> str:
-    """Return `file:line: ` of a key for the start of a message, or nothing where it is not known."""
-    path = key
-    while path or path in sources:
-        if path in sources:
-            return f"{sources[path]}: "
-        path = path.rpartition(".")[0]
-    inside = next((place for dotted, place in sources.items() if dotted.startswith(f"{key}.")), None)
-    return "" if inside is None else f"{inside}: "
-
-
-def _unknown(key: str, known: list[str], flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
-    meant = (alias_target(name) for name in near if name not in flat)
-    return Problem(f"{at(key, sources)}unknown key `{key}`{hint}", (key, *meant))
-
-
-def _translate_aliases(
-    flat: Mapping[str, Any], nested: dict[str, Any], sources: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Move aliases (`gas`, `zero_stage`, ...) to the keys they stand for, in `nested`; yield contradictions."""
-    for name in flat:
-        alias = ALIASES.get(name)
-        if alias is None:
-            continue
-        agreeing = alias.agreeing(flat[name])
-        present, value = _look_up(nested, alias.target)
-        if not agreeing or (present and value in agreeing):
-            continue
-        if present:
-            text = (
-                f"{at(name, sources)}`{name}: {flat[name]}` contradicts `{alias.target}: {value}` "
-                f"({sources.get(alias.target, 'given')}); they are one setting, so remove one"
-            )
-            yield Problem(text, (name, alias.target))
-            continue
-        _put(nested, alias.target, agreeing[0])
-
-
-def _look_up(nested: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+def look_up(flat: Mapping[str, Any], path: str) -> tuple[bool, Any]:
     """Return whether a dotted path is present, and its value. A block of a wrong type counts as absent."""
-    value: Any = nested
+    value: Any = flat
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             return False, None
@@ -191,60 +137,14 @@ def _look_up(nested: Mapping[str, Any], path: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _put(nested: dict[str, Any], path: str, value: Any) -> None:
+def _put(flat: dict[str, Any], path: str, value: Any) -> None:
     """Set a dotted path, copying blocks on the way; a block of a wrong type is left for validation to refuse."""
     *blocks, last = path.split(".")
-    place = nested
+    block = flat
     for name in blocks:
-        inner = place.get(name, {})
+        inner = block.get(name, {})
         if not isinstance(inner, Mapping):
             return
-        place[name] = dict(inner)
-        place = place[name]
-    place[last] = value
-
-
-def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
-    """Turn one pydantic error into a sentence with place, key, value and rule."""
-    path = [str(part) for part in detail["loc"]]
-    key = ".".join(path)
-    if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _fields_beside(cls, path), n=1, cutoff=0.6)
-        hint = f"; did you mean `{near[0]}`?" if near else _ELSEWHERE.get(key, "")
-        block = ".".join(path[:-1])
-        text = f"{at(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
-        return Problem(text, (key, *(f"{block}.{name}" for name in near)))
-    if detail["type"] == "missing":  # a list that is too short names its first missing place
-        key, rule = ".".join(path[:-1]), "has too few values"
-    else:
-        rule = _RULES.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
-    return Problem(f"{at(key, sources)}`{key}: {_shown(detail['input'])}` {rule}{_nearest_choice(detail)}", (key,))
-
-
-def _shown(value: Any) -> str:
-    """Return a value as it was written, cut where it is long."""
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _nearest_choice(detail: Mapping[str, Any]) -> str:
-    """Return a suggestion for a misspelled choice."""
-    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
-        return ""
-    choices = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
-    near = difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
-    return f"; did you mean `{near[0]}`?" if near else ""
-
-
-def _fields_beside(cls: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the names allowed where `path` ends."""
-    for name in path[:-1]:
-        info = cls.model_fields.get(name)
-        if info is None:
-            return []
-        candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
-        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not inner:
-            return []
-        cls = inner[0]
-    return list(cls.model_fields)
+        block[name] = dict(inner)
+        block = block[name]
+    block[last] = value

@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from neox.config.flat import group, is_text_key, normalise, spread_extra_args, without
+from neox.config.flat import Problem, doubtful_paths, in_file_order, spread_extra_args, texts, without
 from neox.config.keys import ALIASES
-from neox.config.laws import static_problems
-from neox.config.problem import Problem, doubtful, in_file_order, texts
-from neox.config.sections import NeoXConfig
+from neox.config.sections.neox_config import NeoXConfig, is_text_key
+from neox.config.validation import static_problems
 from neox.config.yaml_file import parse_value, read_file
 from neox.errors import ConfigError
 
@@ -69,13 +68,13 @@ def draft_config(
             key = override.partition("=")[0].strip().replace("-", "_")
             problems.extend(Problem(text, (key.partition(".")[0],)) for text in error.problems)
     problems += spread_extra_args(values, sources)
-    flat, _ = normalise(values)
-    problems += group(NeoXConfig, flat, sources).problems
-    if not problems:
-        return Draft(NeoXConfig.from_flat(values, sources))
-    bad = doubtful(problems)
+    config, more = NeoXConfig.parse(values, sources)
+    problems += more
+    if config is not None and not problems:
+        return Draft(config)
+    bad = doubtful_paths(problems)
     bad |= {name for name, alias in ALIASES.items() if alias.target in bad}
-    return Draft(NeoXConfig.from_flat(without(flat, bad), sources), tuple(in_file_order(texts(problems))), bad)
+    return Draft(NeoXConfig.from_flat(without(values, bad), sources), tuple(in_file_order(texts(problems))), bad)
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
@@ -157,7 +156,7 @@ def apply_override(override: str, values: dict[str, Any], sources: dict[str, str
         raise ConfigError(f"--set {override}: should be key=value, such as --set train_iters=100")
     *blocks, last = key.split(".")
     value = parse_value(text)
-    if value is not None and not blocks and is_text_key(NeoXConfig, last):
+    if value is not None and not blocks and is_text_key(last):
         value = text
     place = values
     for depth, name in enumerate(blocks):

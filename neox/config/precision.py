@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from neox.config.plan import Precision
 from neox.config.sections import NeoXConfig
-from neox.config.wording import place
 
 
 def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | None:
@@ -25,8 +24,8 @@ def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | Non
     if config.deepspeed.bf16 is not None and config.deepspeed.bf16.enabled:
         claims["bf16"] = "bf16"
     if len(set(claims.values())) > 1:
-        said = ", ".join(f"`{key}` ({config.source(key)}) says {value}" for key, value in claims.items())
+        claimed = ", ".join(f"`{key}` ({config.source(key)}) says {value}" for key, value in claims.items())
         last = list(claims)[-1]
-        problems.append(f"{place(config, last)}two precisions: {said}; keep one")
+        problems.append(f"{config.source_prefix(last)}two precisions: {claimed}; keep one")
         return None
     return next(iter(claims.values()), "fp32")

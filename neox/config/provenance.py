@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neox.config.batch import MICRO, STEPS, TOTAL
-from neox.config.flat import key_sections, section_classes
+from neox.config.grid_and_batch import MICRO, STEPS, TOTAL
 from neox.config.plan import RunPlan
 from neox.config.sections import NeoXConfig
+from neox.config.sections.neox_config import section_classes
 
 
 def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
@@ -43,11 +43,9 @@ def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
 
 def all_values(config: NeoXConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield key, value and source of every key of every section."""
-    owners = key_sections(type(config))
-    for name in section_classes(type(config)):
+    for name in section_classes():
         section = getattr(config, name)
         for key in type(section).model_fields:
-            assert owners[key] == name
             value = getattr(section, key)
             yield (
                 key,

@@ -15,10 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from neox.config.flat import section_classes
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
-from neox.config.sections import NeoXConfig
-from neox.config.switches import only_with_text, switches_of
+from neox.config.sections.base import any_of, conditions_of
+from neox.config.sections.neox_config import section_classes
 
 PAGE = Path("configs/neox_arguments.md")
 SCHEMA = Path("configs/neox_config.schema.json")
@@ -91,7 +90,7 @@ def default_text(info: FieldInfo) -> str:
 def section_rows(name: str, cls: type[BaseModel]) -> Iterator[Row]:
     """Yield the rows of one section: its own keys, aliases, and keys that do not work."""
     for key, info in cls.model_fields.items():
-        meaning = (info.description or "") + only_with_text(switches_of(info))
+        meaning = _meaning(info)
         since = NEOX_KEYS[key].since if key in NEOX_KEYS else "neox"
         yield Row(key, type_name(info.annotation), default_text(info), since, "works", meaning)
     for row in (row for row in NEOX_KEYS.values() if row.section == name and row.status != "works"):
@@ -115,7 +114,7 @@ def blocks_of(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 def page() -> str:
     """Return the Markdown page."""
     lines = [_HEAD]
-    for name, cls in section_classes(NeoXConfig).items():
+    for name, cls in section_classes().items():
         lines += [f"## {name}", "", (cls.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | since | status | meaning |", "|---|---|---|---|---|---|"]
         lines += [row.markdown() for row in section_rows(name, cls)]
@@ -124,7 +123,7 @@ def page() -> str:
             lines += [f"### {path}", "", (block.__doc__ or "").strip(), "", "| key | type | default | meaning |"]
             lines.append("|---|---|---|---|")
             for key, info in block.model_fields.items():
-                meaning = (info.description or "") + only_with_text(switches_of(info))
+                meaning = _meaning(info)
                 cells = (f"`{key}`", type_name(info.annotation), default_text(info), meaning)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
             lines.append("")
@@ -135,12 +134,12 @@ def schema() -> dict[str, Any]:
     """Return a JSON schema (2020-12) of one configuration file: flat keys, in both spellings."""
     properties: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
-    for cls in section_classes(NeoXConfig).values():
+    for cls in section_classes().values():
         part = cls.model_json_schema()
         definitions |= part.get("$defs", {})
-        _say_switches(part["properties"], cls)
+        _describe_conditions(part["properties"], cls)
         for _, block in blocks_of(cls):
-            _say_switches(definitions[block.__name__]["properties"], block)
+            _describe_conditions(definitions[block.__name__]["properties"], block)
         for key, value in part["properties"].items():
             properties[key] = {k: v for k, v in value.items() if k != "title"}
     for key, alias in ALIASES.items():
@@ -158,11 +157,17 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _say_switches(properties: dict[str, Any], cls: type[BaseModel]) -> None:
+def _meaning(info: FieldInfo) -> str:
+    """Return a field's description with its conditions."""
+    conditions = conditions_of(info)
+    return (info.description or "") + (f" Only with {any_of(conditions)}." if conditions else "")
+
+
+def _describe_conditions(properties: dict[str, Any], cls: type[BaseModel]) -> None:
     """Add to descriptions which other key must be on."""
     for key, info in cls.model_fields.items():
-        if text := only_with_text(switches_of(info)):
-            properties[key]["description"] = properties[key].get("description", "") + text
+        if conditions_of(info):
+            properties[key]["description"] = _meaning(info)
 
 
 def _yaml_text(value: Any) -> str:

@@ -6,21 +6,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from neox.config.attention import attention_impls
-from neox.config.batch import solve_batch
 from neox.config.deepspeed_json import deepspeed_json
-from neox.config.grid import solve_grid
-from neox.config.laws import static_problems
-from neox.config.laws.collect import unsupported_notes
+from neox.config.flat import in_file_order
+from neox.config.grid_and_batch import solve_batch, solve_grid
 from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import RunPlan, StagePlan, Topology
 from neox.config.precision import choose_precision
-from neox.config.problem import in_file_order
-from neox.config.saves import save_iterations, save_notes
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
-from neox.config.switches import idle_notes
+from neox.config.validation import notes as idle_notes
+from neox.config.validation import static_problems
 from neox.config.wording import place, said
 from neox.errors import ConfigError
 
@@ -60,7 +57,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
     json, notes = deepspeed_json(config, grid, batch, precision)
-    notes += [*unsupported_notes(config), *idle_notes(config), *save_notes(config)]
+    notes += idle_notes(config)
     return RunPlan(
         config=config,
         grid=grid,
@@ -71,7 +68,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
         layers=layers,
         stages=stages,
         memory=fullest_stage(layers, bounds, memory_setting(config, grid, batch, precision, attention)),
-        save_iterations=save_iterations(config),
+        save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=json,
         notes=tuple(notes),
         attention=attention,

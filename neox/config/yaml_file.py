@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from neox.config.problem import Problem, texts
+from neox.config.flat import Problem, texts
 from neox.errors import ConfigError
 
 _MAX_BYTES = 1_000_000

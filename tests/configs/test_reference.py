@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from neox.config import NeoXConfig, reference
-from neox.config.flat import known_keys, section_classes
+from neox.config import reference
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
+from neox.config.sections.neox_config import known_keys, section_classes
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +26,13 @@ def test_schema_is_up_to_date():
 
 def test_schema_has_both_spellings_of_every_key():
     properties = reference.schema()["properties"]
-    for key in known_keys(NeoXConfig):
+    for key in known_keys():
         assert key in properties
         assert key.replace("_", "-") in properties
 
 
 def test_every_field_is_documented():
-    for name, cls in section_classes(NeoXConfig).items():
+    for name, cls in section_classes().items():
         assert cls.__doc__, name
         for path, block in [("", cls), *reference.blocks_of(cls)]:
             for key, info in block.model_fields.items():
@@ -50,7 +50,7 @@ OTHER_DEFAULTS = {
 
 
 def test_the_table_of_keys_agrees_with_sections_and_aliases():
-    sections = section_classes(NeoXConfig)
+    sections = section_classes()
     fields = {key: (name, info) for name, cls in sections.items() for key, info in cls.model_fields.items()}
     for key, row in NEOX_KEYS.items():
         assert row.since in ("v2.0", "later", "before v2.0"), key

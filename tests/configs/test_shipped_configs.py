@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from neox.config import load_config, resolve
 from neox.config.deepspeed_json import TOP_LEVEL_KEYS
-from neox.config.laws import missing_for_training
+from neox.config.validation import missing_for_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")

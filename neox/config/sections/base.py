@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 
@@ -27,6 +28,16 @@ class OnlyWith:
         if self.values == (None,):
             return f"`{self.key}` unset"
         return f"`{self.key}{': ' if self.values else ''}{', '.join(map(str, self.values))}`"
+
+
+def conditions_of(info: FieldInfo) -> tuple[OnlyWith, ...]:
+    """Return the conditions of a field, any of which gives it an effect; none: it always has one."""
+    return tuple(item for item in info.metadata if isinstance(item, OnlyWith))
+
+
+def any_of(conditions: tuple[OnlyWith, ...]) -> str:
+    """Return conditions as text, joined by `or`."""
+    return " or ".join(map(str, conditions))
 
 
 class Section(BaseModel):

@@ -53,3 +53,18 @@ class CheckpointConfig(Section):
 
     no_load_optim: Annotated[bool, OnlyWith("load")] = False
     """Do not load the optimizer's state."""
+
+    def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
+        """Return after which completed steps a checkpoint is written, ascending; empty without `save` or train_iters.
+
+        gpt-neox's rule: multiples (linear) or powers (log) of checkpoint_factor below train_iters, extra_save_iters,
+        and the last step. A checkpoint_factor of 1 with log scale, which `validation` refuses, never ends.
+        """
+        if self.save is None or train_iters is None:
+            return ()
+        steps = {train_iters, *(i for i in self.extra_save_iters or () if 0 <= i <= train_iters)}
+        step = factor = self.checkpoint_factor or train_iters
+        while step < train_iters:
+            steps.add(step)
+            step = step * factor if self.checkpoint_scale == "log" else step + factor
+        return tuple(sorted(steps))

@@ -1,15 +1,26 @@
-"""NeoXConfig: every section together, with where each value came from."""
+"""`NeoXConfig`: flat NeoX keys grouped into typed sections, with the source of every value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
-from pydantic import Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from neox.config.flat import group, normalise, spread_extra_args
-from neox.config.keys import ALIASES
-from neox.config.problem import texts
+from neox.config.flat import (
+    Problem,
+    look_up,
+    normalise,
+    source_prefix,
+    spread_extra_args,
+    texts,
+    translate_aliases,
+)
+from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
 from neox.config.sections.base import Section
 from neox.config.sections.checkpoint import CheckpointConfig
 from neox.config.sections.data import DataConfig
@@ -24,6 +35,31 @@ from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.tokenizer import TokenizerConfig
 from neox.config.sections.training import TrainingConfig
 from neox.errors import ConfigError
+
+# What a type error means, in the words of someone who writes YAML.
+_TYPE_ERRORS: Mapping[str, str] = MappingProxyType(
+    {
+        "bool_parsing": "should be true or false",
+        "bool_type": "should be true or false",
+        "dict_type": "should be a block of `key: value` pairs",
+        "float_parsing": "should be a number",
+        "float_type": "should be a number",
+        "int_from_float": "should be a whole number",
+        "int_parsing": "should be a whole number",
+        "int_parsing_size": "is too large",
+        "int_type": "should be a whole number",
+        "model_type": "should be a block of `key: value` pairs",
+        "model_attributes_type": "should be a block of `key: value` pairs",
+        "string_type": "should be text; write it in quotes",
+        "tuple_type": "should be a list, such as [1, 2] or [a, b]",
+        "too_long": "has too many values",
+    }
+)
+
+# Keys of other programs' blocks whose meaning is carried by a key outside the block.
+_HINTS: Mapping[str, str] = MappingProxyType(
+    {"optimizer.params.max_grad_norm": "; gradient_clipping is the key for that"}
+)
 
 
 class NeoXConfig(Section):
@@ -50,36 +86,80 @@ class NeoXConfig(Section):
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> NeoXConfig:
-        """Validate flat keys (`-` and `_` are the same; None unsets) into sections.
+        """Validate flat keys into sections.
 
-        sources: key, or dotted path inside a block -> where it was written. Raises ConfigError with every problem.
+        Args:
+            flat: Key -> value; `-` and `_` are the same, and None unsets.
+            sources: Key, or dotted path inside a block -> where it was written.
+
+        Raises:
+            ConfigError: Every problem of single keys.
         """
+        config, problems = cls.parse(flat, sources or {})
+        if config is None:
+            raise ConfigError(texts(problems))
+        return config
+
+    @classmethod
+    def parse(cls, flat: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[NeoXConfig | None, list[Problem]]:
+        """Validate flat keys as `from_flat` does, and return the problems beside the configuration or None."""
         given, problems = normalise(flat)
-        where = dict(sources or {})
+        where = dict(sources)
         problems += spread_extra_args(given, where)
-        grouped = group(cls, given, where)
-        if problems or grouped.problems:
-            raise ConfigError(texts([*problems, *grouped.problems]))
-        config = cls.model_validate(grouped.sections)
+        owners = key_sections()
+        problems += [_unknown_key(key, given, where) for key in given if key not in owners and key not in known_keys()]
+        values = {key: value for key, value in given.items() if key in owners or key in ALIASES}
+        problems += translate_aliases(values, where)
+        sections: dict[str, Section] = {}
+        for name, section in section_classes().items():
+            try:
+                sections[name] = section.model_validate({key: values[key] for key in values if owners[key] == name})
+            except ValidationError as error:
+                problems += [_type_problem(section, dict(detail), where) for detail in error.errors()]
+        if problems:
+            return None, problems
+        config = cls.model_validate(sections)
         object.__setattr__(config, "_given", given)
         object.__setattr__(config, "_sources", where)
-        return config
+        return config, []
 
     def to_flat(self) -> dict[str, Any]:
         """Return the keys that were given, as they were given; `from_flat` reads them back."""
         return dict(self._given)
 
+    def updated(
+        self, changes: Mapping[str, Any], *, without: Collection[str] = (), source: str = "given"
+    ) -> NeoXConfig:
+        """Return this configuration with other flat keys.
+
+        Args:
+            changes: Key -> new value.
+            without: Keys that are left at their defaults.
+            source: Where the new values came from.
+        """
+        flat = {key: value for key, value in self._given.items() if key not in without} | dict(changes)
+        kept = {path: where for path, where in self._sources.items() if path.partition(".")[0] not in changes}
+        return NeoXConfig.from_flat(flat, kept | dict.fromkeys(changes, source))
+
     def given(self, key: str) -> bool:
         """Whether a flat key (or dotted path) was given rather than left at its default."""
-        value: Any = self._given
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return False
-            value = value[part]
-        return True
+        return look_up(self._given, key)[0]
+
+    def value(self, path: str) -> Any:
+        """Return the value of a flat key or of a dotted path into a block; None where the block is unset.
+
+        Aliases and keys without a section have the value that was given.
+        """
+        key, *inner = path.split(".")
+        if key not in key_sections():
+            return look_up(self._given, path)[1]
+        value = getattr(getattr(self, key_sections()[key]), key)
+        for name in inner:
+            value = getattr(value, name, None)
+        return value
 
     def source(self, key: str) -> str:
-        """Where a flat key or dotted path came from: `configs/20B.yml:12`, `--set`, `default`."""
+        """Return where a flat key or dotted path came from: `configs/20B.yml:12`, `--set`, `default`."""
         if not self.given(key):
             aliases = (name for name, alias in ALIASES.items() if alias.target == key and name in self._given)
             return next((self.source(name) for name in aliases), "default")
@@ -93,3 +173,111 @@ class NeoXConfig(Section):
     def sources(self) -> dict[str, str]:
         """Return every known source by key or dotted path."""
         return dict(self._sources)
+
+    def source_prefix(self, key: str) -> str:
+        """Return `file:line: ` of a key for the start of a message; nothing where its source is not known."""
+        source = self.source(key)
+        return "" if source in ("default", "given") else f"{source}: "
+
+    def describe_setting(self, key: str, value: Any = None) -> str:
+        """Return `key: value` with its source for the middle of a message. value: the key's where None."""
+        source = self.source(key)
+        shown = yaml_text(self.value(key) if value is None else value)
+        return f"`{key}: {shown}`" + ("" if source == "given" else f" ({source})")
+
+    def problem(self, key: str, text: str, value: Any = None) -> str:
+        """Return the message `file:line: key: value` and `text`. value: the key's where None."""
+        return f"{self.source_prefix(key)}`{key}: {yaml_text(self.value(key) if value is None else value)}` {text}"
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, BaseModel):
+        return str(value.model_dump(exclude_none=True))
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+
+
+@cache
+def section_classes() -> Mapping[str, type[Section]]:
+    """Return section name -> class, in order."""
+    classes: dict[str, type[Section]] = {}
+    for name, info in NeoXConfig.model_fields.items():
+        assert isinstance(info.annotation, type)
+        classes[name] = info.annotation
+    return MappingProxyType(classes)
+
+
+@cache
+def key_sections() -> Mapping[str, str]:
+    """Return flat key -> section name."""
+    owners: dict[str, str] = {}
+    for section, cls in section_classes().items():
+        for key in cls.model_fields:
+            assert key not in owners, f"{key} in two sections"
+            owners[key] = section
+    return MappingProxyType(owners)
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Return every key that means something: sections' keys, aliases, and those known but refused."""
+    return tuple(sorted({*key_sections(), *ALIASES, *UNSUPPORTED}))
+
+
+def is_text_key(key: str) -> bool:
+    """Whether a flat key holds text, so that `--set vocab_file=007` stays text."""
+    section = key_sections().get(key)
+    return section is not None and section_classes()[section].model_fields[key].annotation in (str, str | None)
+
+
+def _unknown_key(key: str, flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
+    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
+    hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
+    meant = (alias_target(name) for name in near if name not in flat)
+    return Problem(f"{source_prefix(key, sources)}unknown key `{key}`{hint}", (key, *meant))
+
+
+def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
+    """Turn one pydantic error into a message with source, key, value and rule."""
+    path = [str(part) for part in detail["loc"]]
+    key = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path[-1], _fields_beside(cls, path), n=1, cutoff=0.6)
+        hint = f"; did you mean `{near[0]}`?" if near else _HINTS.get(key, "")
+        block = ".".join(path[:-1])
+        text = f"{source_prefix(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
+        return Problem(text, (key, *(f"{block}.{name}" for name in near)))
+    if detail["type"] == "missing":  # a list that is too short names its first missing item
+        key, rule = ".".join(path[:-1]), "has too few values"
+    else:
+        rule = _TYPE_ERRORS.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
+    value = detail["input"]
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    shown = shown if len(shown) <= 100 else f"{shown[:97]}..."
+    text = f"{source_prefix(key, sources)}`{key}: {shown}` {rule}{_nearest_choice(detail)}"
+    return Problem(text, (key,))
+
+
+def _nearest_choice(detail: Mapping[str, Any]) -> str:
+    """Return a suggestion for a misspelled choice."""
+    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
+        return ""
+    choices = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
+    near = difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def _fields_beside(cls: type[BaseModel], path: list[str]) -> list[str]:
+    """Return the names allowed where `path` ends."""
+    for name in path[:-1]:
+        info = cls.model_fields.get(name)
+        if info is None:
+            return []
+        candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
+        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not inner:
+            return []
+        cls = inner[0]
+    return list(cls.model_fields)

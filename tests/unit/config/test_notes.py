@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from neox.config import NeoXConfig, resolve
-from neox.config.flat import key_sections, section_classes
 from neox.config.reference import blocks_of
-from neox.config.switches import idle_notes, switches_of, value_at
+from neox.config.sections.base import conditions_of
+from neox.config.sections.neox_config import key_sections, section_classes
+from neox.config.validation import notes as notes_of
 
 
 def notes(**keys: Any) -> list[str]:
-    return idle_notes(NeoXConfig.from_flat(keys, {key: f"a.yml:{line}" for line, key in enumerate(keys, start=1)}))
+    return notes_of(NeoXConfig.from_flat(keys, {key: f"a.yml:{line}" for line, key in enumerate(keys, start=1)}))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def notes(**keys: Any) -> list[str]:
         ({"lr_decay_style": "constant", "min_lr": 1e-5}, "only with `lr_decay_style: linear, cosine, exponential`"),
     ],
 )
-def test_a_switch_that_is_off_is_noted(keys: dict[str, Any], note: str) -> None:
+def test_a_condition_that_is_off_is_noted(keys: dict[str, Any], note: str) -> None:
     (found,) = notes(**keys)
     assert note in found
 
@@ -46,16 +47,19 @@ def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
     assert notes(top_p=0.9) == notes(top_k=3) == [], "generation draws at temperature 1 then, and says so"
 
 
-def test_every_switch_is_a_key(tiny: dict[str, Any]) -> None:
+def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
     config = NeoXConfig.from_flat({**tiny, "flops_profiler": {}, "comms_logger": {}})
-    classes = section_classes(NeoXConfig).values()
+    classes = section_classes().values()
     blocks = [block for cls in classes for _, block in blocks_of(cls)]
-    switches = {
-        switch for cls in (*classes, *blocks) for info in cls.model_fields.values() for switch in switches_of(info)
+    conditions = {
+        condition
+        for cls in (*classes, *blocks)
+        for info in cls.model_fields.values()
+        for condition in conditions_of(info)
     }
-    assert len(switches) > 10
-    for switch in switches:
-        assert switch.key.split(".")[0] in key_sections(NeoXConfig)
-        value = value_at(config, switch.key)
-        assert "." not in switch.key or value is not None, switch
+    assert len(conditions) > 10
+    for condition in conditions:
+        assert condition.key.split(".")[0] in key_sections()
+        value = config.value(condition.key)
+        assert "." not in condition.key or value is not None, condition
     assert any("no effect" in note for note in resolve(NeoXConfig.from_flat({**tiny, "account": "me"}), 1, 99).notes)

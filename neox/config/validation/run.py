@@ -1,0 +1,204 @@
+"""Rules of a run: memory, precision, optimizer, schedule, checkpoints, data, hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from neox.config.precision import choose_precision
+from neox.config.sections.neox_config import NeoXConfig
+from neox.config.splits import split_problem
+
+# More checkpoints than this are a mistake, and listing them would take longer than refusing them.
+_MOST_CHECKPOINTS = 100_000
+
+
+def run_problems(config: NeoXConfig) -> Iterator[str]:
+    """Yield the rules about how a run goes that are broken."""
+    rules = (
+        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _schedule, _checkpoint),
+        *(_data, _data_weights, _reset_attention_mask, _hosts),
+    )
+    return chain.from_iterable(rule(config) for rule in rules)
+
+
+def _zero(config: NeoXConfig) -> Iterator[str]:
+    zero = config.deepspeed.zero_optimization
+    if zero.stage >= 2 and config.parallelism.pipe_parallel_size > 1:
+        yield config.problem(
+            "zero_optimization.stage",
+            f"does not work with {config.describe_setting('pipe_parallel_size')}: DeepSpeed's pipeline keeps gradients "
+            "and weights whole; use stage 1, or pipe_parallel_size 1 with model_parallel_size for the rest",
+        )
+    offloads = {
+        "offload_optimizer": zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
+        "offload_param": zero.offload_param is not None and zero.offload_param.device != "none",
+        "cpu_offload": bool(zero.cpu_offload),
+    }
+    for key in (f"zero_optimization.{name}" for name, on in offloads.items() if on):
+        yield f"{config.source_prefix(key)}`{key}`: states stay on the GPU here; use a higher ZeRO stage or more ranks"
+
+
+def _precision(config: NeoXConfig) -> Iterator[str]:
+    contradictions: list[str] = []
+    choose_precision(config, contradictions)
+    yield from contradictions
+    block = config.deepspeed.fp16
+    if block is None:
+        return
+    if block.enabled is not None and block.fp16 is not None and block.enabled != block.fp16:
+        yield config.problem("fp16.fp16", f"contradicts {config.describe_setting('fp16.enabled')}; keep `enabled`")
+    if config.value("dynamic_loss_scale") is False and not block.loss_scale:
+        yield config.problem("dynamic_loss_scale", "needs a fixed fp16.loss_scale; give one, or remove it")
+
+
+def _accumulation(config: NeoXConfig) -> Iterator[str]:
+    ds, key = config.deepspeed, "data_types.grad_accum_dtype"
+    wanted, precision = config.value(key), choose_precision(config, [])
+    if wanted == "fp32" and precision == "fp16" and config.parallelism.pipe_parallel_size > 1:
+        yield config.problem(
+            key,
+            "with fp16 and pipeline stages lets tied weights drift apart in DeepSpeed; leave it out, or use bf16",
+        )
+    if wanted == "fp32" and precision == "bf16" and ds.zero_optimization.stage == 0:
+        yield config.problem(key, "with bf16 needs zero_optimization.stage 1 or more in DeepSpeed")
+    if wanted not in (None, "fp32", precision):
+        yield config.problem(key, f"does not fit {precision} training; leave it out")
+    if ds.fp32_allreduce and ds.communication_data_type not in (None, "fp32"):
+        yield config.problem(
+            "fp32_allreduce", f"contradicts {config.describe_setting('communication_data_type')}; keep one"
+        )
+
+
+def _compiled_layers(config: NeoXConfig) -> Iterator[str]:
+    key = "compile_layers"
+    if not config.training.compile_layers:
+        return
+    if config.deepspeed.zero_optimization.stage == 3:
+        yield config.problem(
+            key,
+            f"does not work with {config.describe_setting('zero_optimization.stage')}, which gathers weights inside "
+            "the layers; use a lower stage, or remove it",
+        )
+    if config.model.apply_query_key_layer_scaling:
+        yield config.problem(
+            key,
+            f"does not work with {config.describe_setting('apply_query_key_layer_scaling')}: layers share one "
+            "compiled graph, and each would have a scale of its own; remove one of them",
+        )
+
+
+def _optimizer(config: NeoXConfig) -> Iterator[str]:
+    block = config.optimizer.optimizer
+    if block.type.lower() not in ("adam", "adamw"):
+        yield config.problem("optimizer.type", "is not implemented; use Adam")
+    for i, beta in enumerate(block.params.betas):
+        if not 0 <= beta < 1:
+            where = config.source_prefix("optimizer.params.betas")
+            yield f"{where}`optimizer.params.betas[{i}]: {beta}` must be in [0, 1)"
+    inner, flat = block.params.weight_decay, config.optimizer.weight_decay
+    if inner is not None and config.given("weight_decay") and inner != flat:
+        yield config.problem(
+            "optimizer.params.weight_decay", f"contradicts {config.describe_setting('weight_decay')}; keep one"
+        )
+    if block.params.adam_w_mode is False:
+        yield config.problem(
+            "optimizer.params.adam_w_mode", "does not work: weight decay is decoupled here, as in gpt-neox; remove it"
+        )
+
+
+def _schedule(config: NeoXConfig) -> Iterator[str]:
+    schedule = config.schedule
+    if schedule.min_lr > config.optimizer.optimizer.params.lr:
+        peak = config.describe_setting("optimizer.params.lr")
+        yield config.problem("min_lr", f"is larger than the peak {peak}; the schedule decays from the peak down to it")
+    if schedule.lr_decay_iters is not None and schedule.lr_decay_fraction is not None:
+        yield config.problem(
+            "lr_decay_fraction", f"and {config.describe_setting('lr_decay_iters')} set the same thing; keep one"
+        )
+    if schedule.lr_decay_style != "constant":
+        longest = 0.5 if schedule.lr_schedule_version == "v2.0" else 1.0
+        if schedule.warmup > longest or schedule.warmup == 1.0:
+            allowed = "at most 0.5 with the v2.0 form" if longest == 0.5 else "below 1"
+            yield config.problem(
+                "warmup",
+                f"leaves no iterations to decay; it is a part of lr_decay_iters and must be {allowed}",
+            )
+
+
+def _checkpoint(config: NeoXConfig) -> Iterator[str]:
+    keys, total = config.checkpoint, config.training.train_iters or 0
+    factor, scale = keys.checkpoint_factor, keys.checkpoint_scale
+    if factor is not None and scale == "log" and factor <= 1:
+        yield config.problem(
+            "checkpoint_factor", "must be above 1 with checkpoint_scale log, which saves at its powers"
+        )
+    if factor is not None and scale == "linear" and total // factor > _MOST_CHECKPOINTS:
+        yield config.problem(
+            "checkpoint_factor",
+            f"over {config.describe_setting('train_iters')} saves {total // factor:,} checkpoints; give a larger one, "
+            f"such as {-(-total // 100)}",
+        )
+    if factor is None and scale == "log":
+        yield config.problem("checkpoint_scale", "needs checkpoint_factor, such as 2")
+    negative = [i for i in keys.extra_save_iters or () if i < 0]
+    if negative:
+        where = config.source_prefix("extra_save_iters")
+        yield f"{where}`extra_save_iters` has {negative[0]}; iterations start at 0"
+    if keys.finetune and keys.load is None:
+        yield config.problem("finetune", "needs `load`, the checkpoint to start from")
+
+
+def _data(config: NeoXConfig) -> Iterator[str]:
+    data = config.data
+    if data.data_path is not None and data.train_data_paths is not None:
+        other = config.describe_setting("train_data_paths")
+        yield f"{config.source_prefix('data_path')}`data_path` and {other} both name training data; keep one"
+    problem = split_problem(data.split)
+    if problem is not None and data.train_data_paths is None:
+        yield config.problem("split", problem)
+
+
+def _data_weights(config: NeoXConfig) -> Iterator[str]:
+    data = config.data
+    for split in ("train", "valid", "test"):
+        key = f"{split}_data_weights"
+        paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, key)
+        if weights is None:
+            continue
+        where = config.source_prefix(key)
+        if paths is None or len(paths) != len(weights):
+            yield (
+                f"{where}`{key}` has {len(weights)} weights for {len(paths or ())} {split}_data_paths; "
+                "give one weight for each path"
+            )
+        if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+            yield config.problem(key, "must not be negative and must not all be 0")
+        if data.weight_by_num_documents:
+            yield f"{where}`{key}` and weight_by_num_documents both set weights; keep one"
+
+
+def _reset_attention_mask(config: NeoXConfig) -> Iterator[str]:
+    key, fused = "reset_attention_mask", "scaled_upper_triang_masked_softmax_fusion"
+    if not config.data.reset_attention_mask:
+        return
+    if config.parallelism.pipe_parallel_size > 1:
+        yield config.problem(
+            key,
+            f"does not work with {config.describe_setting('pipe_parallel_size')}: only hidden states travel between "
+            "stages; use pipe_parallel_size 1, with ZeRO or model_parallel_size for memory",
+        )
+    if config.value(fused):
+        yield config.problem(
+            key,
+            f"does not work with {config.describe_setting(fused)}: its kernel masks later tokens only; remove that, "
+            'or use attention_config: [[["flash"], "all"]]',
+        )
+
+
+def _hosts(config: NeoXConfig) -> Iterator[str]:
+    runner = config.runner
+    if runner.num_nodes != -1 and runner.num_nodes < 1:
+        yield config.problem("num_nodes", "must be at least 1, or -1 for all hosts")
+    if runner.include is not None and runner.exclude is not None:
+        yield config.problem("include", f"and {config.describe_setting('exclude')} exclude each other; keep one")
