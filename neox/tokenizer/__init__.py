@@ -1,4 +1,4 @@
-"""Text to ids and back: `build_tokenizer`, `train_tokenizer`; many texts at once: `neox.tokenizer.flat`."""
+"""Tokenizers: text to ids and back; `flat` (with numpy) encodes many texts at once."""
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: text to ids and back, with a hash that says which tokenizer made a dataset."""
+"""Tokenizer interface, and the tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ PADDING = "<|padding|>"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Conversion between text and token ids.
 
-    name: NeoX's name of the type (`HFTokenizer`), part of the content hash.
+    Attributes:
+        name: NeoX's name of the type (`HFTokenizer`), part of the content hash.
+        vocab_size: Number of ids; every id is below it. The model pads it further.
+        eod: Id that ends a document.
+        pad: Id of `<|padding|>`, None if the vocabulary has none.
     """
 
     name: str
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids: every id is below it. The model pads it further."""
-
-    @property
-    @abstractmethod
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def pad(self) -> int | None:
-        """The id of `<|padding|>`, where the vocabulary has one."""
-        return None
+    vocab_size: int
+    eod: int
+    pad: int | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text, without an end-of-document id of ours."""
+        """Return the ids of a text, without an end-of-document id at the end."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, equal to `encode` one by one."""
@@ -47,17 +39,40 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, end-of-document and other special tokens written out."""
+        """Return the text of ids; special tokens such as end-of-document are written out."""
 
     @abstractmethod
     def _content(self) -> Any:
-        """Return what decides what ids mean, as JSON-able data."""
+        """Return everything that determines what ids mean, as JSON."""
 
     @cached_property
     def content_hash(self) -> str:
         """sha256 (hex) of the type, the vocabulary and how text is split: what an id means.
 
-        White space in files plays no part, nor whether a literal end-of-document token in a text was read as one.
+        It does not depend on white space in files, nor on `special_in_text`.
         """
         content = orjson.dumps([self.name, self._content()], option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(content).hexdigest()
+
+
+class CharLevelTokenizer(Tokenizer):
+    """gpt-neox's character tokenizer: the UTF-8 bytes of the text, end-of-document 0, padding 1, vocabulary 512.
+
+    gpt-neox decodes ids below 32 as spaces; here every byte is decoded as it was, and ids above 255 and the end of a
+    document as U+FFFD.
+    """
+
+    name = "CharLevelTokenizer"
+    vocab_size = 512
+    eod = 0
+    pad = 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        runs = bytes(i if 0 < i < 256 else 0 for i in ids).split(b"\0")
+        return "\ufffd".join(run.decode("utf-8", "replace") for run in runs)
+
+    def _content(self) -> Any:
+        return "utf-8 bytes, eod 0, pad 1, vocabulary 512"

@@ -1,13 +1,15 @@
-"""Choose a tokenizer by NeoX's `tokenizer_type`."""
+"""Choice of a tokenizer by NeoX's `tokenizer_type`."""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
 
 from neox.errors import TokenizerError
-from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.base import CharLevelTokenizer, Tokenizer
+from neox.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from neox.tokenizer.sentencepiece import SPMTokenizer
+from neox.tokenizer.tiktoken import TiktokenTokenizer
 
 TOKENIZER_TYPES = (
     "HFTokenizer",
@@ -26,42 +28,40 @@ def build_tokenizer(
     *,
     special_in_text: bool | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of a NeoX `tokenizer_type`; packages are imported only for the type that needs them.
+    """Build the tokenizer of a NeoX `tokenizer_type`.
 
-    special_in_text: whether a literal `<|endoftext|>` in a text becomes the end-of-document id. None follows gpt-neox:
-        yes for HFTokenizer and HFGPT2Tokenizer, no for the others.
-    Raises TokenizerError for an unknown type, a missing or unreadable file, or a package that is not installed.
+    Args:
+        tokenizer_type: One of TOKENIZER_TYPES.
+        vocab_file: The vocabulary; its format depends on the type.
+        merge_file: `merges.txt` of GPT-2's types.
+        special_in_text: Whether a literal `<|endoftext|>` in a text becomes the end-of-document id. None follows
+            gpt-neox: yes for HFTokenizer and HFGPT2Tokenizer, no for the others.
+
+    Raises:
+        TokenizerError: If the type is unknown, a file is missing or unreadable, or a package is not installed.
     """
-    choice: dict[str, Any] = {} if special_in_text is None else {"special_in_text": special_in_text}
-    if tokenizer_type in ("HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"):
-        from neox.tokenizer import huggingface
-
-        path = _needed(vocab_file, tokenizer_type, "vocab_file")
-        if tokenizer_type == "HFTokenizer":
-            return huggingface.HFTokenizer(path, **choice)
-        if tokenizer_type == "HFGPT2Tokenizer":
-            return huggingface.HFGPT2Tokenizer(path, merge_file, **choice)
-        return huggingface.GPT2BPETokenizer(path, _needed(merge_file, tokenizer_type, "merge_file"), **choice)
     if tokenizer_type not in TOKENIZER_TYPES:
         near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TokenizerError(f"tokenizer_type {tokenizer_type!r} is unknown{hint} Known: {', '.join(TOKENIZER_TYPES)}")
-    if special_in_text:
+    if special_in_text and tokenizer_type in ("SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"):
         raise TokenizerError(f"{tokenizer_type} cannot read special tokens inside a text: leave special_in_text out")
+    if tokenizer_type == "CharLevelTokenizer":
+        return CharLevelTokenizer()
+    path = _required(vocab_file, tokenizer_type, "vocab_file")
     if tokenizer_type == "SPMTokenizer":
-        from neox.tokenizer.sentencepiece import SPMTokenizer
-
-        return SPMTokenizer(_needed(vocab_file, tokenizer_type, "vocab_file"))
+        return SPMTokenizer(path)
     if tokenizer_type == "TiktokenTokenizer":
-        from neox.tokenizer.tiktoken import TiktokenTokenizer
+        return TiktokenTokenizer(str(path))
+    if tokenizer_type == "GPT2BPETokenizer":
+        merges = _required(merge_file, tokenizer_type, "merge_file")
+        return GPT2BPETokenizer(path, merges, special_in_text=special_in_text is True)
+    if tokenizer_type == "HFGPT2Tokenizer":
+        return HFGPT2Tokenizer(path, merge_file, special_in_text=special_in_text is not False)
+    return HFTokenizer(path, special_in_text=special_in_text is not False)
 
-        return TiktokenTokenizer(str(_needed(vocab_file, tokenizer_type, "vocab_file")))
-    from neox.tokenizer.character import CharLevelTokenizer
 
-    return CharLevelTokenizer()
-
-
-def _needed(value: str | Path | None, tokenizer_type: str, key: str) -> str | Path:
+def _required(value: str | Path | None, tokenizer_type: str, key: str) -> str | Path:
     if value is None:
         raise TokenizerError(f"{tokenizer_type} needs {key}: set it in the YAML, or --{key.replace('_', '-')} in tools")
     return value

@@ -1,4 +1,4 @@
-"""Many texts to one flat array of ids: the fast way to make a dataset, and the check that it gives the same ids."""
+"""Encoding of many texts to one array of ids, with accelerators that are checked against the tokenizer."""
 
 from __future__ import annotations
 
@@ -31,20 +31,25 @@ _TRICKY = (
 
 
 class FlatEncoder(Protocol):
-    """Encode texts into one array: (ids uint32 [all tokens], lengths int64 [texts]).
+    """Encoder of many texts.
 
-    needs_cuts: whether memory is bounded only for a text that can be cut, about 110 bytes for each byte in one piece.
+    Attributes:
+        name: Name of the accelerator, `off` for none.
+        needs_cuts: Whether memory is bounded only for a text that can be cut (about 110 bytes per byte of a piece).
     """
 
     name: str
     needs_cuts: bool
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
 
 
 class PlainEncoder:
-    """The tokenizer itself, a batch of bounded size at a time (its own results are large); long texts are cut where
-    that changes nothing."""
+    """Encoder that calls the tokenizer in batches of bounded size (its results are large).
+
+    Long texts are cut where that does not change their ids.
+    """
 
     name = "off"
     needs_cuts = True
@@ -66,7 +71,8 @@ class PlainEncoder:
 
     def _batches(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
         """Yield batches of (number of the text, piece of it)."""
-        batch, size = [], 0
+        batch: list[tuple[int, str]] = []
+        size = 0
         for i, text in enumerate(texts):
             for piece in cut(text, _BATCH_CHARS) if len(text) > _BATCH_CHARS and self._may_cut else (text,):
                 batch.append((i, piece))
@@ -79,7 +85,7 @@ class PlainEncoder:
 
 
 class FastokensEncoder:
-    """The package `fastokens` on the same `tokenizer.json`: flat buffers, words remembered."""
+    """Encoder of the package `fastokens`, which reads the same `tokenizer.json`."""
 
     name = "fastokens"
     needs_cuts = False
@@ -95,7 +101,7 @@ class FastokensEncoder:
             raise TokenizerError(f"fastokens is not installed: {install_command('requirements-corpus.txt')}") from error
         try:
             self._backend = fastokens.Tokenizer.from_json_str(tokenizer.to_json())
-        except Exception as error:  # whatever a young package raises means the same here
+        except Exception as error:  # the package documents no exception types
             raise TokenizerError(f"fastokens cannot read this tokenizer ({error})") from error
         self._split_special = not tokenizer.special_in_text
 
@@ -106,14 +112,23 @@ class FastokensEncoder:
 
 @dataclass(frozen=True)
 class Choice:
-    """encoder: to use. note: what was passed over and why, where that is worth saying to the user."""
+    """Result of `choose_encoder`.
+
+    Attributes:
+        encoder: Encoder to use.
+        note: Which faster encoders are not used and why, for the user; None if there is nothing to say.
+    """
 
     encoder: FlatEncoder
     note: str | None = None
 
 
 def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
-    """Return the encoder of a name in ACCELERATORS (not `auto`); TokenizerError if it cannot serve this tokenizer."""
+    """Return the encoder of a name in ACCELERATORS other than `auto`.
+
+    Raises:
+        TokenizerError: If the name is unknown, or the encoder does not support this tokenizer.
+    """
     if name == "fastokens":
         return FastokensEncoder(tokenizer)
     if name == "words":
@@ -124,16 +139,21 @@ def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
-    """Choose by trying: an encoder must give `tokenizers`' ids on difficult texts and on a sample of the input.
+    """Choose an encoder that gives the tokenizer's ids for difficult texts and for a sample of the input.
 
-    wanted: `auto` takes the fastest that passes, and says what it passed over; a name insists, so that a failure is a
-        TokenizerError; `off` uses none.
+    Args:
+        tokenizer: Reference for the ids.
+        wanted: `auto` takes the fastest that passes, `off` the tokenizer itself; any other name is required.
+        sample: Texts of the input.
+
+    Raises:
+        TokenizerError: If the name is unknown, or the required encoder does not pass.
     """
     if wanted == "off":
         return Choice(PlainEncoder(tokenizer))
     if wanted not in ACCELERATORS:
         raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
-    passed_over: list[str] = []
+    rejected: list[str] = []
     for name in ("fastokens", "words") if wanted == "auto" else (wanted,):
         try:
             encoder = make_encoder(tokenizer, name)
@@ -142,29 +162,34 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> 
             problem = str(error)
         else:
             if problem is None:
-                return Choice(encoder, _note(name, passed_over))
-        passed_over.append(problem)
+                return Choice(encoder, _note(name, rejected))
+        rejected.append(problem)
     if wanted != "auto":
-        raise TokenizerError(f"accelerator {wanted}: {passed_over[0]}")
-    return Choice(PlainEncoder(tokenizer), _note("off", passed_over))
+        raise TokenizerError(f"accelerator {wanted}: {rejected[0]}")
+    return Choice(PlainEncoder(tokenizer), _note("off", rejected))
 
 
-def _note(name: str, passed_over: Sequence[str]) -> str | None:
-    if not passed_over:
+def _note(name: str, rejected: Sequence[str]) -> str | None:
+    if not rejected:
         return None
     speed = {"words": "several times slower than with fastokens", "off": "many times slower than with an accelerator"}
-    return f"tokenizing {speed[name]}: {'; '.join(passed_over)}"
+    return f"tokenizing {speed[name]}: {'; '.join(rejected)}"
 
 
 def longest_piece(text: str, size: int, *, may_cut: bool) -> int:
-    """Return the bytes of the longest piece of a text that has to be encoded at once, where pieces are cut at the first
-    place after `size` characters. may_cut: whether the tokenizer's texts may be (`cut_reason`)."""
+    """Return the bytes of the longest piece of a text that is encoded at once.
+
+    Args:
+        text: The text.
+        size: Characters after which a piece ends at the next possible position.
+        may_cut: Whether the tokenizer's texts may be cut (see `cut_reason`).
+    """
     pieces = cut(text, size) if may_cut else (text,)
     return max(len(piece.encode()) for piece in pieces)
 
 
 def first_difference(encoder: FlatEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-    """Say where an encoder's ids differ from the tokenizer's own, None if nowhere."""
+    """Describe the first text whose ids differ from the tokenizer's; None if there is none."""
     flat, lengths = encoder.encode_flat(texts)
     ends = np.cumsum(lengths)
     for text, ids, end, length in zip(texts, tokenizer.encode_batch(texts), ends, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: a `tokenizer.json`, and GPT-2's pair of vocabulary and merges."""
+"""Tokenizers of the library `tokenizers`: a `tokenizer.json`, or GPT-2's vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
 
 class HFTokenizer(Tokenizer):
-    """A `tokenizer.json` of Hugging Face `tokenizers`, such as `20B_tokenizer.json`.
+    """Tokenizer of a `tokenizer.json` of Hugging Face, such as `20B_tokenizer.json`.
 
     A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox (it is an added token there);
     `special_in_text=False` encodes it as ordinary text, whatever the end-of-document token is named.
-    Padding and truncation stored in the file are switched off: a dataset wants every id and nothing else.
+    Padding and truncation stored in the file are switched off.
+
+    Attributes:
+        backend: The tokenizer of the library.
+        special_in_text: Whether special tokens in a text are recognized.
     """
 
     name = "HFTokenizer"
@@ -33,19 +37,9 @@ class HFTokenizer(Tokenizer):
         backend.encode_special_tokens = not special_in_text
         self.backend = backend
         self.special_in_text = special_in_text
-        self._eod = _required_id(backend, eod_token, origin)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size()
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def pad(self) -> int | None:
-        return self.backend.token_to_id(PADDING)
+        self.vocab_size = backend.get_vocab_size()
+        self.eod = _required_id(backend, eod_token, origin)
+        self.pad = backend.token_to_id(PADDING)
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text).ids
@@ -57,7 +51,7 @@ class HFTokenizer(Tokenizer):
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """Return the `tokenizer.json` text, for accelerators that read the same format."""
+        """Return the text of a `tokenizer.json`, for accelerators that read this format."""
         return self.backend.to_str()
 
     def _content(self) -> Any:
@@ -68,16 +62,25 @@ class HFTokenizer(Tokenizer):
 
 
 class HFGPT2Tokenizer(HFTokenizer):
-    """GPT-2's byte-level BPE as Hugging Face's `GPT2TokenizerFast` does it: `<|endoftext|>` in a text is the
-    end-of-document id, and `<|padding|>` is added as one more id.
+    """GPT-2's byte-level BPE as in Hugging Face's `GPT2TokenizerFast`.
 
-    path: a directory with `tokenizer.json` or `vocab.json` and `merges.txt`, a `tokenizer.json`, or a `vocab.json` with
-    `merge_file` beside it.
+    `<|endoftext|>` in a text is the end-of-document id, and `<|padding|>` is added as one more id.
     """
 
     name = "HFGPT2Tokenizer"
 
     def __init__(self, path: str | Path, merge_file: str | Path | None = None, *, special_in_text: bool = True) -> None:
+        """Read the vocabulary.
+
+        Args:
+            path: Directory with `tokenizer.json` or `vocab.json` and `merges.txt`, a `tokenizer.json`, or a
+                `vocab.json`.
+            merge_file: `merges.txt` of a `vocab.json` (default: in the same directory).
+            special_in_text: Whether special tokens in a text are recognized.
+
+        Raises:
+            TokenizerError: If a file is missing or unreadable, or has no `<|endoftext|>`.
+        """
         backend = _gpt2_like(Path(path), None if merge_file is None else Path(merge_file))
         backend.add_special_tokens([END_OF_DOCUMENT, PADDING])
         self._setup(backend, str(path), END_OF_DOCUMENT, special_in_text)
@@ -87,7 +90,7 @@ class GPT2BPETokenizer(HFTokenizer):
     """GPT-2's original byte-level BPE from `vocab.json` and `merges.txt`.
 
     A literal `<|endoftext|>` in a text is encoded as ordinary text, as OpenAI's encoder and gpt-neox do;
-    `special_in_text=True` makes it the end-of-document id.
+    `special_in_text=True` encodes it as the end-of-document id.
     """
 
     name = "GPT2BPETokenizer"
@@ -100,7 +103,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     def _content(self) -> Any:
         content = super()._content()
-        content["tokenizer"]["added_tokens"] = []  # what `special_in_text` adds
+        content["tokenizer"]["added_tokens"] = []  # `special_in_text` adds one
         return content
 
 
@@ -116,7 +119,7 @@ def _from_file(path: Path) -> tokenizers.Tokenizer:
 
 
 def _byte_level_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
-    """Build GPT-2's pipeline; no token is special, so a literal `<|endoftext|>` is ordinary text."""
+    """Build GPT-2's tokenizer without special tokens, so that a literal `<|endoftext|>` is ordinary text."""
     _check_file(vocab_file, "vocabulary file")
     _check_file(merge_file, "merges file")
     try:

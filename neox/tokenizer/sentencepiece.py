@@ -1,4 +1,4 @@
-"""SentencePiece models (`.model` files); needs the optional package `sentencepiece`."""
+"""Tokenizer of SentencePiece models (`.model` files), with the optional package `sentencepiece`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 
 class SPMTokenizer(Tokenizer):
-    """A SentencePiece model whose vocabulary holds `<|endoftext|>` (gpt-neox's SPMTokenizer)."""
+    """Tokenizer of a SentencePiece model whose vocabulary has `<|endoftext|>` (gpt-neox's SPMTokenizer)."""
 
     name = "SPMTokenizer"
 
@@ -28,37 +28,28 @@ class SPMTokenizer(Tokenizer):
             raise TokenizerError(f"SentencePiece model {path} does not exist; set vocab_file to a .model file")
         self._model_bytes = path.read_bytes()
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
         except (RuntimeError, OSError) as error:
             raise TokenizerError(f"{path}: not a SentencePiece model ({error})") from error
-        self._eod = self._processor.piece_to_id(END_OF_DOCUMENT)
-        if self._eod == self._processor.unk_id():
+        self.vocab_size = self._processor.get_piece_size()
+        self.pad = None if self._processor.pad_id() < 0 else self._processor.pad_id()
+        self.eod = self._processor.piece_to_id(END_OF_DOCUMENT)
+        if self.eod == self._processor.unk_id():
             raise TokenizerError(
                 f"{path}: the vocabulary has no piece {END_OF_DOCUMENT!r}, which ends a document; train it with "
                 f"user_defined_symbols={END_OF_DOCUMENT} (tools/train_tokenizer.py --kind sentencepiece does)"
             )
 
-    @property
-    def vocab_size(self) -> int:
-        return self._processor.get_piece_size()
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def pad(self) -> int | None:
-        found = self._processor.pad_id()
-        return None if found < 0 else found
-
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        ids: list[int] = self._processor.encode(text)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._processor.encode(list(texts))
+        ids: list[list[int]] = self._processor.encode(list(texts))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode([int(i) for i in ids])
+        return str(self._processor.decode([int(i) for i in ids]))
 
     def _content(self) -> Any:
         return hashlib.sha256(self._model_bytes).hexdigest()

@@ -1,4 +1,4 @@
-"""OpenAI's encodings by name (`cl100k_base`); needs the optional package `tiktoken`."""
+"""Tokenizer of OpenAI's named encodings (`cl100k_base`), with the optional package `tiktoken`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neox.tokenizer.base import Tokenizer
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of `tiktoken`, named by `vocab_file` (gpt-neox's TiktokenTokenizer).
+    """Tokenizer of an encoding of `tiktoken`, named by `vocab_file` (gpt-neox's TiktokenTokenizer).
 
     A literal special token in a text is encoded as ordinary text; gpt-neox raises there.
     """
@@ -36,14 +36,8 @@ class TiktokenTokenizer(Tokenizer):
                 f"tiktoken could not fetch {encoding!r} ({error}); fetch it once on a machine with a network and set "
                 "TIKTOKEN_CACHE_DIR to the directory that holds it"
             ) from error
-
-    @property
-    def vocab_size(self) -> int:
-        return self._encoding.n_vocab
-
-    @property
-    def eod(self) -> int:
-        return self._encoding.eot_token
+        self.vocab_size = self._encoding.n_vocab
+        self.eod = self._encoding.eot_token
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)

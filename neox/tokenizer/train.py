@@ -1,4 +1,4 @@
-"""Train a tokenizer: 20B-style byte-level BPE, GPT-2's two files, or SentencePiece."""
+"""Training of tokenizers: byte-level BPE like GPT-NeoX-20B's, GPT-2's two files, or SentencePiece."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ _PIECE_CHARS = 100_000
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, out_path: str | Path, kind: TokenizerKind = "byte-level-bpe"
 ) -> tuple[Path, ...]:
-    """Train on `texts` (read once, one at a time) and return the files written.
+    """Train a tokenizer and write its files atomically.
 
-    byte-level-bpe: `out_path` is a `tokenizer.json` like GPT-NeoX-20B's: NFC, ByteLevel, `<|endoftext|>` 0 and
-        `<|padding|>` 1. For HFTokenizer.
-    gpt2: `out_path` is a directory for `vocab.json` and `merges.txt`; no normalizing, `<|endoftext|>` the last id.
-        For GPT2BPETokenizer and HFGPT2Tokenizer.
-    sentencepiece: `out_path` is a `.model` file. For SPMTokenizer.
+    The same texts in the same order give the same files. Byte-level kinds hold each distinct pre-token in memory once,
+    SentencePiece its sample of sentences.
 
-    The same texts in the same order give the same files. Files are written beside their names and renamed.
-    Memory: byte-level kinds hold each distinct pre-token once; SentencePiece holds its sample of sentences.
-    Raises TokenizerError if the vocabulary cannot hold the 256 bytes and the special tokens, or if there is no text.
+    Args:
+        texts: Read once, one at a time.
+        vocab_size: Number of ids.
+        out_path: File or directory to write, by kind.
+        kind: `byte-level-bpe` writes a `tokenizer.json` like GPT-NeoX-20B's (NFC, ByteLevel, `<|endoftext|>` 0,
+            `<|padding|>` 1) for HFTokenizer. `gpt2` writes `vocab.json` and `merges.txt` into a directory (no
+            normalizer, `<|endoftext|>` last) for GPT2BPETokenizer and HFGPT2Tokenizer. `sentencepiece` writes a
+            `.model` for SPMTokenizer.
+
+    Returns:
+        The files written.
+
+    Raises:
+        TokenizerError: If the vocabulary cannot hold the 256 bytes and the special tokens, or there is no text.
     """
     if kind not in TOKENIZER_KINDS:
         raise TokenizerError(f"tokenizer kind {kind!r} is unknown; known: {', '.join(TOKENIZER_KINDS)}")
@@ -57,7 +65,8 @@ def _train_20b(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
     backend.post_processor = processors.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     _run_bpe(backend, texts, vocab_size, [END_OF_DOCUMENT, PADDING])
-    return _replace(out, backend.to_str(pretty=True))
+    write_text(out, backend.to_str(pretty=True))
+    return out
 
 
 def _train_gpt2(texts: Iterable[str], vocab_size: int, out: Path) -> tuple[Path, ...]:
@@ -68,10 +77,9 @@ def _train_gpt2(texts: Iterable[str], vocab_size: int, out: Path) -> tuple[Path,
     vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     vocab[END_OF_DOCUMENT] = len(vocab)
     merges = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in model["merges"])
-    return (
-        _replace(out / "vocab.json", json.dumps(vocab, ensure_ascii=False)),
-        _replace(out / "merges.txt", "#version: 0.2\n" + merges),
-    )
+    write_text(out / "vocab.json", json.dumps(vocab, ensure_ascii=False))
+    write_text(out / "merges.txt", "#version: 0.2\n" + merges)
+    return out / "vocab.json", out / "merges.txt"
 
 
 def _run_bpe(backend: tokenizers.Tokenizer, texts: Iterable[str], vocab_size: int, specials: list[str]) -> None:
@@ -117,7 +125,7 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path) -> Pa
 
 
 class _Counted:
-    """The texts, counted while they pass, in pieces of bounded size: a trainer copies each piece several times."""
+    """Texts in pieces of bounded size (a trainer copies each piece several times), with a count of characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts, self.characters = texts, 0
@@ -133,7 +141,7 @@ class _Counted:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text where a line ends, so that no word is cut in two (a text without lines stays whole)."""
+    """Cut a long text at ends of lines, so that no word is cut in two (a text without lines stays whole)."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         end = text.find("\n", start + _PIECE_CHARS)
@@ -142,8 +150,3 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:] if start else text
-
-
-def _replace(path: Path, content: str) -> Path:
-    write_text(path, content)
-    return path

@@ -1,9 +1,9 @@
-"""Encode by remembering words: exact for byte-level BPE with GPT-2's pre-tokenizer, without any further package.
+"""Encoder with a cache of words, exact for byte-level BPE with GPT-2's pre-tokenizer.
 
-GPT-2's pattern never looks back, and NFC never joins a white-space character to what stands before it. So a text may
-be cut before white space that follows anything else (or, for scripts that write none, between a letter and a full
-stop), and the ids of the pieces are the ids of the text. ASCII pieces split into GPT-2's words by a pattern that needs
-no Unicode tables; pieces with other characters go to `tokenizers` whole.
+GPT-2's pattern never looks back, and NFC never joins a white-space character to the one before it. So a text may be cut
+before white space that follows another character (or, in scripts without spaces, between a letter and a full stop), and
+the ids of the pieces are the ids of the text. ASCII pieces are split into GPT-2's words by a pattern that needs no
+Unicode tables; pieces with other characters are given to `tokenizers` whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
 from neox.tokenizer.huggingface import HFTokenizer
 
-_SPACE = r"\t-\r "  # what GPT-2's \s means within ASCII
+_SPACE = r"\t-\r "  # GPT-2's \s within ASCII
 _CUT = re.compile(
     r"(?<=\S)(?=[ \t\n\r])"
     r"|(?<=[\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3])(?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
@@ -28,7 +28,7 @@ _CUT = re.compile(
 _ASCII_WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
 )
-# How byte-level BPE writes the ASCII characters that cannot be seen: 0 to 32 and 127.
+# Characters with which byte-level BPE represents the invisible ASCII characters, 0 to 32 and 127.
 _SPELLING = {code: chr(256 + i) for i, code in enumerate((*range(33), 127))}
 _SLICE_CHARS = 1 << 19
 _MAX_WORDS = 300_000
@@ -36,14 +36,14 @@ _LONGEST_WORD = 48
 
 
 def cut_reason(tokenizer: Tokenizer) -> str | None:
-    """Say why a tokenizer's texts may not be cut, None if they may."""
+    """Return why a tokenizer's texts may not be cut; None if they may."""
     if not isinstance(tokenizer, HFTokenizer):
         return f"a {tokenizer.name} is not byte-level BPE of Hugging Face's kind"
     state = orjson.loads(tokenizer.to_json())
     if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
         return "its model is not plain BPE"
     if _types(state["normalizer"], "normalizers") not in ([], ["NFC"]):
-        return "it normalizes by other means than NFC"
+        return "it has another normalizer than NFC"
     if _types(state["post_processor"], "processors") not in ([], ["ByteLevel"]):
         return "it adds ids to a text"
     splitter = state["pre_tokenizer"] or {}
@@ -51,7 +51,7 @@ def cut_reason(tokenizer: Tokenizer) -> str | None:
         return "it does not split as GPT-2 does"
     for token in state["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"] or _CUT.search(token["content"]):
-            return f"its added token {token['content']!r} depends on what stands around it"
+            return f"its added token {token['content']!r} depends on the characters around it"
     return None
 
 
@@ -62,7 +62,7 @@ def _types(step: dict[str, Any] | None, inner: str) -> list[str]:
 
 
 def cut(text: str, size: int) -> Iterator[str]:
-    """Yield a text in pieces of about `size` characters that encode as the whole does."""
+    """Yield a text in pieces of about `size` characters; their ids are those of the whole."""
     start = 0
     while len(text) - start > size:
         found = _CUT.search(text, start + size)
@@ -74,7 +74,7 @@ def cut(text: str, size: int) -> Iterator[str]:
 
 
 class WordEncoder:
-    """Words looked up, new ones encoded by `tokenizers`; the memory of words is bounded."""
+    """Encoder that looks up known words and gives new ones to `tokenizers`; the cache is bounded."""
 
     name = "words"
     needs_cuts = True
@@ -91,7 +91,7 @@ class WordEncoder:
         self._whole = re.compile("|".join([r"[^\x00-\x7f]+", *added]))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids uint32 [all tokens], lengths int64 [texts])."""
+        """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
         encoded = [b"".join(self._encode(piece) for piece in cut(text, _SLICE_CHARS)) for text in texts]
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64) // self._dtype.itemsize
         return np.frombuffer(b"".join(encoded), self._dtype).astype(np.uint32), lengths
@@ -104,7 +104,7 @@ class WordEncoder:
             return self._learn(words)
 
     def _words(self, text: str) -> list[str]:
-        """Split a text: ASCII into words; a piece with other characters or an added token stays whole."""
+        """Split ASCII into words; a piece with other characters or an added token stays whole."""
         words: list[str] = []
         done = 0
         for found in self._whole.finditer(text):
@@ -118,7 +118,7 @@ class WordEncoder:
         return words
 
     def _learn(self, words: list[str]) -> bytes:
-        """Encode the unknown words of a text and remember the short ones."""
+        """Encode the unknown words of a text and cache the short ones."""
         if len(self._ids) > _MAX_WORDS:
             self._ids.clear()
         ids, others = {}, []
@@ -137,7 +137,7 @@ class WordEncoder:
 
 
 def _cut_before(text: str, position: int, first: int) -> int:
-    """Return the last place to cut at or before `position`, at least `first`."""
+    """Return the last position to cut at or before `position`, at least `first`."""
     while position > first and (text[position] not in " \t\n\r" or text[position - 1].isspace()):
         position -= 1
     return position

@@ -1,4 +1,4 @@
-"""Accelerators give the tokenizer's own ids, or are passed over aloud."""
+"""Accelerators give the ids of the tokenizer, or are rejected with a note."""
 
 import json
 import random
