@@ -6,11 +6,10 @@ python benchmarks/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 16 
 Both sides run the same random weights, greedily, with a KV cache, from the same prompts. A round is one generation of
 each and one probe of the memory; medians over rounds count, so that other work on the machine slows all three. Every
 step reads every weight but the embedding's, and the cache: bandwidth / those bytes is the most steps a second that
-memory allows. The probe is the better of a sum and a matrix-vector product over half a gigabyte, on huge pages where
-the system has them, as our weights are: the most that these threads were seen to read. "of it" compares that with the
-median of our steps behind the first token, sampling and all ("of ordinary pages": with the same probe in memory as an
-allocation gets it); the other figures include the first token, for both sides. "best" takes each side's least disturbed
-round (and tenth of the steps): what the machine would give alone.
+memory allows. The probe is the better of a sum and a matrix-vector product over half a gigabyte: the most that
+these threads were seen to read. "of it" compares that with the median of our steps behind the first token, sampling and
+all; the other figures include the first token, for both sides. "best" takes each side's least disturbed round (and
+tenth of the steps): what the machine would give alone.
 Weights that fit into a cache can be read faster than the memory's bound.
 """
 
@@ -33,7 +32,6 @@ from neox.checkpoint import write_client_state, write_full_layer
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.convert import to_hf
 from neox.generation.decoding import decode
-from neox.generation.huge_pages import use_huge_pages
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.model import build_layer
@@ -105,14 +103,12 @@ class Stopwatch:
 
 
 class Probe:
-    """Bytes per second that can be read from memory now, from huge pages or from what an allocation gets."""
+    """Bytes per second that can be read from memory now."""
 
-    def __init__(self, device: torch.device, timed: Stopwatch, *, huge_pages: bool) -> None:
+    def __init__(self, device: torch.device, timed: Stopwatch) -> None:
         self.timed = timed
         self.rows = torch.ones(2048, 2**16, device=device)  # 512 MB
         self.vector = torch.ones(2**16, device=device)
-        if huge_pages and device.type == "cpu":
-            use_huge_pages(self.rows.data_ptr(), self.rows.nbytes)
 
     def __call__(self) -> float:
         works = (self.rows.sum, lambda: torch.mv(self.rows, self.vector))
@@ -122,8 +118,8 @@ class Probe:
 def bytes_per_step(plan: RunPlan, batch: int, length: float) -> float:
     """Return what one step must read: every weight but the embedding's, and the cache of `length` tokens on average."""
     size = DTYPES[plan.precision].itemsize
-    weights = plan.layers.numel - plan.layers.padded_vocab_size * plan.layers.hidden_size
-    cache = 2 * plan.layers.num_layers * plan.layers.hidden_size * batch * length
+    weights = plan.layers.numel - plan.layers.padded_vocab_size * plan.layers.architecture.hidden_size
+    cache = 2 * plan.layers.architecture.num_layers * plan.layers.architecture.hidden_size * batch * length
     return size * (weights + cache)
 
 
@@ -135,7 +131,6 @@ class Measured:
     theirs: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     bandwidths: list[float] = field(default_factory=list)
-    ordinary: list[float] = field(default_factory=list)
 
     def row(self, batch: int, new: int, step_bytes: float) -> dict[str, float]:
         """Return tokens a second of both sides and of the memory's bound, and what they make of each other."""
@@ -148,7 +143,6 @@ class Measured:
             "bound": batch * bound,
             "ratio": mine / other,
             "of_bound": 1 / statistics.median(self.steps) / bound,
-            "of_ordinary": step_bytes / statistics.median(self.steps) / statistics.median(self.ordinary),
             "best_ratio": min(self.theirs) / min(self.ours),
             "best_of_bound": step_bytes / undisturbed / max(self.bandwidths),
         }
@@ -163,8 +157,8 @@ def compare(args: argparse.Namespace, plan: RunPlan, device: torch.device, direc
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=DTYPES[plan.precision]).to(device).eval()
     params = SamplingParams(max_new_tokens=args.new, min_new_tokens=args.new)
     timed = Stopwatch(device, args.cpu_seconds)
-    probe, ordinary = (Probe(device, timed, huge_pages=huge) for huge in (True, False))
-    probe(), ordinary()
+    probe = Probe(device, timed)
+    probe()
     rows = []
     stamps: list[float] = []  # after each of our steps
     for batch in args.batch:
@@ -192,7 +186,6 @@ def compare(args: argparse.Namespace, plan: RunPlan, device: torch.device, direc
             measured.steps += [after - before for before, after in pairwise(stamps)]
             measured.theirs.append(timed(their_side))
             measured.bandwidths.append(probe())
-            measured.ordinary.append(ordinary())
         step_bytes = bytes_per_step(plan, batch, args.prompt + args.new / 2)
         rows.append({"batch": batch, **measured.row(batch, args.new, step_bytes), "same_tokens": same})
     return rows
@@ -234,7 +227,6 @@ def main() -> None:
         print(
             f"batch {row['batch']:>2}  ours {row['ours']:8.1f}  transformers {row['transformers']:8.1f}"
             f"  ratio {row['ratio']:.2f}  bound {row['bound']:8.1f}  of it {row['of_bound']:.2f}"
-            f" ({row['of_ordinary']:.2f} of ordinary pages)"
             f"  best: ratio {row['best_ratio']:.2f}, of bound {row['best_of_bound']:.2f}  same tokens: {same}"
         )
 

@@ -362,7 +362,7 @@ def row_of(
 ) -> dict[str, Any]:
     plan = make_plan(shape, args, dtype)
     layers = plan.layers
-    multiplied = layers.numel - layers.padded_vocab_size * layers.hidden_size
+    multiplied = layers.numel - layers.padded_vocab_size * layers.architecture.hidden_size
     per_token = 6 * multiplied + 12 * shape.layers * shape.seq * shape.hidden
     tokens = shape.micro_batch * shape.accumulation * shape.seq
     median = statistics.median(seconds[name])

@@ -3,7 +3,7 @@
 from neox.checkpoint.files import WRITE_BYTES
 from neox.checkpoint.finding import checkpoint_at, damaged_weights, find_checkpoint, why_not_whole
 from neox.checkpoint.gpt_neox_optimizer import WRITER
-from neox.checkpoint.identity import check_same_model, identity_state, model_differences, padding_note
+from neox.checkpoint.identity import check_same_model, identity_state, padding_note
 from neox.checkpoint.inference import infer_layer_plan
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_facts
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
@@ -65,7 +65,6 @@ __all__ = [
     "keep_last",
     "layer_file",
     "load_file",
-    "model_differences",
     "mp_rank_file",
     "neox_state",
     "open_checkpoint",

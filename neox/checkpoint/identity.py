@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from neox.config import RunPlan, network_settings
+from neox.architecture import Difference
+from neox.config import RunPlan, architecture_keys, architecture_settings, saved_architecture
 from neox.errors import CheckpointError
 
 # gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
 ARGS, MODEL = "args", "model_identity"
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # among gpt-neox's names
-
-
-class Difference(NamedTuple):
-    """One field that differs."""
-
-    field: str
-    saved: Any
-    wanted: Any
 
 
 def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
@@ -37,7 +30,7 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "model_parallel_size": plan.grid.tp_size,
         },
         MODEL: {
-            **{key: value for key, value in network_settings(plan.config).items() if key not in _SIZES},
+            **{key: value for key, value in architecture_settings(plan.config).items() if key not in _SIZES},
             "vocab_size": plan.vocab_size,
             "pipe_parallel_size": plan.grid.pp_size,
             "data_parallel_size": plan.grid.dp_size,
@@ -47,29 +40,40 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
     }
 
 
-def model_differences(args: Mapping[str, Any], plan: RunPlan) -> list[Difference]:
-    """Fields in which a checkpoint's model (`CheckpointReader.args`) is another one than the plan's.
+def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> list[Difference]:
+    """Compare a checkpoint's network with the plan's over what the checkpoint stores.
 
-    Fields that the checkpoint does not store are not compared. Degrees, precision and vocabulary padding may differ.
+    Degrees, precision and vocabulary padding may differ.
+
+    Args:
+        path: The checkpoint, for messages.
+        args: What it stores of its model (`CheckpointReader.args`).
+        plan: The run that loads it.
+
+    Returns:
+        The fields that differ and may: positions, attention and head under `finetune: true`.
+
+    Raises:
+        CheckpointError: With a table of the fields that differ and may not.
     """
-    return [
-        Difference(field, args[field], value)
-        for field, value in network_settings(plan.config).items()
-        if field in args and args[field] != value
-    ]
+    saved, wanted = saved_architecture(args), plan.architecture
+    finetune = plan.config.checkpoint.finetune
+    refused = wanted.differences(saved, finetune=False if finetune else None)
+    if refused:
+        rows = [("field", "checkpoint", "this run"), *((_described(d), str(d.saved), str(d.wanted)) for d in refused)]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = "\n".join(
+            ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
+        )
+        raise CheckpointError(
+            f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint"
+        )
+    return wanted.differences(saved, finetune=True)
 
 
-def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> None:
-    """Raise CheckpointError with a table of the fields that differ, if any do."""
-    differences = model_differences(args, plan)
-    if not differences:
-        return
-    rows = [("field", "checkpoint", "this run"), *((d.field, str(d.saved), str(d.wanted)) for d in differences)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = "\n".join(
-        ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
-    )
-    raise CheckpointError(f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint")
+def _described(difference: Difference) -> str:
+    """Name a field of the architecture by the YAML keys it follows from."""
+    return ", ".join(architecture_keys(difference.field))
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:

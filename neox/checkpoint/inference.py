@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from neox.architecture import BLOCK_OFFSET, Architecture, LayerPlan, build_layer_plan
 from neox.checkpoint.reader import CheckpointReader
-from neox.config import LayerPlan, build_layer_plan
 from neox.errors import CheckpointError
 
 
@@ -34,12 +34,21 @@ def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = 
     parallelism: Literal["row", "column"] = "column"
     if untied and reader.spec(head, "final_linear.weight").partition_dim == 1:
         parallelism = "row"
-    return build_layer_plan(
+    hidden = embedding[1]
+    architecture = Architecture(
         num_layers=blocks,
-        hidden_size=embedding[1],
+        hidden_size=hidden,
         num_attention_heads=int(reader.args.get("num_attention_heads", 1)),
-        padded_vocab_size=embedding[0],
-        gpt_j_residual=gpt_j_residual,
-        no_weight_tying=untied,
-        output_layer_parallelism=parallelism,
+        mlp_width=reader.shape(BLOCK_OFFSET, "mlp.dense_4h_to_h.weight")[1],
+        activation="gelu",  # what has no parameters leaves no trace in the files: any value serves here
+        norm="layernorm",
+        norm_epsilon=1e-5,
+        positions="none",
+        rotary_ndims=0,
+        rotary_base=0.0,
+        max_positions=0,
+        attention=("global",) * blocks,
+        parallel_residual=gpt_j_residual,
+        tie_word_embeddings=not untied,
     )
+    return build_layer_plan(architecture, embedding[0], head_parallelism=parallelism)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from neox.config.layer_plan import ParameterSpec
+from neox.architecture import ParameterSpec
 from neox.errors import CheckpointError
 
 OnDrift = Literal["refuse", "average"]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
 from neox.checkpoint.joining import VOCABULARY, fit_vocabulary, join_range, joined_shape, shard, shard_range
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_forms import Key, Kind, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reading import load_file
-from neox.config import LayerPlan, ParameterSpec
 from neox.errors import CheckpointError
 
 

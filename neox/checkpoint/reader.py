@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.joining import (
     VOCABULARY,
@@ -25,7 +26,6 @@ from neox.checkpoint.joining import (
 from neox.checkpoint.names import layer_file, parse_mp_rank_file, parse_step_directory
 from neox.checkpoint.reading import load_file
 from neox.checkpoint.source import open_source
-from neox.config.layer_plan import LayerPlan, ParameterSpec
 from neox.errors import CheckpointError
 
 # What DeepSpeed itself puts beside the client state.
@@ -207,21 +207,26 @@ class CheckpointReader:
         return self._open[1]
 
     def _check_layers(self, layers: LayerPlan) -> None:
+        network = layers.architecture
         wanted = {layer.index for layer in layers.weight_layers}
         stored = set(self._source.indices)
         if missing := sorted(wanted - stored):
             files = ", ".join(layer_file(index, 0) for index in missing)
             last = max(stored) if stored else None
-            head = "with a tied head" if layers.tied else "and a head of its own"
+            head = "with a tied head" if network.tie_word_embeddings else "and a head of its own"
             raise CheckpointError(
-                f"{self.path}: no weights for layers {missing} ({files}); the model has {layers.num_layers} blocks "
+                f"{self.path}: no weights for layers {missing} ({files}); the model has {network.num_layers} blocks "
                 f"{head}, the checkpoint's last layer is {last}"
             )
         extra = [index for index in sorted(stored - wanted) if self.names(index)]
-        if layers.tied and extra == [len(layers) - 1] and self.names(extra[0]) == ("word_embeddings.weight",):
+        if (
+            network.tie_word_embeddings
+            and extra == [len(layers) - 1]
+            and self.names(extra[0]) == ("word_embeddings.weight",)
+        ):
             return  # a tied head's copy of the embedding
         if extra:
             raise CheckpointError(
-                f"{self.path}: has weights for layers {extra} that a model of {layers.num_layers} blocks "
-                f"({'tied' if layers.tied else 'untied'} head) does not have; it is of another model"
+                f"{self.path}: has weights for layers {extra} that a model of {network.num_layers} blocks "
+                f"({'tied' if network.tie_word_embeddings else 'untied'} head) does not have; it is of another model"
             )

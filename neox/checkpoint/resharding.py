@@ -23,8 +23,9 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     """
     layers = reader.layers
     assert layers is not None
-    if layers.num_attention_heads % tp_size:
-        raise CheckpointError(f"{layers.num_attention_heads} attention heads do not divide by {tp_size} tensor ranks")
+    heads = layers.architecture.num_attention_heads
+    if heads % tp_size:
+        raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
     iteration = reader.iteration
     if (save / reader.path.name).exists() and (save / reader.path.name).samefile(reader.path):
         raise CheckpointError(f"{save}: the result would replace the checkpoint that is read; choose another directory")

@@ -11,10 +11,10 @@ import torch
 import yaml
 from torch import Tensor
 
+from neox.architecture import LayerEntry
 from neox.checkpoint.files import PiecewiseFile
 from neox.checkpoint.joining import neox_shard
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
-from neox.config.layer_plan import LayerEntry
 from neox.errors import CheckpointError
 
 

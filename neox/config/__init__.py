@@ -1,11 +1,10 @@
 """What the user asked for, and what follows from it. No torch here."""
 
+from neox.config.architecture import architecture_keys, architecture_of, architecture_settings, saved_architecture
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.inference import for_inference
 from neox.config.inference_memory import inference_memory_problem
-from neox.config.layer_plan import LayerEntry, LayerPlan, ParameterSpec, build_layer_plan
 from neox.config.loader import Draft, draft_config, load_config
-from neox.config.network import network_settings
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.report import format_plan, memory_problem, plan_as_dict
@@ -18,15 +17,14 @@ __all__ = [
     "BatchPlan",
     "Draft",
     "Topology",
-    "LayerEntry",
-    "LayerPlan",
     "MemoryPlan",
     "NeoXConfig",
-    "ParameterSpec",
     "Precision",
     "RunPlan",
     "StagePlan",
-    "build_layer_plan",
+    "architecture_keys",
+    "architecture_of",
+    "architecture_settings",
     "decode_payload",
     "deepspeed_json",
     "draft_config",
@@ -38,8 +36,8 @@ __all__ = [
     "load_config",
     "memory_problem",
     "missing_for_training",
-    "network_settings",
     "plan_as_dict",
     "resolve",
+    "saved_architecture",
     "static_problems",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neox.architecture import training_flops_per_token
 from neox.config.plan import RunPlan
 
 # Dense bf16 peak of one H100 SXM, assumed where peak_theoretical_tflops is not given.
@@ -19,22 +20,11 @@ class Figures:
 
     tokens_per_step: int
     tokens: int | None
-    flops_per_token: float
+    flops_per_token: int
     bubble: float
     peak_tflops: float
     mfu: float
     days: float | None
-
-
-def flops_per_token(plan: RunPlan) -> float:
-    """Return model operations per token, forward and backward: 72 L H^2 (1 + S / 6H + V / 16LH).
-
-    Megatron-LM (arXiv:2104.04473, equation 3) with three passes; causal attention is counted whole.
-    """
-    layers, hidden = plan.layers.num_layers, plan.layers.hidden_size
-    attention = (plan.config.model.seq_length or 0) / (6 * hidden)
-    head = plan.padded_vocab_size / (16 * layers * hidden)
-    return 72.0 * layers * hidden**2 * (1 + attention + head)
 
 
 def figures(plan: RunPlan) -> Figures:
@@ -44,6 +34,7 @@ def figures(plan: RunPlan) -> Figures:
     iterations = plan.config.training.train_iters
     tokens = None if iterations is None else per_step * iterations
     peak = plan.config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
-    mfu, operations = plan.config.logging.expected_mfu, flops_per_token(plan)
+    mfu = plan.config.logging.expected_mfu
+    operations = training_flops_per_token(plan.layers, plan.config.model.seq_length or 0)
     days = None if tokens is None else tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
     return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from neox.config.layer_plan import LayerPlan
+from neox.architecture import Architecture, LayerPlan
 from neox.config.memory import MemorySetting, fullest_stage, memory_setting
 from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.resolve import layer_plan, padded_vocabulary
@@ -67,14 +67,16 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
     growth = 1
     while growth <= _MOST_GROWTH:
         wider = replace(start, dp=start.dp * growth, accumulation=max(1, start.accumulation // growth))
-        found = _search(wider, plan.layers, lambda setting: memory(setting).total <= usable)
+        found = _search(wider, plan.architecture, lambda setting: memory(setting).total <= usable)
         if found is not None:
             return Fit(False, needed, usable, plan.grid.world_size * growth, _changes(start, found), memory(found))
         growth *= 2
     return Fit(False, needed, usable, plan.grid.world_size)
 
 
-def _search(start: MemorySetting, layers: LayerPlan, fits: Callable[[MemorySetting], bool]) -> MemorySetting | None:
+def _search(
+    start: MemorySetting, architecture: Architecture, fits: Callable[[MemorySetting], bool]
+) -> MemorySetting | None:
     """Return the setting that fits after the fewest moves, among a bounded number."""
     if fits(start):
         return start
@@ -82,7 +84,7 @@ def _search(start: MemorySetting, layers: LayerPlan, fits: Callable[[MemorySetti
     for _ in range(_MOST_CHANGES):
         following: list[MemorySetting] = []
         for setting in frontier:
-            for candidate in _moves(setting, layers.num_attention_heads, layers.num_layers):
+            for candidate in _moves(setting, architecture.num_attention_heads, architecture.num_layers):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
                 if fits(candidate):

@@ -25,7 +25,7 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
     keys = config.generation
     size = 4 if (keys.inference_precision or plan.precision) == "fp32" else 2
     sequences = keys.num_beams if keys.num_beams > 1 else keys.generation_batch_size
-    cache = 2 * sequences * keys.maximum_tokens * layers.hidden_size // mp  # keys and values of a block
+    cache = 2 * sequences * keys.maximum_tokens * layers.architecture.hidden_size // mp  # keys and values of a block
     held = []
     for first, last in pairwise(bounds):
         here = layers.layers[first:last]
@@ -47,10 +47,10 @@ def inference_memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
     gpus = 2
     while gpus <= _MOST_GPUS:
         mp = min(gpus, _MOST_TENSOR_RANKS)
-        while plan.layers.num_attention_heads % mp:
+        while plan.architecture.num_attention_heads % mp:
             mp //= 2
         pp = gpus // mp
-        if pp <= plan.layers.num_layers and inference_bytes(plan, pp, mp) <= usable:
+        if pp <= plan.architecture.num_layers and inference_bytes(plan, pp, mp) <= usable:
             degrees = f"--set model_parallel_size={mp} --set pipe_parallel_size={pp}"
             return f"{found}; it does on {gpus} GPUs: {degrees} --num_gpus {gpus}"
         gpus *= 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neox.config.layer_plan import LayerPlan
+from neox.architecture import ACTIVATIONS, POSITIONS, LayerPlan
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
 from neox.config.sections import NeoXConfig
 from neox.config.stages import held_parameters
@@ -39,10 +39,8 @@ class MemorySetting:
     fp32_gradients: bool
     sequence: int
     attention: AttentionImpl
-    rotary: bool
     attention_dropout: bool
     hidden_dropout: bool
-    parallel_residual: bool
     reduce_bucket: int
 
     @property
@@ -69,10 +67,8 @@ def memory_setting(
         fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
         sequence=model.seq_length or 0,
         attention=min(attention, key=("eager", "fused", "flash").index),
-        rotary=model.pos_emb == "rotary",
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
-        parallel_residual=model.gpt_j_residual,
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
     )
 
@@ -118,18 +114,21 @@ def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]
 
 def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
-    hidden, heads, split, size = layers.hidden_size, layers.num_attention_heads, setting.mp, setting.bytes_per_number
+    network, split, size = layers.architecture, setting.mp, setting.bytes_per_number
+    hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
     tokens = setting.micro * setting.sequence
     # Of width H on every tensor rank: the block's input, both norms' outputs; in sequence, the second norm's input too.
-    whole = (3 if setting.parallel_residual else 4) * hidden * size
+    whole = (3 if network.parallel_residual else 4) * hidden * size
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    # Divided over tensor ranks: query-key-value 3, rotated queries and keys 2, attention's output 1, MLP 4 + 4.
-    divided = (4 + (2 if setting.rotary else 0) + 8) * hidden * size // split
+    # Divided over tensor ranks: query-key-value 3, rotated queries and keys 2, attention's output 1; the MLP's first
+    # product, and what the activation makes of it.
+    divided = (4 + (2 if POSITIONS[network.positions].rotates else 0)) * hidden * size // split
+    divided += (activation.width_factor + 1) * network.mlp_width * size // split
     if setting.attention != "flash":
         per_score = size + (size + 1 if setting.attention_dropout else 0)
         scaled_and_copied = 3 * hidden * size // split
-        divided += scaled_and_copied + per_score * heads * setting.sequence // split
+        divided += scaled_and_copied + per_score * network.num_attention_heads * setting.sequence // split
     return tokens * (whole + divided)
 
 
@@ -140,7 +139,7 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     """
     kinds = [layer.kind for layer in layers.layers[bounds[stage] : bounds[stage + 1]]]
     blocks, size = kinds.count("block"), setting.bytes_per_number
-    boundary = setting.micro * setting.sequence * layers.hidden_size * size
+    boundary = setting.micro * setting.sequence * layers.architecture.hidden_size * size
     in_flight = 1 if setting.pp == 1 else min(max(2, setting.pp - stage), setting.accumulation)
     one_layer = layer_bytes(layers, setting)
     if setting.recompute:

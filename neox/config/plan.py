@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from neox.config.layer_plan import LayerPlan
+from neox.architecture import Architecture, LayerPlan
 from neox.config.sections import NeoXConfig
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -105,7 +105,7 @@ class RunPlan:
     vocab_size: ids the tokenizer can produce; padded_vocab_size: rows of the embedding.
     save_iterations: completed steps after which a checkpoint is written, ascending; with `save`, the last one included.
     deepspeed: the JSON object handed to DeepSpeed. notes: what was translated, assumed or dropped, for people.
-    attention: how each transformer layer computes attention.
+    attention: the kernel of each block's attention.
     """
 
     config: NeoXConfig
@@ -121,3 +121,8 @@ class RunPlan:
     deepspeed: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionImpl, ...] = ()
+
+    @property
+    def architecture(self) -> Architecture:
+        """The network."""
+        return self.layers.architecture

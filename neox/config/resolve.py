@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from neox.config.attention import attention_impls
+from neox.architecture import LayerPlan, build_layer_plan
+from neox.config.architecture import architecture_of, attention_impls
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
 from neox.config.grid_and_batch import solve_batch, solve_grid
-from neox.config.layer_plan import LayerPlan, build_layer_plan
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import RunPlan, StagePlan, Topology
@@ -77,18 +77,8 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
 
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
     """Return the layer plan of a configuration whose sizes are given."""
-    model = config.model
-    assert model.num_layers
-    assert model.hidden_size
-    assert model.num_attention_heads
     return build_layer_plan(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        padded_vocab_size=padded_vocab_size,
-        gpt_j_residual=model.gpt_j_residual,
-        no_weight_tying=model.no_weight_tying,
-        output_layer_parallelism=model.output_layer_parallelism,
+        architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
     )
 
 

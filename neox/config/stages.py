@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from neox.config.layer_plan import LayerEntry, LayerPlan
+from neox.architecture import LayerEntry, LayerPlan
 
 # The model's layer classes by kind. DeepSpeed matches `type:REGEX` against these names, case-insensitively, so that
 # identity layers must contain neither "transformer" nor "mlp".

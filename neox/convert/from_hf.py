@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import (
     commit,
     discard,
@@ -20,7 +21,7 @@ from neox.checkpoint import (
     write_full_layer,
 )
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.config import LayerPlan, NeoXConfig, Precision, RunPlan
+from neox.config import NeoXConfig, Precision, RunPlan
 from neox.convert.hf_config import neox_keys
 from neox.convert.name_table import NamePair, name_pairs
 from neox.convert.plain_model import plain_plan
@@ -80,7 +81,7 @@ def _paired(weights: HFWeights, layers: LayerPlan) -> dict[NamePair, str]:
     pairs = {pair: _key(weights, pair.hf) for pair in name_pairs(layers)}
     missing = [pair.hf for pair, key in pairs.items() if key not in weights.names]
     known = set(pairs.values())
-    if layers.tied:
+    if layers.architecture.tie_word_embeddings:
         known |= {"embed_out.weight", "lm_head.weight"}  # a tied head's copy of the embedding
     unknown = sorted(weights.names - known)
     if missing or unknown:
@@ -108,8 +109,8 @@ def _check_degree(layers: LayerPlan, tp_size: int) -> None:
             if p.partition_dim is not None and p.shape[p.partition_dim] % tp_size
         }
     )
-    if layers.num_attention_heads % tp_size:
-        bad.append(f"attention heads ({layers.num_attention_heads})")
+    if layers.architecture.num_attention_heads % tp_size:
+        bad.append(f"attention heads ({layers.architecture.num_attention_heads})")
     if bad:
         raise ConversionError(f"model_parallel_size {tp_size} does not divide {', '.join(bad)}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from neox.config import LayerPlan
+from neox.architecture import LayerPlan
 
 # kind of layer -> prefix of our parameter names -> Hugging Face's prefix; `{i}` is the block's number from 0.
 # A prefix is followed by the same rest (`weight`, `bias`) on both sides.

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader
-from neox.config import LayerPlan
 from neox.convert.name_table import NamePair, name_pairs
 from neox.convert.safetensors_stream import SafetensorsWriter, TensorEntry
 from neox.errors import ConversionError

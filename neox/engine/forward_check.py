@@ -40,7 +40,7 @@ def fixed_logits(engine: Engine) -> Tensor | None:
         return _gathered_logits(ds_engine(x), engine)
     step = grid.dp_size * grid.tp_size  # from a stage to the next
     if grid.pp_rank > 0:
-        shape = (1, length, plan.layers.hidden_size)
+        shape = (1, length, plan.architecture.hidden_size)
         x = torch.empty(shape, dtype=DTYPES[plan.precision], device=engine.device)
         dist.recv(x, grid.rank - step)
     x = ds_engine.module(x)

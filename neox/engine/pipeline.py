@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
-from neox.model import TransformerLayer, build_layer, lm_loss, tied_logits
+from neox.model import TransformerLayer, build_layer, lm_loss, run_blocks, tied_logits
 from neox.parallel import ParallelGrid
 
 TIE = "embedding"
@@ -70,7 +70,6 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             )
         training = plan.config.training
         self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
-        self._recompute = grid.rng.checkpoint
 
     def forward(self, x: Tensor) -> Tensor:
         """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states or logits [B, S, V/tp].
@@ -78,14 +77,13 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
         own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
         """
-        if not (self._recompute_chunk and self.training and torch.is_grad_enabled()):
-            return _run(self.forward_funcs, x)
+        recompute = self._recompute_chunk if self.training and torch.is_grad_enabled() else 0
         for is_blocks, neighbours in groupby(self.forward_funcs, lambda layer: isinstance(layer, TransformerLayer)):
-            layers = list(neighbours)
-            size = self._recompute_chunk if is_blocks else len(layers)
-            for first in range(0, len(layers), size):
-                run = partial(_run, layers[first : first + size])
-                x = self._recompute(run, x) if is_blocks else run(x)
+            if is_blocks:
+                x = run_blocks(list(neighbours), x, recompute=recompute)
+                continue
+            for layer in neighbours:
+                x = layer(x)
         return x
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -115,17 +113,11 @@ def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
         entry = plan.layers[index]
         if entry.kind == "identity":
             return _identity
-        if not plan.layers.tied or entry.kind not in ("embedding", "head"):
+        if not plan.architecture.tie_word_embeddings or entry.kind not in ("embedding", "head"):
             return _PlannedLayer(build, index)
         return _TiedLayer(build, 0, head if entry.kind == "head" else None)
 
     return [spec(entry.index) for entry in plan.layers]
-
-
-def _run(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_forms import Kind
-from neox.config import LayerPlan
 from neox.engine.engine import Engine
 from neox.engine.weights import fill_layer, weight_layers
 from neox.errors import CheckpointError

@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader, neox_state
-from neox.config import LayerPlan
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT
 from neox.parallel import ParallelGrid

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig, RunPlan, resolve
-from neox.generation.blocks import Blocks, ModuleBlocks
-from neox.generation.merged import MergedBlocks, can_merge
-from neox.generation.packed import PackedWeight, can_pack, pack_layers
 from neox.generation.request import context_length
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
-from neox.model import TransformerLayer, build_layer, tied_logits
-from neox.model.attention import RotaryEmbedding
-from neox.parallel import ParallelGrid
+from neox.model import build_layer, tied_logits
+from neox.model.positions import RotaryEmbedding
+from neox.ops import PackedWeight, can_pack
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
 
 _log = get_logger(__name__)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,45 +59,23 @@ def load_model(
     }
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, precision, device)
+    stage = stage_of_layers(plan, layers, grid)
     if can_pack(device, dtype):
-        stage = _packed_stage(plan, layers, grid, device, dtype)
-    else:
-        stage = stage_of_layers(plan, layers, grid, _module_blocks(plan, layers, device, dtype))
+        stage = _pack(plan, stage, layers, grid)
     return _runner(plan, stage, grid, device, dtype, recompute)
 
 
-def _packed_stage(
-    plan: RunPlan, layers: dict[int, nn.Module], grid: ParallelGrid, device: torch.device, dtype: torch.dtype
-) -> Stage:
-    """Rearrange the weights for reading. Takes blocks out of `layers` as it goes, so that their rows are freed."""
-    blocks: Blocks
-    if can_merge(_blocks(plan, layers), dtype):
-        indices = [index for index in sorted(layers) if plan.layers[index].kind == "block"]
-        blocks = MergedBlocks((layers.pop(index) for index in indices), context_length(plan.config))
-    else:
-        blocks = _module_blocks(plan, layers, device, dtype)
-    pack_layers(layers.values())
-    stage = stage_of_layers(plan, layers, grid, blocks)
-    if _has_tied_head(plan, grid):
-        stage = replace(stage, head=partial(PackedWeight(layers[0].word_embeddings.weight), weight=None, bias=None))
-    return _bare_ends(plan, layers, stage) if grid.tp_size == 1 else stage
-
-
-def _bare_ends(plan: RunPlan, layers: Mapping[int, nn.Module], stage: Stage) -> Stage:
-    """Replace modules by the functions in them: in a step whose weights have emptied the caches, a module's calls take
-    ten microseconds and more."""
-    kinds = {plan.layers[index].kind: layer for index, layer in layers.items()}
-    if stage.embedding is not None:
-        stage = replace(stage, embedding=partial(torch.embedding, kinds["embedding"].word_embeddings.weight))
-    if stage.norm is not None:
-        norm = kinds["norm"].norm
-        shape, weight, bias = norm.normalized_shape, norm.weight, norm.bias
-        stage = replace(
-            stage, norm=partial(torch.layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=norm.eps)
-        )
-    if stage.head is not None and not plan.layers.tied:
-        stage = replace(stage, head=partial(kinds["head"].final_linear.multiply, weight=None, bias=None))
-    return stage
+def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
+    """Rearrange the weights of all linear layers for reading, in place: such a model can be run, not trained."""
+    for layer in layers.values():
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.multiply = PackedWeight(module.weight)
+                module.register_parameter("weight", None)
+    if not _has_tied_head(plan, grid):
+        return stage
+    multiply = PackedWeight(layers[0].word_embeddings.weight)
+    return replace(stage, head=lambda hidden: multiply(copy_to_tensor_ranks(hidden, grid), None, None))
 
 
 def runner_of_layers(
@@ -109,19 +85,20 @@ def runner_of_layers(
 
     layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
     """
-    dtype = _DTYPES[plan.precision]
-    stage = stage_of_layers(plan, layers, grid, _module_blocks(plan, layers, device, dtype))
-    return _runner(plan, stage, grid, device, dtype)
+    stage = stage_of_layers(plan, layers, grid)
+    return _runner(plan, stage, grid, device, _DTYPES[plan.precision])
 
 
-def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, blocks: Blocks) -> Stage:
-    """Sort this rank's other layers by what they do."""
+def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
+    """Sort this rank's layers by what they do."""
     bounds = plan.stages[grid.pp_rank]
-    here = {plan.layers[index].kind: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
-    head: Callable[[Tensor], Tensor] | None = here.get("head")
+    here = {index: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
+    kinds = {plan.layers[index].kind: layer for index, layer in here.items()}
+    blocks = [here[index] for index in sorted(here) if plan.layers[index].kind == "block"]
+    head: Callable[[Tensor], Tensor] | None = kinds.get("head")
     if _has_tied_head(plan, grid):
         head = partial(_tied_head, layers[0], grid)
-    return Stage(blocks=blocks, embedding=here.get("embedding"), norm=here.get("norm"), head=head)
+    return Stage(blocks=blocks, embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head)
 
 
 def runner_of_forward(
@@ -129,24 +106,13 @@ def runner_of_forward(
 ) -> ModelRunner:
     """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
     are gathered when it is called (ZeRO-3). It has no cache."""
-    blocks = ModuleBlocks((), context_length(plan.config), device, _DTYPES[plan.precision])
-    stage = Stage(blocks=blocks, embedding=forward, norm=nn.Identity(), head=nn.Identity())
+    stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
     return _runner(plan, stage, grid, device, _DTYPES[plan.precision], recompute=True)
-
-
-def _blocks(plan: RunPlan, layers: Mapping[int, nn.Module]) -> list[TransformerLayer]:
-    return [layers[index] for index in sorted(layers) if plan.layers[index].kind == "block"]
-
-
-def _module_blocks(
-    plan: RunPlan, layers: Mapping[int, nn.Module], device: torch.device, dtype: torch.dtype
-) -> ModuleBlocks:
-    return ModuleBlocks(_blocks(plan, layers), context_length(plan.config), device, dtype)
 
 
 def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:
     """Whether this rank's stage ends with a head that multiplies by the embedding's weight."""
-    return plan.layers.tied and plan.layers[plan.stages[grid.pp_rank].last - 1].kind == "head"
+    return plan.architecture.tie_word_embeddings and plan.layers[plan.stages[grid.pp_rank].last - 1].kind == "head"
 
 
 def _runner(
@@ -160,7 +126,7 @@ def _runner(
     return ModelRunner(
         stage,
         grid,
-        hidden_size=plan.layers.hidden_size,
+        architecture=plan.architecture,
         vocab_size=plan.padded_vocab_size,
         max_length=context_length(plan.config),
         device=device,

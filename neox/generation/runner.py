@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.generation.blocks import Blocks
+from neox.architecture import Architecture
 from neox.launch import report_progress
-from neox.model import KVCache
+from neox.model import KVCache, TransformerLayer, run_blocks
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
@@ -28,7 +28,7 @@ _SCORED_LOGITS = 2**25
 class Stage:
     """The layers of one rank: all of them, or one pipeline stage's (embedding first, norm and head last)."""
 
-    blocks: Blocks
+    blocks: Sequence[TransformerLayer]
     embedding: Callable[[Tensor], Tensor] | None
     norm: Callable[[Tensor], Tensor] | None
     head: Callable[[Tensor], Tensor] | None
@@ -37,7 +37,7 @@ class Stage:
 class ModelRunner:
     """Run a stage together with the other ranks of its model; offers `LanguageModel` and evaluation's `ScoringModel`.
 
-    hidden_size, vocab_size: of the whole model. max_length: tokens of context. dtype: of hidden states. recompute: read
+    vocab_size: of the whole model. max_length: tokens of context. dtype: of hidden states. recompute: read
     the whole text again at each step instead of keeping keys and values.
     """
 
@@ -46,7 +46,7 @@ class ModelRunner:
         stage: Stage,
         grid: ParallelGrid,
         *,
-        hidden_size: int,
+        architecture: Architecture,
         vocab_size: int,
         max_length: int,
         device: torch.device,
@@ -54,7 +54,7 @@ class ModelRunner:
         recompute: bool = False,
     ) -> None:
         self.stage, self.grid = stage, grid
-        self.hidden_size, self.vocab_size, self.max_length = hidden_size, vocab_size, max_length
+        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, max_length
         self.device, self.dtype = device, dtype
         self.recompute = recompute
 
@@ -96,15 +96,21 @@ class ModelRunner:
         report_progress()  # a batch of long texts may print nothing for longer than the launcher waits
         stage, (batch, length) = self.stage, tokens.shape
         if stage.embedding is None:
-            x = torch.empty(batch, length, self.hidden_size, device=self.device, dtype=self.dtype)
+            x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
         else:
             x = stage.embedding(tokens)
-        x = stage.blocks(x, cache)
+        x = run_blocks(stage.blocks, x, cache)
         if stage.norm is None:
             dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)
             return None
         return stage.norm(x)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of this rank's blocks and heads for `batch` sequences of at most `capacity` tokens."""
+        return KVCache(
+            self.architecture, self.grid, len(self.stage.blocks), batch, capacity, device=self.device, dtype=self.dtype
+        )
 
     def _stage_rank(self, step: int) -> int:
         """Global rank of the same data and tensor rank on a neighbouring stage."""
@@ -124,7 +130,7 @@ class CachedDecoding:
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
         self.runner = runner
-        self.cache = runner.stage.blocks.new_cache(len(lengths), capacity)
+        self.cache = runner.new_cache(len(lengths), capacity)
         width = max(lengths)
         if min(lengths) < width:
             self.cache.reset(torch.tensor([width - length for length in lengths], device=runner.device))

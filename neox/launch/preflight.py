@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
-from neox.config import NeoXConfig, network_settings
+from neox.config import NeoXConfig, architecture_keys, architecture_of, architecture_settings, saved_architecture
 from neox.config.wording import place, said
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, install_command
@@ -91,15 +91,20 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     if training and (problem := optimizer_problem(chosen, config)) is not None:
         return [f"{place(config, key)}{problem}"]
     try:
-        saved = network_settings(NeoXConfig.from_flat(read_file(chosen / _CHECKPOINT_CONFIG).values))
-    except ConfigError:  # another program's checkpoint: the ranks compare what it holds
+        saved = architecture_settings(NeoXConfig.from_flat(read_file(chosen / _CHECKPOINT_CONFIG).values))
+        wanted = architecture_of(config)
+    except (ConfigError, TypeError):  # another program's checkpoint: the ranks compare what it holds
         return []
+    finetune = False if config.checkpoint.finetune else None  # then positions, attention and head may differ
+    settings = architecture_settings(config)
     differing = [
-        f"{name} is {saved[name]} there, {said(config, name, value)} here"
-        for name, value in network_settings(config).items()
-        if saved[name] != value
+        f"{key} is {saved[key]} there, {said(config, key, settings[key])} here"
+        for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
+        for key in architecture_keys(difference.field)
+        if saved[key] != settings[key]
     ]
     advice = "give the checkpoint's values, or another directory"
+    differing = list(dict.fromkeys(differing))
     return [f"{place(config, key)}{chosen} is of another model: {'; '.join(differing)}; {advice}"] if differing else []
 
 

@@ -1,15 +1,19 @@
-"""The network: GPT-NeoX's layers, built from the layer plan. Knows torch, not DeepSpeed."""
+"""The network as torch modules, built from the run plan."""
 
-from neox.model.block import TransformerLayer
+from neox.model.attention import ATTENTION
+from neox.model.block import TransformerLayer, run_blocks
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
-from neox.model.ends import Embedding, FinalNorm, Head, TiedHead, tied_logits
+from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead, tied_logits
 from neox.model.gpt import GPT
 from neox.model.initial_weights import shard
 from neox.model.loss import lm_loss
+from neox.model.positions import POSITIONS
 
 __all__ = [
+    "ATTENTION",
     "GPT",
+    "POSITIONS",
     "Embedding",
     "FinalNorm",
     "Head",
@@ -20,6 +24,7 @@ __all__ = [
     "build_layer",
     "initialize",
     "lm_loss",
+    "run_blocks",
     "shard",
     "tied_logits",
 ]

@@ -1,111 +1,181 @@
-"""One transformer block: attention and MLP around a residual stream, sequential or parallel.
+"""One transformer block, attention and MLP around a residual stream, and a run through several.
 
-Legend: B batch, S sequence, H hidden.
+Legend: B batch, S sequence, H hidden, W inner width of the MLP.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.model.attention import SelfAttention
-from neox.model.cache import LayerCache
-from neox.ops import gelu, gelu_tanh, linear
+from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
+from neox.architecture import Architecture
+from neox.model.attention import ATTENTION
+from neox.model.cache import KVCache, LayerCache
+from neox.model.positions import Tables
+from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, reduce_over_tensor_ranks
 
 
 class MLP(nn.Module):
-    """H -> 4H -> H with GELU between; the wide dimension is split over tensor ranks.
-
-    tanh_gelu: the tanh approximation (NeoX's `bias_gelu_fusion`) instead of the erf form.
-    """
+    """H -> W -> H with an activation between; W is split over tensor ranks."""
 
     def __init__(
         self,
-        hidden_size: int,
+        architecture: Architecture,
         grid: ParallelGrid,
         *,
-        tanh_gelu: bool,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = gelu_tanh if tanh_gelu else gelu
-        how = {"multiply": linear, "device": device, "dtype": dtype}
-        self.dense_h_to_4h = ColumnParallelLinear(hidden_size, 4 * hidden_size, grid, **how)
-        self.dense_4h_to_h = RowParallelLinear(4 * hidden_size, hidden_size, grid, **how)
+        hidden, width, name = architecture.hidden_size, architecture.mlp_width, architecture.activation
+        self.activation = ACTIVATIONS[name]
+        wide = width * ACTIVATIONS_ON_PAPER[name].width_factor
+        options = {"multiply": linear, "device": device, "dtype": dtype}
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, wide, grid, **options)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self.expand(x))
-
-    def expand(self, x: Tensor) -> Tensor:
-        """Return the wide activations [B, S, 4H/tp], before the output projection."""
+        """Return the inner activations, before the output projection `dense_4h_to_h`: [B, S, H] -> [B, S, W/tp]."""
         return self.activation(self.dense_h_to_4h(x))
 
 
 class TransformerLayer(nn.Module):
     """A block: hidden states [B, S, H] -> [B, S, H].
 
-    parallel_residual (NeoX's `gpt_j_residual`): x + attention(ln1(x)) + mlp(ln2(x)), with one all-reduce for both;
-    otherwise attention first, then the MLP on its result. hidden_dropout applies to what is added to the residual.
+    With a parallel residual: x + attention(ln1(x)) + mlp(ln2(x)), with one all-reduce for both. Otherwise attention
+    first, then the MLP on its result.
+
+    Args:
+        architecture: The network.
+        number: Of the block, from 0.
+        grid: Process groups.
+        impl: Attention kernel.
+        attention_dropout: Of attention weights.
+        hidden_dropout: Of what is added to the residual.
+        layer_scaling: Divide scores by the block's number and multiply in the softmax (`SelfAttention`).
+        device: Of the parameters.
+        dtype: Of the parameters.
     """
 
     def __init__(
         self,
-        attention: SelfAttention,
-        mlp: MLP,
-        hidden_size: int,
+        architecture: Architecture,
+        number: int,
         grid: ParallelGrid,
         *,
-        parallel_residual: bool,
+        impl: AttentionImpl,
+        attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
-        layernorm_epsilon: float = 1e-5,
+        layer_scaling: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.grid = grid
-        self.parallel_residual = parallel_residual
+        self.parallel_residual = architecture.parallel_residual
         self.hidden_dropout = hidden_dropout
-        norm = {"eps": layernorm_epsilon, "device": device, "dtype": dtype}
-        self.input_layernorm = nn.LayerNorm(hidden_size, **norm)
-        self.attention = attention
-        self.post_attention_layernorm = nn.LayerNorm(hidden_size, **norm)
-        self.mlp = mlp
+        self.input_layernorm = build_norm(architecture, device=device, dtype=dtype)
+        self.attention = ATTENTION[architecture.attention[number]](
+            architecture,
+            grid,
+            impl=impl,
+            dropout=attention_dropout,
+            layer_scaling=number + 1 if layer_scaling else 1,
+            device=device,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = build_norm(architecture, device=device, dtype=dtype)
+        self.mlp = MLP(architecture, grid, device=device, dtype=dtype)
 
     def forward(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        tables: Tables | None = None,
         cache: LayerCache | None = None,
         same_document: Tensor | None = None,
     ) -> Tensor:
-        """positions: [S] or [B, S], 0..S-1 if None. cache: keys and values seen before, in generation. same_document:
-        bool [B, 1, S, S], which pairs see each other, all earlier ones if None."""
+        """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
+        attention, mlp, p = self.attention, self.mlp, self.hidden_dropout
+        attended = attention(self.input_layernorm(x), tables, cache, same_document)
         if self.parallel_residual and self.grid.tp_size > 1:
-            return self._parallel_split(x, positions, cache, same_document)
-        p = self.hidden_dropout
-        attended = F.dropout(self.attention(self.input_layernorm(x), positions, cache, same_document), p, self.training)
+            return x + self._reduced_together(attended, mlp(self.post_attention_layernorm(x)))
+        attended = F.dropout(attention.dense(attended), p, self.training)
         if self.parallel_residual:
-            return x + attended + F.dropout(self.mlp(self.post_attention_layernorm(x)), p, self.training)
+            return x + attended + F.dropout(mlp.dense_4h_to_h(mlp(self.post_attention_layernorm(x))), p, self.training)
         x = x + attended
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), p, self.training)
+        return x + F.dropout(mlp.dense_4h_to_h(mlp(self.post_attention_layernorm(x))), p, self.training)
 
-    def _parallel_split(
-        self, x: Tensor, positions: Tensor | None, cache: LayerCache | None, same_document: Tensor | None
-    ) -> Tensor:
-        """The parallel residual on several tensor ranks: both partial outputs travel in one all-reduce.
+    def _reduced_together(self, attended: Tensor, inner: Tensor) -> Tensor:
+        """Return the sum of both output projections with one all-reduce for both tensor-parallel partial results.
 
         Dropout multiplies the summands by the mask of their sum, which is drawn alike on all ranks.
         """
-        attention, mlp = self.attention, self.mlp
-        attended = attention.dense.partial(attention.attend(self.input_layernorm(x), positions, cache, same_document))
-        expanded = mlp.dense_4h_to_h.partial(mlp.expand(self.post_attention_layernorm(x)))
-        bias_a, bias_m = attention.dense.bias, mlp.dense_4h_to_h.bias
+        attention_out, mlp_out = self.attention.dense, self.mlp.dense_4h_to_h
+        attended, expanded = attention_out.partial(attended), mlp_out.partial(inner)
+        bias_a, bias_m = attention_out.bias, mlp_out.bias
         if self.training and self.hidden_dropout > 0.0:
-            ones = torch.ones_like(x)
+            ones = torch.ones_like(attended)
             mask_a, mask_m = F.dropout(ones, self.hidden_dropout), F.dropout(ones, self.hidden_dropout)
             attended, expanded = attended * mask_a, expanded * mask_m
             bias_a, bias_m = bias_a * mask_a, bias_m * mask_m
-        return x + reduce_over_tensor_ranks(attended + expanded, self.grid) + (bias_a + bias_m)
+        return reduce_over_tensor_ranks(attended + expanded, self.grid) + (bias_a + bias_m)
+
+
+def build_norm(
+    architecture: Architecture, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return one of the network's norms over hidden states."""
+    return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, device=device, dtype=dtype)
+
+
+def run_blocks(
+    blocks: Sequence[TransformerLayer],
+    x: Tensor,
+    cache: KVCache | None = None,
+    positions: Tensor | None = None,
+    document_starts: Tensor | None = None,
+    recompute: int = 0,
+) -> Tensor:
+    """Run neighbouring blocks: hidden states [B, S, H] -> [B, S, H]. Training, scoring and generation all do.
+
+    Args:
+        blocks: In order.
+        x: Hidden states.
+        cache: Tokens seen before; these are appended.
+        positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
+        document_starts: Where each token's document starts in its row, [B, S]; attention and positions then stay within
+            documents. Not with a cache.
+        recompute: Recompute so many blocks at a time in the backward pass; 0 keeps all activations.
+    """
+    if not blocks:
+        return x
+    length = x.shape[1]
+    same_document = None
+    if document_starts is not None:
+        assert cache is None, "documents are kept apart in training and scoring alone"
+        positions = torch.arange(length, device=x.device) - document_starts
+        same_document = same_document_pairs(document_starts)
+    elif positions is None:
+        positions = torch.arange(length, device=x.device) if cache is None else cache.positions(length)
+    tables = blocks[0].attention.position_tables(positions, x.dtype)
+    if cache is not None:
+        for block, part in zip(blocks, cache.layers(length), strict=True):
+            x = block(x, tables, part)
+        cache.advance(length)
+        return x
+    size = recompute or len(blocks)
+    for first in range(0, len(blocks), size):
+        chunk = blocks[first : first + size]
+
+        def run(x: Tensor, chunk: Sequence[TransformerLayer] = chunk) -> Tensor:
+            for block in chunk:
+                x = block(x, tables, None, same_document)
+            return x
+
+        x = chunk[0].grid.rng.checkpoint(run, x) if recompute else run(x)
+    return x

@@ -1,20 +1,18 @@
-"""From the run plan to modules: the only place of this room that knows configurations exist."""
+"""Construction of the layers that a run plan names."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from neox.architecture import BLOCK_OFFSET
 from neox.config.plan import RunPlan
 from neox.log import get_logger
-from neox.model.attention import SelfAttention
-from neox.model.block import MLP, TransformerLayer
-from neox.model.ends import Embedding, FinalNorm, Head, TiedHead
+from neox.model.block import TransformerLayer
+from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
 from neox.model.initial_weights import initialize_layer
 from neox.ops import AttentionImpl
 from neox.parallel import ParallelGrid
-
-_FIRST_BLOCK = 2
 
 
 def build_layer(
@@ -31,22 +29,32 @@ def build_layer(
     None (the rotary buffer always is).
     """
     entry = plan.layers[index]
-    hidden, vocab = plan.layers.hidden_size, plan.layers.padded_vocab_size
-    model = plan.config.model
+    network, training, vocab = plan.architecture, plan.config.training, plan.layers.padded_vocab_size
     where = {"device": device, "dtype": dtype}
     layer: nn.Module
     if entry.kind == "identity":
         return nn.Identity()
     if entry.kind == "embedding":
-        layer = Embedding(vocab, hidden, grid, dropout=plan.config.training.hidden_dropout, **where)
+        layer = Embedding(vocab, network.hidden_size, grid, dropout=training.hidden_dropout, **where)
     elif entry.kind == "block":
-        layer = _build_block(plan, index - _FIRST_BLOCK, grid, device=device, dtype=dtype)
+        number = index - BLOCK_OFFSET
+        layer = TransformerLayer(
+            network,
+            number,
+            grid,
+            impl=_attention_impl(plan, number),
+            attention_dropout=training.attention_dropout,
+            hidden_dropout=training.hidden_dropout,
+            layer_scaling=plan.config.model.apply_query_key_layer_scaling,
+            **where,
+        )
     elif entry.kind == "norm":
-        layer = FinalNorm(hidden, layernorm_epsilon=model.layernorm_epsilon, **where)
+        layer = FinalNorm(network, **where)
     elif entry.tied_to is not None:
         layer = TiedHead(grid)
     else:
-        layer = Head(hidden, vocab, grid, parallelism=model.output_layer_parallelism, **where)
+        parallelism = plan.config.model.output_layer_parallelism
+        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, **where)
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer
@@ -63,41 +71,8 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
         init_method=model.init_method,
         output_layer_init_method=model.output_layer_init_method,
         std=model.init_method_std,
-        layers=plan.layers.num_layers,
-        hidden=plan.layers.hidden_size,
-    )
-
-
-def _build_block(
-    plan: RunPlan, block: int, grid: ParallelGrid, *, device: torch.device | str | None, dtype: torch.dtype | None
-) -> TransformerLayer:
-    """Build block number `block`, counted from 0."""
-    model, training = plan.config.model, plan.config.training
-    hidden, heads = plan.layers.hidden_size, plan.layers.num_attention_heads
-    rotary_ndims = int(hidden // heads * model.rotary_pct) if model.pos_emb == "rotary" else 0
-    attention = SelfAttention(
-        hidden,
-        heads,
-        grid,
-        impl=_attention_impl(plan, block),
-        rotary_ndims=rotary_ndims,
-        rotary_base=model.rotary_emb_base,
-        dropout=training.attention_dropout,
-        layer_scaling=block + 1 if model.apply_query_key_layer_scaling else 1,
-        device=device,
-        dtype=dtype,
-    )
-    mlp = MLP(hidden, grid, tanh_gelu=model.bias_gelu_fusion, device=device, dtype=dtype)
-    return TransformerLayer(
-        attention,
-        mlp,
-        hidden,
-        grid,
-        parallel_residual=model.gpt_j_residual,
-        hidden_dropout=training.hidden_dropout,
-        layernorm_epsilon=model.layernorm_epsilon,
-        device=device,
-        dtype=dtype,
+        layers=plan.architecture.num_layers,
+        hidden=plan.architecture.hidden_size,
     )
 
 

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neox.architecture import Architecture
 from neox.errors import NeoXError
+from neox.parallel import ParallelGrid
 
 
 class KVCache:
@@ -23,15 +25,17 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        architecture: Architecture,
+        grid: ParallelGrid,
+        num_blocks: int,
         batch: int,
         max_length: int,
-        heads_here: int,
-        head_dim: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.pairs = torch.zeros(num_layers, batch, heads_here, 2, max_length, head_dim, device=device, dtype=dtype)
+        heads = architecture.num_attention_heads // grid.tp_size
+        shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
+        self.pairs = torch.zeros(shape, device=device, dtype=dtype)
         self.max_length = max_length
         self.length = 0
         self.start: Tensor | None = None
@@ -106,10 +110,7 @@ class LayerCache(NamedTuple):
         """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D]."""
         self.new[:, :, 0] = k.transpose(1, 2)
         self.new[:, :, 1] = v.transpose(1, 2)
-        return self.attend_appended(q.transpose(1, 2), scale).transpose(1, 2)
-
-    def attend_appended(self, q: Tensor, scale: float) -> Tensor:
-        """Attend over everything seen, once `new` is written: q [B, N, S, D] -> [B, N, S, D]."""
-        return F.scaled_dot_product_attention(
-            q, self.keys, self.values, attn_mask=self.mask, is_causal=self.causal, scale=scale
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), self.keys, self.values, attn_mask=self.mask, is_causal=self.causal, scale=scale
         )
+        return out.transpose(1, 2)

@@ -10,13 +10,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from neox.architecture import BLOCK_OFFSET
 from neox.config.plan import RunPlan
-from neox.model.block import TransformerLayer
+from neox.model.block import TransformerLayer, run_blocks
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
-from neox.model.ends import Embedding, Head, TiedHead
+from neox.model.embedding import Embedding, Head, TiedHead
 from neox.model.loss import lm_loss
-from neox.ops import linear_cross_entropy, same_document_pairs
+from neox.ops import linear_cross_entropy
 from neox.parallel import ParallelGrid
 
 
@@ -36,9 +37,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.grid = grid
-        self.num_layers = plan.layers.num_layers
-        self.heads_here = plan.layers.num_attention_heads // grid.tp_size
-        self.head_dim = plan.layers.hidden_size // plan.layers.num_attention_heads
+        self.architecture = plan.architecture
         training = plan.config.training
         self.recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
         self.sequential = nn.ModuleList(
@@ -72,21 +71,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states after the final norm [B, S, H]."""
         x = cast(Embedding, self.sequential[0])(tokens)
-        same_document = None
-        if document_starts is not None:
-            assert cache is None, "documents are kept apart in training and scoring alone"
-            positions = torch.arange(tokens.shape[1], device=tokens.device) - document_starts
-            same_document = same_document_pairs(document_starts)
-        if cache is not None:
-            positions = cache.positions(tokens.shape[1]) if positions is None else positions
-            for block, part in zip(self.blocks, cache.layers(tokens.shape[1]), strict=True):
-                x = block(x, positions, part)
-            cache.advance(tokens.shape[1])
-        elif self.recompute_chunk and self.training and torch.is_grad_enabled():
-            x = self._recomputed_blocks(x, positions, same_document)
-        else:
-            for block in self.blocks:
-                x = block(x, positions, None, same_document)
+        recompute = self.recompute_chunk if self.training and torch.is_grad_enabled() else 0
+        x = run_blocks(self.blocks, x, cache, positions, document_starts, recompute)
         return self.sequential[-2](x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -114,24 +100,13 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[TransformerLayer]:
         """The transformer blocks in order."""
-        return [cast(TransformerLayer, layer) for layer in self.sequential[2 : 2 + self.num_layers]]
+        last = BLOCK_OFFSET + self.architecture.num_layers
+        return [cast(TransformerLayer, layer) for layer in self.sequential[BLOCK_OFFSET:last]]
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Return an empty KV cache of this rank's heads, on the model's device and in its dtype."""
         weight = cast(Embedding, self.sequential[0]).word_embeddings.weight
+        num_blocks = self.architecture.num_layers
         return KVCache(
-            self.num_layers, batch, max_length, self.heads_here, self.head_dim, device=weight.device, dtype=weight.dtype
+            self.architecture, self.grid, num_blocks, batch, max_length, device=weight.device, dtype=weight.dtype
         )
-
-    def _recomputed_blocks(self, x: Tensor, positions: Tensor | None, same_document: Tensor | None) -> Tensor:
-        blocks = self.blocks
-        for first in range(0, len(blocks), self.recompute_chunk):
-            chunk = blocks[first : first + self.recompute_chunk]
-
-            def run(x: Tensor, chunk: list[TransformerLayer] = chunk) -> Tensor:
-                for block in chunk:
-                    x = block(x, positions, None, same_document)
-                return x
-
-            x = self.grid.rng.checkpoint(run, x)
-        return x

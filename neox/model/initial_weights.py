@@ -12,11 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from neox.config.layer_plan import LayerEntry, ParameterSpec
+from neox.architecture import LayerEntry, ParameterSpec
 from neox.parallel import ParallelGrid, derive_seed
-
-_OUTPUT_LAYERS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-"""Weights that write into the residual; they get `output_layer_init_method`."""
 
 
 def draw(
@@ -66,11 +63,11 @@ def initialize_layer(
         target = parameters[spec.name]
         # Again here: `to_empty` makes new parameters, without the mark of the constructor.
         target.model_parallel = spec.partition_dim is not None and grid.tp_size > 1
-        if len(spec.shape) == 1:
-            target.fill_(1.0 if spec.name.endswith(".weight") else 0.0)
+        if spec.init in ("ones", "zeros"):
+            target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
-        method = output_layer_init_method if spec.name in _OUTPUT_LAYERS else init_method
+        method = output_layer_init_method if spec.init == "output_weight" else init_method
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden)
         target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
     for module in layer.modules():

@@ -1,21 +1,23 @@
-"""Fast operations, each beside its torch reference. Tensors, numbers and literals only."""
+"""Operations on tensors, each fast one beside its torch reference."""
 
+from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import AttentionImpl, core_attention, same_document_pairs
-from neox.ops.gelu import bias_gelu, gelu, gelu_tanh
 from neox.ops.linear import linear
 from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from neox.ops.rotary import apply_rotary, rotary_inv_freq, rotary_tables, rotate
+from neox.ops.norms import NORMS
+from neox.ops.packed_linear import PackedWeight, can_pack
+from neox.ops.rotary import rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 
 __all__ = [
+    "ACTIVATIONS",
+    "NORMS",
     "MASKED_SCORE",
     "AttentionImpl",
+    "PackedWeight",
+    "can_pack",
     "SoftmaxImpl",
-    "apply_rotary",
-    "bias_gelu",
     "core_attention",
-    "gelu",
-    "gelu_tanh",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",

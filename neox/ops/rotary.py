@@ -31,8 +31,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # One split, not three slices: its gradient is one concatenation instead of three zero-filled tensors.
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
-
-
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys [B, S, N, D]; tables from `rotary_tables`."""
-    return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from neox.architecture import training_flops_per_token
 from neox.config import RunPlan
 from neox.data.batches import Batch, BatchIterator
 from neox.data.build import DataIterators
@@ -17,7 +18,6 @@ from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.train.callbacks import Callback, StepReport, TrainState
-from neox.train.flops import flops_per_iteration
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
@@ -49,7 +49,9 @@ class Trainer:
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        self._flops = flops_per_iteration(plan, recompute=True)
+        length, recompute = plan.config.model.seq_length or 0, plan.config.training.checkpoint_activations
+        tokens = plan.batch.train_batch_size * length
+        self._flops = float(tokens * training_flops_per_token(plan.layers, length, recompute=recompute))
         self._saved: int | None = None
         self._evaluated: int | None = None
         keys = plan.config.checkpoint

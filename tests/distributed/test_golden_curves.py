@@ -57,7 +57,7 @@ def train_and_compute_logits(plan, tokens, go_on=None):
     module.eval()
     with torch.no_grad():
         if grid.pp_rank > 0:
-            x = torch.empty(*tokens.shape, plan.layers.hidden_size)
+            x = torch.empty(*tokens.shape, plan.layers.architecture.hidden_size)
             dist.recv(x, grid.rank - grid.dp_size * grid.tp_size)
         x = module(x)
         if grid.pp_rank < grid.pp_size - 1:

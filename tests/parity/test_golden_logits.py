@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from neox.config import LayerPlan, NeoXConfig, load_config, resolve
+from neox.architecture import LayerPlan
+from neox.config import NeoXConfig, load_config, resolve
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from neox.architecture.choices import ActivationName, NormName, PositionsName
 from neox.config.sections.base import OnlyWith, Section
 
 InitMethod = Literal[
@@ -42,14 +43,14 @@ class ModelConfig(Section):
     max_position_embeddings: int | None = Field(None, ge=1)
     """Longest sequence positions exist for; at least seq_length. Required in gpt-neox; seq_length where unset."""
 
-    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = "layernorm"
-    """Normalisation layer. `layernorm` works."""
+    norm: NormName = "layernorm"
+    """Normalisation layer."""
 
     layernorm_epsilon: float = Field(1e-5, gt=0)
     """Added to the variance inside LayerNorm."""
 
-    pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = "learned"
-    """Positions. `rotary` and `none` work; gpt-neox's default `learned` does not, so the key must be given."""
+    pos_emb: PositionsName = "learned"
+    """How positions enter the network. gpt-neox's default `learned` is not implemented, so the key must be given."""
 
     rotary_pct: Annotated[float, OnlyWith("pos_emb", ("rotary",))] = Field(1.0, gt=0, le=1)
     """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
@@ -66,8 +67,8 @@ class ModelConfig(Section):
     output_layer_parallelism: Annotated[Literal["row", "column"], OnlyWith("no_weight_tying")] = "row"
     """Which dimension of the untied head is split over tensor ranks."""
 
-    activation: Literal["gelu", "geglu", "relu", "softsign", "swish", "mish"] = "gelu"
-    """MLP activation. `gelu` works: the erf form, or the tanh approximation with bias_gelu_fusion."""
+    activation: ActivationName = "gelu"
+    """MLP activation. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation."""
 
     bias_gelu_fusion: bool = False
     """Add the bias and apply the tanh approximation of gelu in one kernel."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.config.attention import attention_kinds
+from neox.architecture import ACTIVATIONS, ATTENTION, NORMS, POSITIONS
+from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_problem
 from neox.config.wording import place, said
@@ -12,12 +13,8 @@ from neox.errors import ConfigError
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-# Values gpt-neox knows and this project does not build, by key, and what to write instead.
-_KINDS = {
-    "norm": (("layernorm",), "use layernorm"),
-    "pos_emb": (("rotary", "none"), "use rotary (or none)"),
-    "activation": (("gelu",), "use gelu"),
-}
+# Keys that name a choice; gpt-neox's default is not always available.
+_CHOICES = {"norm": NORMS, "pos_emb": POSITIONS, "activation": ACTIVATIONS}
 
 
 def network_problems(config: NeoXConfig) -> Iterator[str]:
@@ -26,11 +23,10 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     for key in REQUIRED:
         if getattr(model, key) is None:
             yield f"`{key}` is missing: every model needs it"
-    for key, (works, advice) in _KINDS.items():
-        value = getattr(model, key)
-        if value not in works:
-            unset = "" if config.given(key) else f"; gpt-neox's default is {value}, so it must be given"
-            yield f"{place(config, key)}`{key}: {value}` is not implemented: {advice}{unset}"
+    for key, available in _CHOICES.items():
+        if (value := getattr(model, key)) not in available:
+            names = ", ".join(available)
+            yield f"`{key}` is missing: gpt-neox's default {value} is not implemented; give one of {names}"
     yield from _heads(config)
     yield from _lengths(config)
     yield from _attention(config)
@@ -56,7 +52,7 @@ def _heads(config: NeoXConfig) -> Iterator[str]:
             f"{said(config, 'num_attention_heads', heads)}; the nearest multiples are {nearest}"
         )
     elif model.pos_emb == "rotary":
-        rotated = int(hidden // heads * model.rotary_pct)
+        rotated = rotated_dimensions(model.pos_emb, model.rotary_pct, hidden, heads)
         if rotated < 2 or rotated % 2:
             yield (
                 f"{place(config, 'rotary_pct')}`rotary_pct: {model.rotary_pct}` rotates {rotated} of the "
@@ -93,20 +89,18 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
     if config.model.attention_config is None or layers is None:
         return
     try:
-        kinds = attention_kinds(config)
+        kinds = attention_kinds(config.model.attention_config, layers)
     except ConfigError as error:
         yield from (f"{place(config, key)}{problem}" for problem in error.problems)
         return
-    unknown = sorted(set(kinds) - {"global", "flash"})
-    if unknown:
-        yield f"{place(config, key)}`{key}` asks for {', '.join(unknown)}: not implemented, use global or flash"
+    if unknown := sorted(set(kinds) - {*ATTENTION, FLASH}):
+        known = " or ".join((*ATTENTION, FLASH))
+        yield f"{place(config, key)}`{key}` asks for {', '.join(unknown)}: not implemented, use {known}"
     if len(kinds) != layers:
         yield (
             f"{place(config, key)}`{key}` describes {len(kinds)} layers, but "
             f'{said(config, "num_layers", layers)}; write [[["{kinds[0] if kinds else "global"}"], {layers}]]'
         )
-    if "flash" in kinds and config.model.pos_emb == "alibi":
-        yield f"{place(config, key)}flash attention cannot add alibi"
 
 
 def _divisors(number: int) -> str:

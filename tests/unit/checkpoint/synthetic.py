@@ -9,22 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import write_client_state, write_full_layer
-from neox.config import LayerPlan, build_layer_plan
+from tests.plans import SIZES, plan_of
 
 
 def small_plan(**changes: Any) -> LayerPlan:
     """A layer plan of two small blocks."""
-    settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "padded_vocab_size": 64,
-        "gpt_j_residual": True,
-        "no_weight_tying": True,
-        "output_layer_parallelism": "column",
-    }
-    return build_layer_plan(**{**settings, **changes})
+    sizes = {"num_layers": 2, "hidden_size": 16, "rotary_pct": 1, "padded_vocab_size": 64}
+    kinds = {"gpt_j_residual": True, "no_weight_tying": True, "output_layer_parallelism": "column"}
+    return plan_of(1, 50, **{**SIZES, **sizes, **kinds, **changes}).layers
 
 
 def seeded_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neox.checkpoint import check_same_model, identity_state, model_differences, padding_note
+from neox.checkpoint import check_same_model, identity_state, padding_note
 from neox.errors import CheckpointError
 from tests.plans import SIZES, plan_of
 
@@ -17,19 +17,19 @@ def args(run):
     return {name: value for part in identity_state(run).values() for name, value in part.items()}
 
 
-def test_the_same_model_at_other_degrees_and_padding():
-    assert model_differences(args(plan()), plan(make_vocab_size_divisible_by=8)) == []
-    assert model_differences({"num_layers": 2, "make_vocab_size_divisible_by": 7}, plan()) == []
+def test_the_same_model_at_other_degrees_and_padding(tmp_path):
+    assert check_same_model(tmp_path, args(plan()), plan(make_vocab_size_divisible_by=8)) == []
+    assert check_same_model(tmp_path, {"num_layers": 2, "make_vocab_size_divisible_by": 7}, plan()) == []
     assert args(plan())["vocab_size"] == 60
 
 
 def test_a_table_of_what_differs(tmp_path):
     with pytest.raises(CheckpointError) as error:
-        check_same_model(tmp_path, args(plan()), plan(num_layers=3, gpt_j_residual=True))
+        check_same_model(tmp_path, args(plan()), plan(layernorm_epsilon=0.5, gpt_j_residual=True))
     rows = [line.split() for line in str(error.value).splitlines()[1:4]]
     assert rows == [
         ["field", "checkpoint", "this", "run"],
-        ["num_layers", "2", "3"],
+        ["layernorm_epsilon", "1e-05", "0.5"],
         ["gpt_j_residual", "False", "True"],
     ]
 

@@ -54,18 +54,18 @@ def test_one_run_lists_keys_laws_grid_and_batch(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text(
         "num_layers: 4\nhiden_size: 64\nnum_attention_heads: 5\nseq_length: 32\npos_emb: rotary\ntrain_iters: ten\n"
-        "pipe_parallel_size: 3\ntrain_batch_size: 7\ngas: 2\ntrain_micro_batch_size_per_gpu: 3\nnorm: rmsnorm\n"
+        "pipe_parallel_size: 3\ntrain_batch_size: 7\ngas: 2\ntrain_micro_batch_size_per_gpu: 3\nmin_lr: 9\n"
     )
     draft = draft_config([file])
     assert len(draft.problems) == 2  # hiden_size, train_iters
     more = "\n".join(further_problems(draft, 8, 100))
-    assert f"{file}:11: `norm: rmsnorm` is not implemented" in more
+    assert f"{file}:11: `min_lr" in more
     assert "8 GPUs cannot be divided into copies of the model on 3" in more
     assert f"{file}:8: `train_batch_size: 7` is not a multiple of `train_micro_batch_size_per_gpu: 3`" in more
     assert "hidden_size" not in more  # which may have been meant
     file.write_text(file.read_text() + "pipe_parallel_size: 2\n")
     more = "\n".join(further_problems(draft_config([file]), 8, 100))
-    assert "rmsnorm" in more
+    assert "min_lr" in more
     assert "GPUs" not in more  # nothing is known of the grid
 
 

@@ -78,7 +78,7 @@ def test_activations_are_what_autograd_keeps():
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        x = torch.randn(2, 256, plan.layers.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(2, 256, plan.layers.architecture.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer(x)
         measured = sum(size for pointer, size in kept.items() if pointer not in weights)

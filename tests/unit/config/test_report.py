@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neox.config import NeoXConfig, format_plan, load_config, memory_problem, plan_as_dict, resolve
-from neox.config.figures import figures, flops_per_token
+from neox.config.figures import figures
 from neox.config.fit import GIB, check_fit, usable_bytes
 from neox.config.report import imbalance, memory_with, stage_ranks
 
@@ -122,14 +122,14 @@ class TestFigures:
     def test_flops_are_about_six_per_parameter(self):
         for name in ("20B", "1-3B", "175B"):
             plan = shipped(name, 96)
-            assert flops_per_token(plan) == pytest.approx(6 * plan.layers.numel, rel=0.15)
+            assert figures(plan).flops_per_token == pytest.approx(6 * plan.layers.numel, rel=0.15)
 
     def test_bubble_and_days(self):
         plan = shipped("20B", 96, "peak_theoretical_tflops=312", "expected_mfu=0.38")
         found = figures(plan)
         assert found.bubble == pytest.approx(3 / 35)
         assert found.tokens == 150_000 * 1536 * 2048
-        seconds = found.tokens * flops_per_token(plan) / (96 * 312e12 * 0.38)
+        seconds = found.tokens * found.flops_per_token / (96 * 312e12 * 0.38)
         assert found.days == pytest.approx(seconds / 86400)
         assert figures(shipped("125M", 8)).bubble == 0
 

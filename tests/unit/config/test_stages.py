@@ -8,7 +8,6 @@ import re
 import pytest
 from deepspeed.runtime import utils as deepspeed_utils
 
-from neox.config.layer_plan import build_layer_plan
 from neox.config.stages import (
     LAYER_CLASS_NAMES,
     partition_balanced,
@@ -16,6 +15,7 @@ from neox.config.stages import (
     partition_problem,
     partition_uniform,
 )
+from tests.plans import SIZES, plan_of
 
 
 def test_uniform_as_deepspeed():
@@ -36,9 +36,9 @@ def test_balanced_as_deepspeed():
 
 
 def plan(**changes):
-    sizes = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 512}
+    sizes = {"num_layers": 6, "padded_vocab_size": 512}
     kinds = {"gpt_j_residual": True, "no_weight_tying": True, "output_layer_parallelism": "column"}
-    return build_layer_plan(**{**sizes, **kinds, **changes})
+    return plan_of(**{**SIZES, **sizes, **kinds, **changes}).layers
 
 
 def test_only_blocks_match_the_default_method():

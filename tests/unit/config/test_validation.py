@@ -37,10 +37,10 @@ VIOLATIONS = [
     ({"pipe_partition_method": "type:conv"}, ("matches none", "TransformerLayer")),
     ({"rotary_pct": 0.2}, ("rotary_pct: 0.2", "3 of the 16", "even")),
     ({"rotary_pct": 0.05}, ("rotary_pct: 0.05", "at least 2")),
-    ({"norm": "rmsnorm"}, ("norm: rmsnorm", "not implemented", "layernorm")),
-    ({"pos_emb": None}, ("pos_emb: learned", "default", "rotary")),
-    ({"pos_emb": "alibi"}, ("pos_emb: alibi", "rotary")),
-    ({"activation": "geglu"}, ("activation: geglu", "gelu")),
+    ({"norm": "rmsnorm"}, ("norm", "rmsnorm", "layernorm")),
+    ({"pos_emb": None}, ("pos_emb", "missing", "learned", "rotary")),
+    ({"pos_emb": "alibi"}, ("pos_emb", "alibi", "rotary")),
+    ({"activation": "geglu"}, ("activation", "geglu", "gelu_tanh")),
     ({"attention_config": [[["sparse_fixed"], 4]]}, ("sparse_fixed", "global or flash")),
     ({"attention_config": [[["flash"], 3]]}, ("3 layers", "num_layers: 4", '[[["flash"], 4]]')),
     ({"attention_config": [[["flash", "global", "flash"], "all"]]}, ("3 kinds over 4 layers",)),
@@ -148,9 +148,9 @@ def test_what_changes_nothing_says_so(tiny, change, words):
 
 
 def test_every_violation_is_listed(tiny, tmp_path):
-    flat = {**tiny, "hidden_size": 66, "min_lr": 1.0, "norm": "rmsnorm", "split": "x", "pipe_parallel_size": 3}
+    flat = {**tiny, "hidden_size": 66, "min_lr": 1.0, "pos_emb": None, "split": "x", "pipe_parallel_size": 3}
     problems = violations(flat, world=7)
-    for text in ("hidden_size", "min_lr", "norm", "split", "7 GPUs"):
+    for text in ("hidden_size", "min_lr", "pos_emb", "split", "7 GPUs"):
         assert any(text in problem for problem in problems)
 
 

@@ -10,11 +10,8 @@ import torch
 from neox.checkpoint import CheckpointReader
 from neox.config import load_config, resolve
 from neox.errors import CheckpointError
-from neox.generation.blocks import ModuleBlocks
 from neox.generation.completion import generate
 from neox.generation.load import load_model
-from neox.generation.merged import MergedBlocks
-from neox.generation.packed import can_pack
 from neox.generation.request import SamplingParams
 from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
@@ -48,15 +45,6 @@ def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(
     expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     assert torch.allclose(scores, expected, atol=1e-5, rtol=0)
     assert torch.equal(top, logits[:, :-1].argmax(-1) == tokens[:, 1:])
-
-
-def test_what_runs_the_blocks():
-    """Merged where that is faster, and modules where it is not possible."""
-    if not can_pack(torch.device("cpu"), torch.float32):
-        pytest.skip("this CPU has no packed fp32 weights")
-    assert isinstance(golden_model(RUNS[0]).stage.blocks, MergedBlocks)
-    assert isinstance(golden_model(RUNS[0], gpt_j_residual="false").stage.blocks, ModuleBlocks)
-    assert isinstance(golden_model(RUNS[0], inference_precision="bf16").stage.blocks, ModuleBlocks)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"num_beams": 3}])

@@ -1,4 +1,4 @@
-"""The first and the last layers: embedding, final norm, and the head, tied or with a weight of its own.
+"""Embedding, final norm and language-model head (tied to the embedding, or with a weight of its own).
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neox.architecture import Architecture
+from neox.model.block import build_norm
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -46,20 +48,20 @@ class Embedding(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The last LayerNorm: [B, S, H] -> [B, S, H]."""
+    """The norm after the last block: [B, S, H] -> [B, S, H]."""
 
     def __init__(
         self,
-        hidden_size: int,
+        architecture: Architecture,
         *,
-        layernorm_epsilon: float = 1e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device, dtype=dtype)
+        self.norm = build_norm(architecture, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
         return self.norm(x)
 
 

@@ -1,0 +1,29 @@
+"""Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
+
+from neox.architecture.architecture import Architecture, Difference
+from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
+from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
+from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerKind, LayerPlan, build_layer_plan
+from neox.architecture.parameter import Initialization, ParameterSpec
+
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTION",
+    "BLOCK_OFFSET",
+    "NORMS",
+    "POSITIONS",
+    "Activation",
+    "Architecture",
+    "Attention",
+    "Difference",
+    "Initialization",
+    "LayerEntry",
+    "LayerKind",
+    "LayerPlan",
+    "Norm",
+    "ParameterSpec",
+    "Positions",
+    "build_layer_plan",
+    "forward_flops_per_token",
+    "training_flops_per_token",
+]

@@ -1,0 +1,99 @@
+"""Choices of a network on paper: activations, norms, positions and attention, by their names in the YAML.
+
+Each table's keys are the values that the YAML accepts. How a choice is computed is the entry of the same name in
+`neox.ops` (`ACTIVATIONS`, `NORMS`) or `neox.model` (`POSITIONS`, `ATTENTION`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from neox.architecture.architecture import Architecture
+from neox.architecture.parameter import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An MLP activation.
+
+    Attributes:
+        width_factor: Width of its input as a multiple of its output: 2 where one half gates the other.
+    """
+
+    width_factor: int = 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the hidden dimension.
+
+    Attributes:
+        parameters: Hidden size -> parameters, named inside the norm.
+    """
+
+    parameters: Callable[[int], tuple[ParameterSpec, ...]]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How positions enter the network.
+
+    Attributes:
+        rotates: Whether queries and keys are transformed, so that both forms are kept for the backward pass.
+    """
+
+    rotates: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one block.
+
+    Attributes:
+        parameters: Its parameters, named inside the block.
+        keys_per_query: Sequence length -> keys that one query is multiplied with, a causal mask not subtracted (as
+            Megatron-LM counts, arXiv:2104.04473).
+    """
+
+    parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
+    keys_per_query: Callable[[int], int]
+
+
+def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:
+    """Return the bias of a linear layer whose input is split over tensor ranks: one copy, added after the reduction."""
+    shape = (architecture.hidden_size,)
+    return ParameterSpec(name, shape, init="zeros", decay=False, summed_in_neox=architecture.parallel_residual)
+
+
+def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
+    return (
+        ParameterSpec("weight", (hidden,), init="ones", decay=False),
+        ParameterSpec("bias", (hidden,), init="zeros", decay=False),
+    )
+
+
+def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Fused projection with rows [heads, 3, head_dim] and output projection, both with bias."""
+    h = architecture.hidden_size
+    return (
+        ParameterSpec("attention.query_key_value.weight", (3 * h, h), 0),
+        ParameterSpec("attention.query_key_value.bias", (3 * h,), 0, init="zeros", decay=False),
+        ParameterSpec("attention.dense.weight", (h, h), 1, init="output_weight"),
+        row_parallel_bias("attention.dense.bias", architecture),
+    )
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"gelu": Activation(), "gelu_tanh": Activation()})
+NORMS: Mapping[str, Norm] = MappingProxyType({"layernorm": Norm(_layernorm)})
+POSITIONS: Mapping[str, Positions] = MappingProxyType({"rotary": Positions(rotates=True), "none": Positions()})
+ATTENTION: Mapping[str, Attention] = MappingProxyType({"global": Attention(_self_attention, lambda length: length)})
+
+if TYPE_CHECKING:
+    ActivationName = NormName = PositionsName = str
+else:
+    ActivationName = Literal[tuple(ACTIVATIONS)]
+    NormName = Literal[tuple(NORMS)]
+    PositionsName = Literal[tuple(POSITIONS)]

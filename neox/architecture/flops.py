@@ -1,0 +1,37 @@
+"""Floating-point operations of a network: two per multiply-add, matrix products only."""
+
+from __future__ import annotations
+
+from neox.architecture.choices import ATTENTION
+from neox.architecture.layers import LayerPlan
+
+
+def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]:
+    """Return the operations of a forward pass for one token: (in the blocks, in the head).
+
+    A block takes 2 per element of its matrices, and 4 x hidden size per key and query for scores and weighted values
+    (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
+    arXiv:2104.04473.
+
+    Args:
+        layers: The network's layers.
+        sequence: Tokens per sample.
+    """
+    architecture = layers.architecture
+    products = sum(
+        2 * p.numel for layer in layers if layer.kind == "block" for p in layer.parameters if len(p.shape) == 2
+    )
+    keys = sum(ATTENTION[kind].keys_per_query(sequence) for kind in architecture.attention)
+    return products + 4 * architecture.hidden_size * keys, 2 * architecture.hidden_size * layers.padded_vocab_size
+
+
+def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: bool = False) -> int:
+    """Return the operations of forward and backward for one token; a backward pass takes twice the forward's.
+
+    Args:
+        layers: The network's layers.
+        sequence: Tokens per sample.
+        recompute: Count a second forward pass of the blocks.
+    """
+    blocks, head = forward_flops_per_token(layers, sequence)
+    return (4 if recompute else 3) * blocks + 3 * head

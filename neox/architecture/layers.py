@@ -1,0 +1,125 @@
+"""The layer plan: the one list of layers, parameter names, full shapes, tensor-parallel splits and ties.
+
+Everything that must agree about the network reads it: the modules, the memory estimate, the pipeline stages,
+checkpoints (files, reading and splitting over ranks) and the Hugging Face conversion.
+
+Numbering is gpt-neox's: 0 embedding, 1 nothing, 2..L+1 blocks, L+2 nothing, L+3 final norm, L+4 head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from neox.architecture.architecture import Architecture
+from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, row_parallel_bias
+from neox.architecture.parameter import ParameterSpec
+
+LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
+
+BLOCK_OFFSET = 2
+"""Index of the first block."""
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One numbered layer; `identity` layers hold no weights and exist to keep NeoX's numbering.
+
+    Attributes:
+        index: Its number.
+        kind: What it is.
+        parameters: What it owns.
+        tied_to: For a head that uses another layer's weight, that layer's index (0). Such a head owns no parameters;
+            on another pipeline stage than its owner it holds a copy that DeepSpeed keeps equal.
+    """
+
+    index: int
+    kind: LayerKind
+    parameters: tuple[ParameterSpec, ...] = ()
+    tied_to: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters over all tensor ranks, tied copies not counted."""
+        return sum(p.numel for p in self.parameters)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """All layers in order; `layers[i].index == i`.
+
+    Attributes:
+        layers: The layers.
+        architecture: What they follow from.
+        padded_vocab_size: Rows of the embedding and of the head.
+    """
+
+    layers: tuple[LayerEntry, ...]
+    architecture: Architecture
+    padded_vocab_size: int
+
+    def __iter__(self) -> Iterator[LayerEntry]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> LayerEntry:
+        return self.layers[index]
+
+    @property
+    def weight_layers(self) -> tuple[LayerEntry, ...]:
+        """The layers that own parameters, so have a file in a checkpoint."""
+        return tuple(layer for layer in self.layers if layer.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters of the model, tied weights counted once."""
+        return sum(layer.numel for layer in self.layers)
+
+
+def build_layer_plan(
+    architecture: Architecture, padded_vocab_size: int, *, head_parallelism: Literal["row", "column"] = "column"
+) -> LayerPlan:
+    """List the layers of a network.
+
+    Args:
+        architecture: The network.
+        padded_vocab_size: Rows of the embedding and of the head.
+        head_parallelism: Dimension of an untied head that tensor ranks split: "column" the vocabulary, "row" the
+            hidden dimension (NeoX's `output_layer_parallelism`).
+    """
+    embedding = (ParameterSpec("word_embeddings.weight", (padded_vocab_size, architecture.hidden_size), 0),)
+    tied = architecture.tie_word_embeddings
+    head = replace(embedding[0], name="final_linear.weight", partition_dim=0 if head_parallelism == "column" else 1)
+    last = architecture.num_layers + 4
+    blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
+    layers = (
+        LayerEntry(0, "embedding", embedding),
+        LayerEntry(1, "identity"),
+        *(LayerEntry(BLOCK_OFFSET + i, "block", blocks[kind]) for i, kind in enumerate(architecture.attention)),
+        LayerEntry(last - 2, "identity"),
+        LayerEntry(last - 1, "norm", _norm_parameters(architecture, "norm")),
+        LayerEntry(last, "head", () if tied else (head,), tied_to=0 if tied else None),
+    )
+    return LayerPlan(layers, architecture, padded_vocab_size)
+
+
+def _norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:
+    parameters = NORMS[architecture.norm].parameters(architecture.hidden_size)
+    return tuple(replace(p, name=f"{module}.{p.name}") for p in parameters)
+
+
+def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
+    h, width = architecture.hidden_size, architecture.mlp_width
+    wide = width * ACTIVATIONS[architecture.activation].width_factor
+    return (
+        *_norm_parameters(architecture, "input_layernorm"),
+        *ATTENTION[attention].parameters(architecture),
+        *_norm_parameters(architecture, "post_attention_layernorm"),
+        ParameterSpec("mlp.dense_h_to_4h.weight", (wide, h), 0),
+        ParameterSpec("mlp.dense_h_to_4h.bias", (wide,), 0, init="zeros", decay=False),
+        ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight"),
+        row_parallel_bias("mlp.dense_4h_to_h.bias", architecture),
+    )

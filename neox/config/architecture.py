@@ -1,0 +1,134 @@
+"""From the YAML's keys to an `Architecture`, and which kernel each block's attention runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from neox.architecture import Architecture
+from neox.config.plan import AttentionImpl
+from neox.config.sections import NeoXConfig
+from neox.errors import ConfigError
+
+_SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
+FLASH = "flash"
+"""The attention kind that names a kernel: on paper it is `global`."""
+
+
+class _Field(NamedTuple):
+    """How one field of `Architecture` follows from keys of the YAML."""
+
+    keys: tuple[str, ...]
+    derive: Callable[..., Any]
+
+
+def attention_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
+    """Return NeoX's attention kind of each block, with `attention_config` expanded as gpt-neox does.
+
+    Raises:
+        ConfigError: It has another shape.
+    """
+    if attention_config is None:
+        return ("global",) * num_layers
+    if all(isinstance(kind, str) for kind in attention_config):
+        return tuple(attention_config)
+    kinds: list[str] = []
+    for item in attention_config:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise ConfigError(_SHAPE)
+        pattern, times = item
+        if not isinstance(pattern, (list, tuple)) or not pattern or not all(isinstance(k, str) for k in pattern):
+            raise ConfigError(_SHAPE)
+        if times == "all":
+            if num_layers % len(pattern):
+                raise ConfigError(
+                    f"`attention_config` repeats {len(pattern)} kinds over {num_layers} layers: no multiple"
+                )
+            times = num_layers // len(pattern)
+        if not isinstance(times, int) or isinstance(times, bool) or times < 1:
+            raise ConfigError(_SHAPE)
+        kinds += list(pattern) * min(times, 10_000)
+    return tuple(kinds)
+
+
+def _attention(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
+    return tuple("global" if kind == FLASH else kind for kind in attention_kinds(attention_config, num_layers))
+
+
+def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int) -> int:
+    """Return the dimensions of each head that are rotated: 0 without rotary positions."""
+    return int(hidden_size // heads * rotary_pct) if positions == "rotary" else 0
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_FIELDS: Mapping[str, _Field] = MappingProxyType(
+    {
+        "num_layers": _Field(("num_layers",), _same),
+        "hidden_size": _Field(("hidden_size",), _same),
+        "num_attention_heads": _Field(("num_attention_heads",), _same),
+        "mlp_width": _Field(("hidden_size",), lambda hidden: 4 * hidden),
+        "activation": _Field(
+            ("activation", "bias_gelu_fusion"), lambda name, fused: "gelu_tanh" if fused and name == "gelu" else name
+        ),
+        "norm": _Field(("norm",), _same),
+        "norm_epsilon": _Field(("layernorm_epsilon",), _same),
+        "positions": _Field(("pos_emb",), _same),
+        "rotary_ndims": _Field(("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads"), rotated_dimensions),
+        "rotary_base": _Field(
+            ("pos_emb", "rotary_emb_base"), lambda positions, base: float(base) if positions == "rotary" else 0.0
+        ),
+        "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
+        "attention": _Field(("attention_config", "num_layers"), _attention),
+        "parallel_residual": _Field(("gpt_j_residual",), _same),
+        "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
+    }
+)
+ARCHITECTURE_KEYS = tuple(dict.fromkeys(key for field in _FIELDS.values() for key in field.keys))
+"""The YAML keys that decide an architecture; checkpoints store them."""
+
+
+def architecture_keys(field: str) -> tuple[str, ...]:
+    """Return the YAML keys that a field of `Architecture` follows from."""
+    return _FIELDS[field].keys
+
+
+def architecture_settings(config: NeoXConfig) -> dict[str, Any]:
+    """Return `ARCHITECTURE_KEYS` with their values, as checkpoints store them."""
+    return {key: getattr(config.model, key) for key in ARCHITECTURE_KEYS}
+
+
+def architecture_of(config: NeoXConfig) -> Architecture:
+    """Return the architecture of a configuration that `static_problems` finds nothing wrong with."""
+    settings = architecture_settings(config)
+    return Architecture(
+        **{name: field.derive(*(settings[key] for key in field.keys)) for name, field in _FIELDS.items()}
+    )
+
+
+def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint's settings tell about its architecture.
+
+    Args:
+        settings: YAML key -> value, as far as a checkpoint (gpt-neox's, too) stores them; other keys are ignored.
+
+    Returns:
+        Field of `Architecture` -> value, without the fields that need a key which is missing or not understood.
+    """
+    found = {}
+    for name, field in _FIELDS.items():
+        if all(key in settings for key in field.keys):
+            with suppress(ConfigError, TypeError, ValueError, ZeroDivisionError):
+                found[name] = field.derive(*(settings[key] for key in field.keys))
+    return found
+
+
+def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
+    """Return the kernel of each block's attention: flash, or the masked softmax, fused or not."""
+    plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"
+    kinds = attention_kinds(config.model.attention_config, config.model.num_layers or 0)
+    return tuple(FLASH if kind == FLASH else plain for kind in kinds)

@@ -1,0 +1,66 @@
+"""The architecture: from keys, compared field by field, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from neox.architecture import Architecture
+from neox.config import NeoXConfig, architecture_of, architecture_settings, saved_architecture
+from tests.plans import SMALL
+
+
+def of(**keys) -> Architecture:
+    return architecture_of(NeoXConfig.from_flat({**SMALL, **keys}))
+
+
+def test_fields_from_keys():
+    network = of(bias_gelu_fusion=True, gpt_j_residual=True, attention_config=[[["flash"], "all"]])
+    assert (network.activation, network.positions, network.rotary_ndims) == ("gelu_tanh", "rotary", 4)
+    assert (network.mlp_width, network.head_dim, network.attention) == (128, 8, ("global", "global"))
+    assert network.parallel_residual
+    assert not network.tie_word_embeddings
+    assert of(pos_emb="none").rotary_ndims == 0
+
+
+def test_kernels_precision_and_dropout_are_no_part_of_it():
+    for keys in (
+        {"attention_config": [[["flash"], 2]]},
+        {"scaled_upper_triang_masked_softmax_fusion": True},
+        {"precision": "bf16"},
+        {"hidden_dropout": 0.1},
+        {"make_vocab_size_divisible_by": 8},
+        {"output_layer_parallelism": "row"},
+    ):
+        assert of(**keys) == of(), keys
+
+
+def test_json_round_trip():
+    assert Architecture.from_dict(json.loads(json.dumps(of().to_dict()))) == of()
+
+
+def test_only_stored_fields_are_compared():
+    saved = saved_architecture(architecture_settings(NeoXConfig.from_flat(SMALL)))
+    assert set(saved) == {f.name for f in fields(Architecture)}
+    assert of().differences(saved) == []
+    assert of(max_position_embeddings=64).differences(saved) == []  # no parameter depends on it
+    assert saved_architecture({"num_layers": 2, "rotary_pct": 1.0}) == {"num_layers": 2}
+    assert [d.field for d in of(num_layers=3).differences({"num_layers": 2})] == ["num_layers"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "may"),
+    [
+        ({"pos_emb": "none"}, "positions", True),
+        ({"rotary_emb_base": 500}, "rotary_base", True),
+        ({"no_weight_tying": False}, "tie_word_embeddings", True),
+        ({"bias_gelu_fusion": True}, "activation", False),
+        ({"layernorm_epsilon": 1e-6}, "norm_epsilon", False),
+    ],
+)
+def test_what_may_differ_in_finetuning(keys, field, may):
+    saved = saved_architecture(architecture_settings(NeoXConfig.from_flat(SMALL)))
+    assert field in [d.field for d in of(**keys).differences(saved, finetune=may)]
+    assert field not in [d.field for d in of(**keys).differences(saved, finetune=not may)]

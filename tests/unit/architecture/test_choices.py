@@ -1,0 +1,31 @@
+"""Each choice has both halves: on paper, and as an implementation."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from neox import architecture, model, ops
+from neox.architecture import NORMS
+
+
+@pytest.mark.parametrize(
+    ("on_paper", "implemented"),
+    [
+        (architecture.ACTIVATIONS, ops.ACTIVATIONS),
+        (architecture.NORMS, ops.NORMS),
+        (architecture.POSITIONS, model.POSITIONS),
+        (architecture.ATTENTION, model.ATTENTION),
+    ],
+    ids=["activation", "norm", "positions", "attention"],
+)
+def test_the_same_names(on_paper, implemented):
+    assert on_paper.keys() == implemented.keys()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norms_parameters(name):
+    norm = ops.NORMS[name](8, eps=1e-5)
+    assert isinstance(norm, nn.Module)
+    on_paper = {p.name: p.shape for p in NORMS[name].parameters(8)}
+    assert {n: tuple(p.shape) for n, p in norm.named_parameters()} == on_paper
