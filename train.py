@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+from typing import NoReturn
 
 from neox.config import decode_payload
 from neox.errors import run_script
 from neox.log import setup_logging
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Read the plan that deepy.py made, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--payload", help="the plan, as deepy.py encodes it")
@@ -24,7 +26,11 @@ def main() -> int:
     plan = decode_payload(arguments.payload)
     from neox.train import pretrain  # seconds of imports, after the plan is known to be sound
 
-    return pretrain(plan)
+    code = pretrain(plan)
+    # All is saved and closed; the interpreter would spend a second or more on unloading torch and DeepSpeed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

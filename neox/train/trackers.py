@@ -10,7 +10,9 @@ import json
 import math
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +157,15 @@ class WandB(Tracker):
         self._run.log({"iteration": iteration, **scalars})
 
     def on_end(self, state: TrainState) -> None:
-        """Finish the run."""
+        """Finish the run, and wandb's own process."""
         self._run.finish()
+        self._wandb.teardown()
 
     def on_failure(self, state: TrainState) -> None:
         """Finish the run as failed, if it has begun."""
         if self._run is not None:
             self._run.finish(exit_code=1)
+            self._wandb.teardown()
 
 
 def _run_id(file: Path, *, resumed: bool) -> str:
@@ -210,6 +214,7 @@ class MetricsFile(Tracker):
     def __init__(self, log_dir: str | Path) -> None:
         self.path = Path(log_dir) / METRICS_FILE
         self.picture = Path(log_dir) / PICTURE
+        self._preloading = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
@@ -224,6 +229,13 @@ class MetricsFile(Tracker):
             self._stream.close()
             _keep_earlier_run(self.path, self.picture)
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def on_step(self, state: TrainState, report: StepReport) -> None:
+        """Write the step's scalars."""
+        super().on_step(state, report)
+        if not self._preloading:  # a second of imports: neither before the first step nor after the last one
+            self._preloading = True
+            threading.Thread(target=import_module, args=("matplotlib.figure",), daemon=True).start()
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Write the save's durations, and draw."""
@@ -291,20 +303,22 @@ def curves(path: Path) -> dict[str, dict[int, float]]:
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draw the loss curves of a metrics file as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, so not before training starts
+    """Draw the loss curves of a metrics file as PNG, where it holds any."""
+    losses = curves(metrics)
+    if not losses:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # see MetricsFile.on_step
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in curves(metrics).items():
+    for name, points in losses.items():
         iterations = sorted(points)
         marker = "" if name.startswith("train/") else "o"
         axes.plot(iterations, [points[i] for i in iterations], marker=marker, label=name)
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    axes.legend()
     figure.savefig(picture)
