@@ -1,4 +1,4 @@
-"""Training data: token files, splits and blends."""
+"""Sections of data and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neox.config.sections.base import OnlyWith, Section
 
 
 class DataConfig(Section):
-    """Where tokens come from and in what proportion."""
+    """Token files, splits and blends."""
 
     data_path: str | None = None
     """Prefix of one `.bin/.idx` pair, divided by `split`."""
@@ -34,26 +34,50 @@ class DataConfig(Section):
     """Weight of each test prefix."""
 
     weight_by_num_documents: Annotated[bool, OnlyWith("train_data_paths")] = False
-    """Weigh prefixes by documents, in place of *_data_weights: with share p of the documents, p ** alpha * (1 - p)."""
+    """Weight prefixes by their share p of the documents, p ** alpha * (1 - p), instead of *_data_weights."""
 
     weighted_sampler_alpha: Annotated[float, OnlyWith("weight_by_num_documents")] = Field(0.3, ge=0)
-    """alpha of weight_by_num_documents; the smaller, the more small sets are lifted."""
+    """alpha of weight_by_num_documents; smaller values give small sets more weight."""
 
     data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
     """Format of the token files; `infer` reads it from the `.idx`."""
 
     mmap_warmup: bool = False
-    """Read token files once before training, so that they are in the page cache."""
+    """Read token files once before training, to bring them into the page cache."""
 
     split: Annotated[str, OnlyWith("train_data_paths", (None,))] = "969, 30, 1"
     """Train, validation and test parts of data_path."""
 
     num_workers: int = Field(2, ge=0)
-    """Threads that read batches ahead (gpt-neox: processes), each up to two; 0 reads a batch when it is asked for."""
+    """Threads that read ahead, each up to two batches (gpt-neox: processes); 0 reads a batch when it is needed."""
 
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
     reset_attention_mask: bool = False
-    """Attention and positions begin again after each end of a document: no token sees another document's. Without
-    pipeline stages, and not with the fused softmax."""
+    """Restart attention and positions after each end of a document, so that no token attends to another document. Not
+    with pipeline stages, nor with the fused softmax."""
+
+
+class TokenizerConfig(Section):
+    """The tokenizer."""
+
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer",
+        "HFTokenizer",
+        "HFGPT2Tokenizer",
+        "SPMTokenizer",
+        "CharLevelTokenizer",
+        "TiktokenTokenizer",
+    ] = "GPT2BPETokenizer"
+    """Kind of tokenizer; `HFTokenizer` reads a `tokenizer.json`."""
+
+    vocab_file: str | None = None
+    """The tokenizer's vocabulary file."""
+
+    merge_file: str | None = None
+    """Merge rules of GPT2BPETokenizer."""
+
+    padded_vocab_size: int | None = Field(None, ge=1)
+    """Rows of the embedding. Derived from the vocabulary where unset; otherwise at least the vocabulary's size, and a
+    multiple of model_parallel_size."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: batch triple, precision blocks, ZeRO, clipping, profiling."""
+"""Section of DeepSpeed's settings: batch sizes, precision, ZeRO, clipping, profiling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
 
-_DIVIDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
-_WEIGHTS_DIVIDED = OnlyWith("zero_optimization.stage", (3,))
+_SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
+_SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
 
 
 class OffloadSettings(Section):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where states live."""
+    """Device that holds the states."""
     nvme_path: str | None = None
     """Directory on NVMe."""
     pin_memory: bool | None = None
@@ -29,43 +29,43 @@ class ZeroSettings(Section):
     """DeepSpeed's `zero_optimization` block."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """0: nothing is divided over data-parallel ranks; 1: optimizer states; 2: gradients too; 3: weights too."""
-    contiguous_gradients: Annotated[bool | None, _DIVIDED] = None
+    """What is sharded over data-parallel ranks. 0: nothing; 1: optimizer states; 2: gradients too; 3: weights too."""
+    contiguous_gradients: Annotated[bool | None, _SHARDED] = None
     """Copy gradients to a contiguous buffer."""
-    reduce_scatter: Annotated[bool | None, _DIVIDED] = None
+    reduce_scatter: Annotated[bool | None, _SHARDED] = None
     """Reduce-scatter in place of all-reduce."""
-    reduce_bucket_size: Annotated[int | None, _DIVIDED] = Field(None, gt=0)
+    reduce_bucket_size: Annotated[int | None, _SHARDED] = Field(None, gt=0)
     """Elements reduced at once."""
-    allgather_partitions: Annotated[bool | None, _DIVIDED] = None
+    allgather_partitions: Annotated[bool | None, _SHARDED] = None
     """All-gather in place of broadcasts."""
-    allgather_bucket_size: Annotated[int | None, _DIVIDED] = Field(None, ge=0)
+    allgather_bucket_size: Annotated[int | None, _SHARDED] = Field(None, ge=0)
     """Elements gathered at once."""
-    overlap_comm: Annotated[bool | None, _DIVIDED] = None
+    overlap_comm: Annotated[bool | None, _SHARDED] = None
     """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
     load_from_fp32_weights: bool | None = None
     """DeepSpeed's way to load a checkpoint; changes nothing here, with a note."""
     elastic_checkpoint: bool | None = None
     """DeepSpeed's elastic checkpoints; changes nothing here, with a note: every checkpoint loads at any degrees."""
-    round_robin_gradients: Annotated[bool | None, _DIVIDED] = None
-    """Divide gradients among ranks in turn (stage 2 offload)."""
-    ignore_unused_parameters: Annotated[bool | None, _DIVIDED] = None
+    round_robin_gradients: Annotated[bool | None, _SHARDED] = None
+    """Distribute gradients over ranks round-robin (stage 2 offload)."""
+    ignore_unused_parameters: Annotated[bool | None, _SHARDED] = None
     """Tolerate parameters without gradient (stage 2)."""
     cpu_offload: bool | None = None
     """Old name of offload_optimizer: {device: cpu}."""
     offload_optimizer: OffloadSettings | None = None
-    """Optimizer states elsewhere."""
+    """Offload of optimizer states; refused."""
     offload_param: OffloadSettings | None = None
-    """Weights elsewhere (stage 3)."""
-    sub_group_size: Annotated[int | None, _WEIGHTS_DIVIDED] = None
+    """Offload of weights (stage 3); refused."""
+    sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Elements updated at once (stage 3)."""
-    stage3_max_live_parameters: Annotated[int | None, _WEIGHTS_DIVIDED] = None
-    """Gathered parameters kept at most."""
-    stage3_max_reuse_distance: Annotated[int | None, _WEIGHTS_DIVIDED] = None
-    """Parameters reused within this many are kept."""
-    stage3_prefetch_bucket_size: Annotated[int | None, _WEIGHTS_DIVIDED] = None
-    """Parameters fetched ahead."""
-    stage3_param_persistence_threshold: Annotated[int | None, _WEIGHTS_DIVIDED] = None
-    """Smaller parameters are not divided."""
+    stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    """Largest number of gathered parameters kept."""
+    stage3_max_reuse_distance: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    """Parameters that are used again within this many are kept."""
+    stage3_prefetch_bucket_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    """Parameters fetched in advance."""
+    stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    """Smaller parameters are not sharded."""
     stage3_gather_16bit_weights_on_model_save: bool | None = None
     """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
 
@@ -82,15 +82,15 @@ class Fp16Settings(Section):
     loss_scale: float | None = Field(None, ge=0)
     """Fixed loss scale; 0 is dynamic."""
     initial_scale_power: int | None = None
-    """First dynamic loss scale: 2 to this power."""
+    """The first dynamic loss scale is 2 to this power."""
     loss_scale_window: int | None = Field(None, gt=0)
-    """Good steps before the scale doubles."""
+    """Steps without overflow before the scale doubles."""
     hysteresis: int | None = Field(None, ge=0)
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool | None = None
-    """Refill the hysteresis at every good step."""
+    """Restore the hysteresis after every step without overflow."""
     min_loss_scale: int | None = Field(None, ge=1)
-    """The scale never falls below this."""
+    """Smallest loss scale."""
     auto_cast: bool | None = None
     """Cast inputs to fp16."""
 
@@ -106,7 +106,7 @@ class DataTypesSettings(Section):
     """DeepSpeed's `data_types` block."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """Format gradients are accumulated in; fp32 is chosen for bf16 with ZeRO >= 1."""
+    """Format in which gradients are accumulated; fp32 by default for bf16 with ZeRO >= 1."""
 
 
 class FlopsProfilerSettings(Section):
@@ -115,15 +115,15 @@ class FlopsProfilerSettings(Section):
     enabled: bool = False
     """Profile one step."""
     profile_step: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """The step."""
+    """The step that is profiled."""
     module_depth: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """Depth of modules shown."""
+    """Depth of the modules shown."""
     top_modules: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """Modules shown."""
+    """Number of modules shown."""
     detailed: Annotated[bool | None, OnlyWith("flops_profiler.enabled")] = None
     """Show every module."""
     output_file: Annotated[str | None, OnlyWith("flops_profiler.enabled")] = None
-    """Where the profile goes."""
+    """File the profile is written to."""
 
 
 class CommsLoggerSettings(Section):
@@ -158,7 +158,7 @@ class DeepSpeedConfig(Section):
     """bf16: `{enabled: true}`."""
 
     zero_optimization: ZeroSettings = Field(default_factory=ZeroSettings)
-    """ZeRO: what is divided over data-parallel ranks, and bucket sizes."""
+    """ZeRO: what is sharded over data-parallel ranks, and bucket sizes."""
 
     gradient_clipping: float = Field(0.0, ge=0)
     """Largest global gradient norm; 0 is off (gpt-neox v2.0's default; later versions: 1.0)."""
@@ -167,7 +167,7 @@ class DeepSpeedConfig(Section):
     """`{grad_accum_dtype: ...}`."""
 
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """Format gradients travel in."""
+    """Format in which gradients are communicated."""
 
     fp32_allreduce: bool = False
     """Reduce gradients in fp32."""
@@ -176,13 +176,13 @@ class DeepSpeedConfig(Section):
     """Divide gradients before the reduction."""
 
     gradient_predivide_factor: Annotated[float, OnlyWith("prescale_gradients")] = Field(1.0, gt=0)
-    """By how much, with prescale_gradients."""
+    """Divisor of prescale_gradients."""
 
     zero_allow_untested_optimizer: bool = False
-    """DeepSpeed's switch for optimizers it does not know."""
+    """Let DeepSpeed run ZeRO with an optimizer it does not know."""
 
     steps_per_print: int = Field(10, ge=1)
-    """Steps between DeepSpeed's own lines."""
+    """Steps between DeepSpeed's own lines on the terminal."""
 
     wall_clock_breakdown: bool = False
     """DeepSpeed's timers of forward, backward and step."""
@@ -191,7 +191,7 @@ class DeepSpeedConfig(Section):
     """DeepSpeed prints its engine's state at the start."""
 
     deepspeed_extra_args: dict[str, Any] | None = None
-    """Block of keys of this section, as later gpt-neox passes them on; read as if given at the top level."""
+    """Block of keys of this section, which later gpt-neox passes to DeepSpeed; read as if given at the top level."""
 
     flops_profiler: FlopsProfilerSettings | None = None
     """DeepSpeed's FLOPs profiler."""

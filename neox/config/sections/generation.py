@@ -1,4 +1,4 @@
-"""Text generation and evaluation."""
+"""Section of text generation and evaluation."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class GenerationConfig(Section):
     """Prompts, sampling, outputs and evaluation tasks."""
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = None
-    """Where prompts come from."""
+    """Source of the prompts."""
 
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
 
     top_p: float = Field(0.0, ge=0, le=1)
-    """Sample from the smallest set of tokens with this probability; 0 is off. With `temperature` 0 it draws at 1."""
+    """Sample from the smallest set of tokens with this probability; 0 is off. With `temperature` 0 it samples at 1."""
 
     top_k: int = Field(0, ge=0)
-    """Sample from this many most likely tokens; 0 is off. With `temperature` 0 it draws at 1."""
+    """Sample from this many most likely tokens; 0 is off. With `temperature` 0 it samples at 1."""
 
     return_logits: bool = False
-    """Write the logits of generated tokens too."""
+    """Also write the logits of generated tokens."""
 
     maximum_tokens: int = Field(64, ge=1)
-    """Most tokens generated for a prompt."""
+    """Largest number of tokens generated for a prompt."""
 
     minimum_tokens: int = Field(0, ge=0)
-    """Fewest tokens generated for a prompt: no end of document before."""
+    """Tokens generated for a prompt before it may end."""
 
     repetition_penalty: float = Field(1.0, gt=0)
     """Divides (or, below zero, multiplies) the logits of tokens already in the text; 1 is off."""
@@ -46,10 +46,10 @@ class GenerationConfig(Section):
     """Beams are ranked by log-probability / length ** length_penalty."""
 
     generation_batch_size: int = Field(8, ge=1)
-    """Prompts that are continued at once, and sequences that are scored at once."""
+    """Prompts continued in one batch, and sequences scored in one batch."""
 
     prompt_end: Annotated[str, OnlyWith("text_gen_type", ("interactive",))] = "\n"
-    """What ends a prompt typed interactively."""
+    """Text that ends a prompt typed interactively."""
 
     sample_input_file: str | None = None
     """File of prompts, one per line."""
@@ -58,14 +58,14 @@ class GenerationConfig(Section):
     """File the completions are written to."""
 
     num_samples: int = Field(1, ge=1)
-    """Samples without a prompt (text_gen_type: unconditional)."""
+    """Number of samples without a prompt (text_gen_type: unconditional)."""
 
     num_return_sequences: int = Field(1, ge=1)
     """Continuations of each prompt of an input file."""
 
     inference_precision: Literal["fp32", "fp16", "bf16"] | None = None
-    """Number format of the weights in generation and evaluation; unset: the one of training. fp32 gives the same tokens
-    and scores under every layout of ranks and batches, where half precision rounds sums in their order."""
+    """Number format of the weights in generation and evaluation; that of training where unset. fp32 gives the same
+    tokens and scores for every layout of ranks and batches; half precision rounds differently with each."""
 
     recompute: bool = False
     """Generate without a cache of keys and values."""
@@ -74,14 +74,14 @@ class GenerationConfig(Section):
     """Prefix of evaluation result files."""
 
     eval_tasks: tuple[str, ...] | None = None
-    """Tasks to evaluate: names that lm-evaluation-harness knows, YAML files of such tasks, or own ones as KIND=PATH:
+    """Tasks to evaluate: names of lm-evaluation-harness, YAML files of such tasks, or own tasks as KIND=PATH:
     `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
 
     eval_stride: int | None = Field(None, ge=1)
-    """Tokens scored per window of perplexities, each with the seq_length before it as context; unset: no overlap."""
+    """Tokens scored per window of a perplexity, after seq_length tokens of context; no overlap where unset."""
 
     eval_num_fewshot: int | None = Field(None, ge=0)
-    """Examples shown before each question of harness tasks; unset: as the task says."""
+    """Examples shown before each question of harness tasks; the task's own number where unset."""
 
     eval_limit: int | None = Field(None, ge=1)
-    """Score only that many examples of each harness task, for a quick look."""
+    """Score only this many examples of each harness task, for a quick look."""

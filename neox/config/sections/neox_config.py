@@ -22,18 +22,18 @@ from neox.config.flat import (
 )
 from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
 from neox.config.sections.base import Section
-from neox.config.sections.checkpoint import CheckpointConfig
-from neox.config.sections.data import DataConfig
+from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.config.sections.generation import GenerationConfig
-from neox.config.sections.logging import LoggingConfig
 from neox.config.sections.model import ModelConfig
-from neox.config.sections.optimizer import OptimizerConfig
-from neox.config.sections.parallelism import ParallelismConfig
-from neox.config.sections.runner import RunnerConfig
-from neox.config.sections.schedule import ScheduleConfig
-from neox.config.sections.tokenizer import TokenizerConfig
-from neox.config.sections.training import TrainingConfig
+from neox.config.sections.runner import ParallelismConfig, RunnerConfig
+from neox.config.sections.training import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from neox.errors import ConfigError
 
 # What a type error means, in the words of someone who writes YAML.

@@ -1,4 +1,4 @@
-"""Hosts, ports and launchers."""
+"""Sections of parallelism and of the launch: hosts, ports and launchers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ from pydantic_core import PydanticCustomError
 from neox.config.sections.base import OnlyWith, Section
 
 
+class ParallelismConfig(Section):
+    """Degrees of parallelism, and the division of layers into pipeline stages."""
+
+    pipe_parallel_size: int = Field(0, ge=0)
+    """Pipeline stages. 0 and 1 both mean one stage (no pipeline)."""
+
+    model_parallel_size: int = Field(1, ge=1)
+    """Tensor-parallel ranks that split every layer."""
+
+    pipe_partition_method: str = "type:transformer|mlp"
+    """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or
+    `type:REGEX` (equal counts of layers whose class name matches, ignoring case; blocks are `TransformerLayer`)."""
+
+
 class RunnerConfig(Section):
-    """Where ranks start and how."""
+    """Hosts, ports and launchers."""
 
     hostfile: str | None = None
     """File of `host slots=N` lines."""
@@ -23,13 +37,13 @@ class RunnerConfig(Section):
     """Hosts and slots not to use."""
 
     num_nodes: int = -1
-    """Use the first so many hosts; -1 is all."""
+    """Number of hosts to use, the first of the hostfile; -1 is all."""
 
     num_gpus: int | None = Field(None, ge=1, le=2**20)
     """Ranks on each host; all slots where unset."""
 
     global_num_gpus: int | None = Field(None, ge=1, le=2**20)
-    """Ranks over all hosts; counted from hosts where unset, explicit in a dry run."""
+    """Ranks over all hosts; derived from the hosts where unset. Give it in a dry run."""
 
     master_addr: str | None = None
     """Address of the first host."""
@@ -45,7 +59,7 @@ class RunnerConfig(Section):
     """Do not try ssh to the hosts first."""
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """torch.distributed backend; nccl becomes gloo on a machine without GPU, said aloud."""
+    """torch.distributed backend; nccl becomes gloo on a machine without GPU, with a warning."""
 
     comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""
@@ -57,18 +71,18 @@ class RunnerConfig(Section):
     """Launch through pdsh even where there is one host."""
 
     ssh_port: Annotated[int | None, OnlyWith("launcher", ("pdsh",))] = Field(None, ge=1, le=65535)
-    """Port of the hosts' ssh servers; what ssh's own configuration says where unset."""
+    """Port of the hosts' ssh servers; from ssh's own configuration where unset."""
 
     forward_environment: tuple[str, ...] | None = None
-    """Environment variables (with `*`) that travel to the ranks on other hosts, in place of the default list: NCCL_*,
-    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and their kin. Secrets (..._KEY, ..._TOKEN) among
-    them travel apart, on no command line and in no log."""
+    """Environment variables (`*` matches any text) passed to ranks on other hosts, instead of the default list: NCCL_*,
+    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and similar. Secrets (..._KEY, ..._TOKEN) are
+    passed separately, on no command line and in no log."""
 
     doctor_timeout: Annotated[float, OnlyWith("launcher", ("pdsh",))] = Field(8.0, gt=0)
-    """Seconds that each host has to answer `deepy.py doctor` and the checks before a launch; busy hosts need more."""
+    """Seconds each host has to answer `deepy.py doctor` and the checks before a launch; raise it for busy hosts."""
 
     stop_timeout: float = Field(60.0, gt=0)
-    """Seconds that ranks have to save and end after SIGTERM or Ctrl-C, before they are killed."""
+    """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed."""
 
     gpu_memory_gib: float = Field(80.0, gt=0)
     """Memory of one GPU, in GiB, that a dry run compares with."""
@@ -76,7 +90,7 @@ class RunnerConfig(Section):
     @field_validator("launcher", mode="before")
     @classmethod
     def _no_mvapich(cls, value: Any) -> Any:
-        """Refuse by name what gpt-neox had and this has not."""
+        """Refuse by name the launcher that only gpt-neox has."""
         if value == "mvapich":
             raise PydanticCustomError("mvapich", "is not supported; use openmpi, slurm, pdsh or none")
         return value

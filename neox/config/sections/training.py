@@ -1,16 +1,88 @@
-"""The run: how long, how evaluated, how regularised, how recomputed."""
+"""Sections of a training run: length, optimizer, learning-rate schedule, checkpoints, logging."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
 
 
+class OptimizerParams(Section):
+    """Numbers of the optimizer."""
+
+    lr: float = Field(0.001, ge=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of Adam's second moment."""
+
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay. The flat key weight_decay sets the same value; a contradiction is refused."""
+
+    torch_adam: bool | None = None
+    """DeepSpeed's switch for torch's own Adam; torch's AdamW is always used here."""
+
+    adam_w_mode: bool | None = None
+    """DeepSpeed's switch for decoupled weight decay; it is always decoupled here."""
+
+
+class OptimizerSettings(Section):
+    """DeepSpeed's `optimizer` block."""
+
+    type: str = "Adam"
+    """`Adam` or `AdamW`; both are AdamW with decoupled weight decay, as in gpt-neox."""
+
+    params: OptimizerParams = Field(default_factory=OptimizerParams)
+    """Numbers of the optimizer."""
+
+
+class OptimizerConfig(Section):
+    """Optimizer and weight decay."""
+
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    """`{type: Adam, params: {lr, betas, eps}}`. Absent: Adam with lr 0.001, betas (0.9, 0.999), eps 1e-8."""
+
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay, not applied to biases and norms."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate: warm-up, then decay from the peak (`optimizer.params.lr`) to min_lr."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    """Shape of the decay."""
+
+    lr_decay_iters: int | None = Field(None, ge=1)
+    """Iterations the decay takes; train_iters where unset."""
+
+    lr_decay_fraction: float | None = Field(None, gt=0, le=1)
+    """lr_decay_iters as a fraction of train_iters."""
+
+    min_lr: Annotated[float, OnlyWith("lr_decay_style", ("linear", "cosine", "exponential"))] = Field(0.0, ge=0)
+    """Smallest learning rate after warm-up."""
+
+    warmup: float = Field(0.01, ge=0, le=1)
+    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
+
+    lr_schedule_version: Literal["v2.0", "later"] = "later"
+    """Which of gpt-neox's two formulas: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts
+    at peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
+
+    def decay_iterations(self, train_iters: int | None) -> int:
+        """Return the iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters, or train_iters."""
+        if self.lr_decay_iters is not None:
+            return self.lr_decay_iters
+        fraction = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
+        return max(1, round(fraction * (train_iters or 0)))
+
+
 class TrainingConfig(Section):
-    """Length, evaluation, dropout, recompute, and when to stop."""
+    """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
     train_iters: int | None = Field(None, ge=0)
     """Training iterations (optimizer steps). Required to train."""
@@ -31,7 +103,7 @@ class TrainingConfig(Section):
     """Dropout on attention probabilities (gpt-neox v2.0's default; later versions: 0)."""
 
     hidden_dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout on what is added to the residual (gpt-neox v2.0's default; later versions: 0)."""
+    """Dropout on what each sublayer adds to the residual (gpt-neox v2.0's default; later versions: 0)."""
 
     checkpoint_activations: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
@@ -44,8 +116,109 @@ class TrainingConfig(Section):
     minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
 
     max_nonfinite_steps: int = Field(0, ge=0)
-    """Steps in a row whose loss or gradient norm is not finite that are skipped and counted before training stops; 0
-    stops at the first. Steps that fp16's dynamic loss scale skips while it shrinks do not count."""
+    """Consecutive steps whose loss or gradient norm is not finite that are skipped before training stops; 0 stops at
+    the first. Steps that fp16's dynamic loss scale skips while it shrinks do not count."""
 
     hang_timeout: float = Field(1800.0, gt=0)
     """Seconds without progress after which the launcher prints every rank's Python stack and ends the run."""
+
+
+class CheckpointConfig(Section):
+    """Saving and loading."""
+
+    save: str | None = None
+    """Directory that checkpoints are written to."""
+
+    load: str | None = None
+    """Directory to resume from."""
+
+    iteration: Annotated[int | None, OnlyWith("load"), OnlyWith("save")] = Field(None, ge=0)
+    """Checkpoint to load; the newest complete one where unset."""
+
+    finetune: bool = False
+    """Load weights only and start at iteration 0."""
+
+    checkpoint_verify: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = True
+    """Compare the sha256 of every file when loading; if false, only file sizes."""
+
+    checkpoint_scale: Annotated[Literal["linear", "log"], OnlyWith("checkpoint_factor")] = "linear"
+    """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. Always at the end."""
+
+    checkpoint_factor: int | None = Field(None, gt=0)
+    """Iterations between checkpoints, or their ratio with log scale."""
+
+    extra_save_iters: tuple[int, ...] | None = None
+    """Further iterations to save at; 0 saves the initial weights."""
+
+    keep_last_n_checkpoints: Annotated[int | None, OnlyWith("save")] = Field(None, ge=1)
+    """Delete older checkpoints, keeping this many."""
+
+    async_save: Annotated[bool, OnlyWith("save")] = False
+    """Copy a checkpoint to CPU memory and write it while training goes on; a rank's whole state must fit there."""
+
+    checkpoint_validation_with_forward_pass: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
+    """Keep the logits of a fixed input in checkpoints, and compare them after loading."""
+
+    no_save_optim: Annotated[bool, OnlyWith("save")] = False
+    """Leave the optimizer's state out of checkpoints."""
+
+    no_save_rng: Annotated[bool, OnlyWith("save")] = False
+    """Leave random states out of checkpoints."""
+
+    no_load_optim: Annotated[bool, OnlyWith("load")] = False
+    """Do not load the optimizer's state."""
+
+    def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
+        """Return after which completed steps a checkpoint is written, ascending; empty without `save` or train_iters.
+
+        gpt-neox's rule: multiples (linear) or powers (log) of checkpoint_factor below train_iters, extra_save_iters,
+        and the last step. A checkpoint_factor of 1 with log scale, which `validation` refuses, never ends.
+        """
+        if self.save is None or train_iters is None:
+            return ()
+        steps = {train_iters, *(i for i in self.extra_save_iters or () if 0 <= i <= train_iters)}
+        step = factor = self.checkpoint_factor or train_iters
+        while step < train_iters:
+            steps.add(step)
+            step = step * factor if self.checkpoint_scale == "log" else step + factor
+        return tuple(sorted(steps))
+
+
+class LoggingConfig(Section):
+    """Reports while training: terminal, metrics file, TensorBoard, Weights & Biases."""
+
+    log_dir: str | None = None
+    """Directory of metrics.jsonl and of per-rank logs."""
+
+    log_interval: int = Field(100, ge=1)
+    """Iterations between lines on the terminal (unset in gpt-neox v2.0; its later default)."""
+
+    log_grad_norm: bool = False
+    """Report the gradient norm."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard; off where unset."""
+
+    use_wandb: bool | None = None
+    """Report to Weights & Biases; off where unset."""
+
+    wandb_group: Annotated[str | None, OnlyWith("use_wandb")] = None
+    """Group of the run."""
+
+    wandb_team: Annotated[str | None, OnlyWith("use_wandb")] = None
+    """Team (entity) of the run."""
+
+    wandb_project: Annotated[str, OnlyWith("use_wandb")] = "neox"
+    """Project of the run."""
+
+    wandb_host: Annotated[str, OnlyWith("use_wandb")] = "https://api.wandb.ai"
+    """Address of the Weights & Biases server."""
+
+    wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
+    """Name of the run."""
+
+    peak_theoretical_tflops: float | None = Field(None, gt=0)
+    """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
+
+    expected_mfu: float = Field(0.4, gt=0, le=1)
+    """Model FLOPs utilisation from which a dry run estimates the days a run takes."""
