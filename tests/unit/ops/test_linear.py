@@ -1,13 +1,41 @@
-"""The oneDNN product is F.linear: values, gradients, shapes, and fp32 exactness."""
+"""The product through oneDNN against `F.linear`: values, gradients, shapes, fp32 exactness, and which CPUs take it."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from neox.ops import linear
-from neox.ops.linear import ONEDNN, SMALLEST
+from neox.ops.linear import SMALLEST, _cpu_vendor
+
+MODULE = sys.modules["neox.ops.linear"]  # the package's name `linear` is the function
+
+
+@pytest.fixture(autouse=True)
+def with_onednn(monkeypatch: pytest.MonkeyPatch):
+    """Take oneDNN on every CPU."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(MODULE, "ONEDNN", True)
+
+
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_the_vendor_is_read_from_the_description_of_the_cpu(tmp_path: Path, vendor: str):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 25\n")
+    assert _cpu_vendor(cpuinfo) == vendor
+
+
+@pytest.mark.parametrize("description", ["", "processor\t: 0\nCPU implementer\t: 0x41\n", None], ids=str)
+def test_no_vendor_is_none(tmp_path: Path, description: str | None):
+    cpuinfo = tmp_path / "cpuinfo"
+    if description is not None:
+        cpuinfo.write_text(description)
+    assert _cpu_vendor(cpuinfo) == ""
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 64), (6, 64, 512), (0, 5, 8)])
@@ -33,7 +61,6 @@ def test_equals_f_linear_with_gradients(shape: tuple[int, ...], bias: bool, dtyp
         )
 
 
-@pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN, or the CPU is not x86")
 def test_products_are_fp32_and_not_rounded_to_less():
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 512, generator=generator), torch.randn(512, 512, generator=generator)
