@@ -1,11 +1,12 @@
 """Import path of the tools: the library of the checkout they lie in, whether or not it is installed.
 
-Every tool imports this module before `neox`. The tools' own folder leaves the path: `evaluate` and `datasets` are names
-of packages as well.
+Every tool imports this module before `neox`. The tools' own folder becomes the last entry of the path: `evaluate` and
+`datasets` are names of packages as well, and worker processes, which inherit the path, import the tool again.
 """
 
 import sys
 from pathlib import Path
 
 _TOOLS = Path(__file__).resolve().parent
-sys.path[:] = [str(_TOOLS.parent), *(entry for entry in sys.path if Path(entry).resolve() != _TOOLS)]
+_OTHERS = [entry for entry in sys.path if Path(entry).resolve() != _TOOLS]
+sys.path[:] = [str(_TOOLS.parent), *_OTHERS, str(_TOOLS)]

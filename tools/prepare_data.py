@@ -15,13 +15,13 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from neox.corpus.download import download
-from neox.corpus.named import (
+from neox.corpus.sources import (
     CORPORA,
     GPT2_MERGES,
     GPT2_VOCAB,
     NamedCorpus,
     clashing_names,
+    download,
     find_corpus,
     is_url,
     local_name,

@@ -1,4 +1,4 @@
-"""The older formats of lm-dataformat as JSON lines, a piece at a time: no member of an archive is ever held whole.
+"""Older formats of lm-dataformat as JSON lines, piece by piece, so that no member of an archive is held in memory.
 
 Each document becomes a line that is one JSON string.
 """
@@ -38,15 +38,19 @@ _REFUSED = (NotImplementedError, RuntimeError, KeyError, ValueError)  # zipfile'
 
 def zip_texts(path: Path) -> Iterator[bytes]:
     """Yield each file of a zip archive as a line."""
-    with _damage_named("zip archive"), zipfile.ZipFile(path) as archive:
+    with _naming("zip archive"), zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             with archive.open(member) as stream:
                 yield from text_line(_pieces(stream))
 
 
 def tar_texts(stream: Any) -> Iterator[bytes]:
-    """Yield each file of a tar archive as a line. stream: anything to `read` from, decompressed; it is read to its end,
-    where compressed data have their checksum (tarfile's own decompression looks at none, and not for truncation)."""
+    """Yield each file of a tar archive as a line.
+
+    Args:
+        stream: Decompressed stream. It is read to its end, where compressed data have their checksum; tarfile's own
+            decompression checks neither that nor truncation.
+    """
     for inner in tar_members(stream):
         yield from text_line(_pieces(inner))
 
@@ -59,9 +63,9 @@ def tar_of_tars(stream: Any) -> Iterator[bytes]:
 
 
 def tar_members(stream: Any) -> Iterator[IO[bytes]]:
-    """Yield the files of a tar archive; CorruptInput unless it ends as archives do, which tarfile does not ask for."""
+    """Yield the files of a tar archive. Raises CorruptInput without the end that tarfile does not check."""
     ended = _Tail(stream)
-    with _damage_named("tar archive"):
+    with _naming("tar archive"):
         with tarfile.open(fileobj=ended, mode="r|") as archive:  # type: ignore[call-overload]
             for member in archive:
                 inner = archive.extractfile(member)
@@ -74,7 +78,7 @@ def tar_members(stream: Any) -> Iterator[IO[bytes]]:
 
 
 class _Tail:
-    """A stream whose last bytes are remembered: `tail`, at most a block."""
+    """Stream that keeps its last bytes, at most a block, as `tail`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.tail = stream, b""
@@ -86,9 +90,9 @@ class _Tail:
 
 
 def each_line(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield each line of a text as a document, its newline included."""
+    """Yield each line of a text as a document, including its newline."""
     line: list[bytes] = []
-    with _damage_named("gzip data"):
+    with _naming("gzip data"):
         while piece := stream.readline(_PIECE_BYTES):
             line.append(piece)
             if piece.endswith(b"\n"):
@@ -98,19 +102,19 @@ def each_line(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def length_prefixed(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the documents of a `.dat`: each 16 digits that give its bytes, and they."""
+    """Yield the documents of a `.dat`, each after 16 digits with its number of bytes."""
     source = _Bytes(chunks)
-    with _damage_named("data"):
-        while head := b"".join(source.take(_LENGTH_DIGITS)):
-            if len(head) < _LENGTH_DIGITS or not head.isdigit():
-                raise CorruptInput(f"the data is damaged or truncated: {head!r} is no length of a document")
-            yield from text_line(source.take(int(head)))
+    with _naming("data"):
+        while length := b"".join(source.take(_LENGTH_DIGITS)):
+            if len(length) < _LENGTH_DIGITS or not length.isdigit():
+                raise CorruptInput(f"the data is damaged or truncated: {length!r} is no length of a document")
+            yield from text_line(source.take(int(length)))
             if source.missing:
                 raise CorruptInput("the data is truncated: it ends inside a document")
 
 
 def array_elements(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of one JSON array. It has to be held whole, so its size has a limit."""
+    """Yield the elements of one JSON array, which is held in memory and has a limit."""
     data = bytearray()
     for chunk in chunks:
         data += chunk
@@ -130,7 +134,7 @@ def array_elements(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def text_line(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a text, given in pieces of UTF-8, as one JSON string on a line; nothing if it is empty."""
+    """Yield a text, given in pieces of UTF-8, as a line that is one JSON string; nothing if it is empty."""
     decoder, begun = codecs.getincrementaldecoder("utf-8")(), False
     for piece in pieces:
         if text := decoder.decode(piece):
@@ -142,7 +146,7 @@ def text_line(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Bytes:
-    """Chunks, taken in other pieces. missing: whether the last `take` met the end too soon."""
+    """Chunks as a stream; `missing` is whether the last `take` met the end too soon."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks, self._held, self.missing = iter(chunks), b"", False
@@ -166,7 +170,7 @@ def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextmanager
-def _damage_named(what: str) -> Iterator[None]:
+def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as error:

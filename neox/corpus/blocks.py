@@ -1,4 +1,4 @@
-"""Whole lines of an input in blocks, so that parsing can be handed to other processes, with every line placed."""
+"""Blocks of whole lines with their locations, so that other processes can parse them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Position:
-    """Where a line starts: its number from 1, and its byte after decompression."""
+    """Start of a line: its number from 1, and its byte after decompression."""
 
     line: int = 1
     offset: int = 0
@@ -22,8 +22,14 @@ class Position:
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines: `data` ends with a newline, except perhaps at the end of the file. start: of its first line. end: of
-    the line after it."""
+    """Block of whole lines.
+
+    Attributes:
+        file: Path of the input.
+        data: The lines; a newline ends each, except perhaps the last of the file.
+        start: Start of the first line.
+        end: Start of the line after the last.
+    """
 
     file: str
     data: bytes
@@ -39,15 +45,24 @@ def read_blocks(
     start: Position | None = None,
     consumed: Callable[[int], None] | None = None,
 ) -> Iterator[LineBlock | BadInput]:
-    """Yield the lines of an input from `start` on, about `block_bytes` at a time, and what is wrong with the stream.
+    """Yield the lines of an input in blocks, and a BadInput for each defect of the stream.
 
-    The first blocks are smaller, each up to twice the one before, so that work on the first lines begins at once.
-    A line over `max_line_bytes` is never held: it is passed over and yielded as BadInput. After a damaged or truncated
-    stream nothing more of the file comes. An input without a byte is a BadInput too.
-    Memory: at most `block_bytes`, or one line, and a chunk.
+    The first blocks are smaller, each up to twice the one before, so that work on the first lines starts at once. A
+    line over `max_line_bytes` is skipped and yielded as a BadInput; so is the damaged or truncated rest of a file, and
+    an empty file. Memory holds at most `block_bytes`, or one line, and a chunk.
+
+    Args:
+        file: Path of the input.
+        block_bytes: Approximate size of a block.
+        max_line_bytes: Limit of a line.
+        start: Line to start from (default: the first).
+        consumed: Called with the number of bytes newly read from the file itself.
+
+    Raises:
+        DataError: If the file cannot be opened or read.
     """
     cutter = _Cutter(file, start or Position(), max_line_bytes)
-    enough = 1  # whatever lines the first piece holds
+    enough = 1  # any lines of the first piece
     try:
         for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
             yield from cutter.add(chunk)
@@ -72,7 +87,7 @@ def _small_first(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def first_lines(file: str, size: int) -> LineBlock | None:
-    """Return the whole lines among the first `size` bytes, for a look at them; None if there are none, or damage."""
+    """Return the whole lines among the first `size` bytes; None if there are none, or the stream is damaged."""
     try:
         head = next(read_bytes(file), b"")[:size]
     except CorruptInput:
@@ -82,27 +97,27 @@ def first_lines(file: str, size: int) -> LineBlock | None:
 
 
 class _Cutter:
-    """Collect chunks, and cut them after the last newline."""
+    """Collects chunks and cuts them after the last newline."""
 
     def __init__(self, file: str, start: Position, max_line_bytes: int) -> None:
         self.file, self.start, self.max_line_bytes = file, start, max_line_bytes
         self._whole: list[bytes] = []  # whole lines
-        self._begun: list[bytes] = []  # the beginning of one line
+        self._begun: list[bytes] = []  # start of an incomplete line
         self._begun_bytes = 0
-        self._passing_over = 0  # bytes of the line that is too long
+        self._skipping = 0  # bytes of a line that is too long
         self.held_to_newline = 0
 
     def add(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
-        """Take a chunk; a line that has become too long is yielded, after the lines before it."""
+        """Add a chunk; a line that is too long is yielded, after the lines before it."""
         first = chunk.find(b"\n")
-        length = self._passing_over + self._begun_bytes + (len(chunk) if first < 0 else first)
-        if self._passing_over or length > self.max_line_bytes:
+        length = self._skipping + self._begun_bytes + (len(chunk) if first < 0 else first)
+        if self._skipping or length > self.max_line_bytes:
             yield from self.cut()
             if first < 0:
-                self._passing_over, self._begun, self._begun_bytes = length, [], 0
+                self._skipping, self._begun, self._begun_bytes = length, [], 0
                 return
             yield self._too_long(length)
-            self._passing_over, self._begun, self._begun_bytes = 0, [], 0
+            self._skipping, self._begun, self._begun_bytes = 0, [], 0
             self._advance(1, length + 1)
             chunk = chunk[first + 1 :]
         last = chunk.rfind(b"\n") + 1
@@ -115,7 +130,7 @@ class _Cutter:
             self._begun_bytes += len(chunk) - last
 
     def cut(self) -> Iterator[LineBlock]:
-        """Yield the whole lines held."""
+        """Yield the whole lines collected."""
         if self._whole:
             data = b"".join(self._whole)
             self._whole, self.held_to_newline = [], 0
@@ -124,9 +139,9 @@ class _Cutter:
             yield LineBlock(self.file, data, start, self.start)
 
     def rest(self) -> Iterator[LineBlock | BadInput]:
-        """Yield the last line, if no newline ends it."""
-        if self._passing_over:
-            length = self._passing_over
+        """Yield the last line, if it has no newline."""
+        if self._skipping:
+            length = self._skipping
             yield self._too_long(length)
             self._advance(1, length)
         elif self._begun:

@@ -1,4 +1,4 @@
-"""`.zst` files to plain ones: in parallel, verified to the last byte, in place only when whole."""
+"""Parallel, verified decompression of `.zst` files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ _READ_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class Decompressed:
-    """One file done. fresh: False if an earlier run had done it. size: bytes of the result."""
+    """Result for one file.
+
+    Attributes:
+        source: The compressed file.
+        target: The decompressed file; None if it was only verified.
+        size: Decompressed bytes.
+        fresh: False if an earlier run had decompressed it.
+    """
 
     source: Path
     target: Path | None
@@ -30,7 +37,7 @@ class Decompressed:
 
 
 def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    """List the `.zst` files among `paths` and directly inside its directories, by name; DataError if there are none."""
+    """Return the `.zst` files among `paths` and directly in their directories. Raises DataError if there are none."""
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -54,12 +61,18 @@ def decompress_files(
     workers: int = 0,
     consumed: Callable[[int], None] | None = None,
 ) -> tuple[Decompressed, ...]:
-    """Decompress each file into the directory `output` under its name without `.zst`; None only verifies.
+    """Decompress files atomically, each under its name without `.zst`.
 
-    A result that exists and is newer than its source is taken as done: results get their names only when whole.
-    workers: threads; 0 means one for each core. consumed: called with the number of bytes read.
-    Raises DataError, naming the file, for damage, truncation, what stands behind the last frame, and a full disk; what
-    is already whole stays, so that the same call goes on.
+    A result that is newer than its source is kept, so that the same call continues after an interruption.
+
+    Args:
+        files: Files to decompress.
+        output: Directory of the results; None only verifies.
+        workers: Threads; 0 means one for each core.
+        consumed: Called with the number of bytes read.
+
+    Raises:
+        DataError: If a file is damaged, truncated or followed by other data, or the disk is full.
     """
     stop = Event()
     threads = workers or len(os.sched_getaffinity(0))
@@ -77,7 +90,7 @@ def decompress_files(
 
 
 class _Stopped(Exception):
-    """Another file failed."""
+    """Stop because another file failed."""
 
 
 def _one(source: Path, output: Path | None, consumed: Callable[[int], None] | None, stop: Event) -> Decompressed:

@@ -1,4 +1,4 @@
-"""A document, and how an input that is not one is named and counted."""
+"""Documents, bad inputs, and the number of bad inputs that may be skipped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from neox.errors import DataError
 
 
 class CorruptInput(Exception):
-    """A stream that ends early or whose bytes are damaged; the message says which."""
+    """Stream that is truncated or damaged; the message says which."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text with what its corpus says about it (`meta` as in the Pile: a JSON object)."""
+    """Text with its metadata, a JSON object as in the Pile."""
 
     text: str
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -23,10 +23,13 @@ class Document:
 
 @dataclass(frozen=True)
 class BadInput:
-    """Something in an input that is not a document.
+    """Part of an input that is no document.
 
-    line: from 1; in formats without lines the number of the document. offset: byte where the line starts, after
-    decompression. Both are None where the whole file is meant.
+    Attributes:
+        file: Path of the input.
+        line: Number of the line from 1 (in formats without lines, of the document); None for the whole file.
+        offset: Byte, after decompression, where the line starts; None for the whole file.
+        reason: Why it is bad.
     """
 
     file: str
@@ -35,15 +38,17 @@ class BadInput:
     reason: str
 
     def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line} (byte {self.offset})"
-        return f"{place}: {self.reason}"
+        location = self.file if self.line is None else f"{self.file}:{self.line} (byte {self.offset})"
+        return f"{location}: {self.reason}"
 
 
 class SkipBudget:
-    """Count bad inputs; the one beyond the limit is a DataError that places it and names the way on.
+    """Number of bad inputs that may be skipped.
 
-    limit: how many may be skipped (0: stop at the first; None: the same, where no flag allows more). report: called
-    with each bad input that is skipped.
+    Attributes:
+        limit: How many may be skipped; None means 0, where no flag allows more.
+        report: Called with each bad input that is skipped.
+        skipped: How many were skipped.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class SkipBudget:
         self.limit, self.report, self.skipped = limit, report, skipped
 
     def add(self, bad: BadInput) -> None:
-        """Count one; raise DataError if the limit is passed."""
+        """Count a bad input. Raises DataError with its location if the limit is exceeded."""
         if self.skipped >= (self.limit or 0):
             after = f" (after skipping {self.skipped:,})" if self.limit else ""
             more = "" if self.limit is None else f", or allow more with --skip-bad {self.skipped + 1}"

@@ -1,8 +1,7 @@
-"""The bytes of an input, decompressed piece by piece, with truncation and corruption noticed.
+"""Bytes of an input as JSON lines, decompressed piece by piece, with truncation and damage detected.
 
-Every format becomes JSON lines here: `.jsonl` and its compressed forms as they are, and what `lm-dataformat` reads
-besides (text, zip, tar, ...) as lines that are one JSON string each (lm-dataformat's own old form of a document), by
-`archives`.
+`.jsonl` and its compressed forms are read as they are; the other formats of lm-dataformat (text, zip, tar, ...) become
+lines that are one JSON string each (lm-dataformat's old form of a document), by `archives`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import gzip
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import orjson
 import zstandard
@@ -30,106 +29,66 @@ from neox.corpus.archives import (
 from neox.corpus.document import CorruptInput
 from neox.errors import DataError
 
-CHUNK_BYTES = 1 << 18
-LINE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.zst", ".jsonl.gz", ".jsonl.zst.tar")
-TEXT_SUFFIXES = (
-    ".txt",
-    ".zip",
-    ".tar.gz",
-    ".tar",
-    ".json.gz",
-    ".json.zst",
-    ".dat.zst",
-    ".gz",
-    "_data.xz",
-    "openwebtext.tar.xz",
-)
-
+_CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
+_PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 def is_readable(name: str) -> bool:
-    """Whether a file of this name is an input (what stands beside a dataset is not)."""
-    return name.endswith(LINE_SUFFIXES + TEXT_SUFFIXES) and not name.endswith(("_document.json", ".progress.json"))
+    """Return whether a file of this name is an input (files beside a dataset are not)."""
+    return name.endswith(_suffixes()) and not name.endswith(("_document.json", ".progress.json"))
 
 
 def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
-    """Replace each directory by the inputs in it, sorted by name (as lm-dataformat does), and check that all exist."""
+    """Replace each directory by the inputs in it, sorted by name as in lm-dataformat.
+
+    Raises:
+        DataError: If a path does not exist, is no readable format, or is a directory without inputs.
+    """
     files: list[str] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = sorted(str(path / name) for name in os.listdir(path) if is_readable(name))
             if not inside:
-                raise DataError(f"{path}: the directory holds no input; readable are {_known()}")
+                raise DataError(f"{path}: the directory holds no input; readable are {', '.join(_suffixes())}")
             files += inside
         elif not path.exists():
             raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
         elif not is_readable(path.name):
-            raise DataError(f"{path}: no reader for this kind of file; readable are {_known()}")
+            raise DataError(f"{path}: no reader for this kind of file; readable are {', '.join(_suffixes())}")
         else:
             files.append(str(path))
     return tuple(files)
 
 
-def _known() -> str:
-    return ", ".join(LINE_SUFFIXES + TEXT_SUFFIXES)
-
-
 def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """Yield the JSON lines of an input as chunks of about 256 KiB, decompressed; lines run across chunks.
+    """Yield the JSON lines of an input in chunks of about 256 KiB; lines run across chunks.
 
-    skip: bytes (after decompression) to leave out at the start; a plain file seeks there.
-    consumed: called with the number of bytes newly read from the file itself, for progress.
-    Raises CorruptInput for damaged or truncated data, DataError if the file cannot be opened or read.
+    Args:
+        path: File to read.
+        skip: Bytes, after decompression, to leave out at the start; a plain file seeks there.
+        consumed: Called with the number of bytes newly read from the file itself, for progress.
+
+    Raises:
+        CorruptInput: If the data are damaged or truncated.
+        DataError: If the file cannot be opened or read.
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            if path.name.endswith((".jsonl", ".ndjson", ".json")):
-                file.seek(skip)
-                yield from _plain(_Counting(file, consumed))
+        with open(path, "rb") as opened:
+            file = cast(IO[bytes], _Counting(opened, consumed))
+            if path.name.endswith(_PLAIN_SUFFIXES):
+                opened.seek(skip)
+                yield from _pieces(file)
             else:
-                yield from _after(_chunks(path, _Counting(file, consumed)), skip)
+                read = next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
+                yield from _after(read(path, file), skip)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _chunks(path: Path, file: _Counting) -> Iterator[bytes]:
-    name = path.name
-    if name.endswith(".jsonl.zst"):
-        yield from decompress_zstd(file)
-    elif name.endswith(".jsonl.zst.tar"):
-        yield from _tar_of_zstd(file)
-    elif name.endswith(".jsonl.gz"):
-        yield from _gzip(file)
-    elif name.endswith(".txt"):
-        yield from _text_file(path, file)
-    elif name.endswith(".json.gz"):
-        yield from _gzip(file)
-    elif name.endswith(".zip"):
-        yield from zip_texts(path)
-    elif name.endswith(".tar.gz"):
-        yield from tar_texts(gzip.GzipFile(fileobj=file))  # type: ignore[arg-type]
-    elif name.endswith("openwebtext.tar.xz"):
-        with lzma.LZMAFile(file) as plain:  # type: ignore[arg-type]
-            yield from tar_of_tars(plain)
-    elif name.endswith("_data.xz"):
-        with lzma.LZMAFile(file) as plain:  # type: ignore[arg-type]
-            yield from tar_texts(plain)
-    elif name.endswith(".tar"):
-        yield from tar_texts(file)
-    elif name.endswith(".gz"):
-        with gzip.open(file, "rb") as stream:  # type: ignore[call-overload]
-            yield from each_line(stream)
-    elif name.endswith(".dat.zst"):
-        yield from length_prefixed(decompress_zstd(file))
-    else:
-        assert name.endswith(".json.zst"), name
-        yield from array_elements(decompress_zstd(file))
-
-
 class _Counting:
-    """A file that tells how much was read from it."""
+    """File that reports how many bytes were read."""
 
     def __init__(self, file: IO[bytes], consumed: Callable[[int], None] | None) -> None:
         self._file, self._consumed = file, consumed
@@ -141,23 +100,27 @@ class _Counting:
         return data
 
 
-def _plain(file: _Counting) -> Iterator[bytes]:
-    while chunk := file.read(CHUNK_BYTES):
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK_BYTES):
         yield chunk
 
 
-def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
-    """Yield what one or more zstd frames hold, in chunks of at most 256 KiB, however well they compress.
+def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of one or more zstd frames in chunks of at most 256 KiB.
 
-    The library's stream reader ends without a word when the input is cut inside a frame, so a last frame of our own is
-    put behind the input: if its content does not come out whole at the end, the input was cut.
+    The library's stream reader ends without an error if the input ends inside a frame. So a frame of our own is
+    appended to the input: if its content does not come out whole at the end, the input was truncated.
+
+    Raises:
+        CorruptInput: If the data are damaged, truncated, empty or not zstd.
     """
     seal = os.urandom(32)
     source = _Sealed(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(source, read_across_frames=True)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    reader = decompressor.stream_reader(cast(IO[bytes], source), read_across_frames=True)
     last = b""  # at least as long as the seal, so that all of the seal is in it at the end
     try:
-        while chunk := reader.read(CHUNK_BYTES):
+        while chunk := reader.read(_CHUNK_BYTES):
             if len(chunk) < len(seal):
                 last += chunk
                 continue
@@ -165,7 +128,8 @@ def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
                 yield last
             last = chunk
     except zstandard.ZstdError as error:
-        raise CorruptInput(f"zstd data is damaged or not zstd at all ({_reason(error)})") from error
+        reason = str(error).removeprefix("zstd decompress error: ")
+        raise CorruptInput(f"zstd data is damaged or not zstd at all ({reason})") from error
     if not last.endswith(seal):
         raise CorruptInput("zstd data is truncated: the file ends inside a frame")
     if not source.size:
@@ -174,14 +138,10 @@ def decompress_zstd(file: IO[bytes] | _Counting) -> Iterator[bytes]:
         yield last[: -len(seal)]
 
 
-def _reason(error: zstandard.ZstdError) -> str:
-    return str(error).removeprefix("zstd decompress error: ")
-
-
 class _Sealed:
-    """A file with some bytes behind its end."""
+    """File with some bytes appended."""
 
-    def __init__(self, file: IO[bytes] | _Counting, seal: bytes) -> None:
+    def __init__(self, file: IO[bytes], seal: bytes) -> None:
         self._file, self._seal, self.size = file, seal, 0
 
     def read(self, size: int) -> bytes:
@@ -192,16 +152,14 @@ class _Sealed:
         return data
 
 
-def _gzip(file: _Counting) -> Iterator[bytes]:
+def _gzip(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     try:
-        with gzip.open(file, "rb") as stream:  # type: ignore[call-overload]
-            while chunk := stream.read(CHUNK_BYTES):
-                yield chunk
+        yield from _pieces(cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb")))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise CorruptInput(f"gzip data is damaged or truncated ({error})") from error
 
 
-def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
+def _tar_of_zstd(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     for inner in tar_members(file):
         last = _NEWLINE
         for last in decompress_zstd(inner):
@@ -210,12 +168,12 @@ def _tar_of_zstd(file: _Counting) -> Iterator[bytes]:
             yield _NEWLINE
 
 
-def _text_file(path: Path, file: _Counting) -> Iterator[bytes]:
-    """Yield a text file as one line, a piece at a time (lm-dataformat holds all of it); line ends become newlines."""
+def _text_file(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a text file as one line, piece by piece; ends of lines become newlines, as in lm-dataformat."""
     try:
         with open(path, encoding="utf-8") as text:
             begun = False
-            while piece := text.read(CHUNK_BYTES):
+            while piece := text.read(_CHUNK_BYTES):
                 file.read(len(piece))  # for the progress display
                 yield orjson.dumps(piece)[1 if begun else 0 : -1]
                 begun = True
@@ -232,3 +190,25 @@ def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
         else:
             yield chunk[skip:] if skip else chunk
             skip = 0
+
+
+# The first suffix that matches decides.
+_READERS: Mapping[str, Callable[[Path, IO[bytes]], Iterator[bytes]]] = {
+    ".jsonl.zst": lambda _, file: decompress_zstd(file),
+    ".jsonl.gz": _gzip,
+    ".jsonl.zst.tar": _tar_of_zstd,
+    ".txt": _text_file,
+    ".zip": lambda path, _: zip_texts(path),
+    ".tar.gz": lambda _, file: tar_texts(gzip.GzipFile(fileobj=file, mode="rb")),
+    ".tar": lambda _, file: tar_texts(file),
+    ".json.gz": _gzip,
+    ".json.zst": lambda _, file: array_elements(decompress_zstd(file)),
+    ".dat.zst": lambda _, file: length_prefixed(decompress_zstd(file)),
+    ".gz": lambda _, file: each_line(cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb"))),
+    "_data.xz": lambda _, file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_bytes`)
+    "openwebtext.tar.xz": lambda _, file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
+}
+
+
+def _suffixes() -> tuple[str, ...]:
+    return (*_PLAIN_SUFFIXES, *_READERS)

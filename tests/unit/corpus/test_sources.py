@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from neox.corpus import Document, write_documents
-from neox.corpus.download import download
-from neox.corpus.named import CORPORA, clashing_names, find_corpus
+from neox.corpus.sources import CORPORA, clashing_names, download, find_corpus
 from neox.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -101,8 +100,7 @@ def test_failures_are_named(server: Server, tmp_path: Path) -> None:
 def test_names() -> None:
     assert len(find_corpus("pile").sources) == 32
     assert find_corpus("wikipedia=/data/wiki,/data/more").sources == ("/data/wiki", "/data/more")
-    assert find_corpus("enron=/data/enron.jsonl").is_local
-    assert not CORPORA["enron"].is_local
+    assert find_corpus("enron=/data/enron.jsonl").sources == ("/data/enron.jsonl",)
     for request, words in (("enrom", "did you mean enron"), ("../x=/y", "one part of a path"), ("a=", "no source")):
         with pytest.raises(DataError, match=words):
             find_corpus(request)
@@ -115,7 +113,7 @@ def test_a_folder_in_the_data_directory_is_a_corpus(tmp_path: Path) -> None:
     (tmp_path / "webtext").mkdir()
     assert find_corpus("webtext", tmp_path).sources == (str(tmp_path / "webtext"),)
     (tmp_path / "enron").mkdir()  # where its download is kept
-    assert not find_corpus("enron", tmp_path).is_local
+    assert find_corpus("enron", tmp_path) is CORPORA["enron"]
 
 
 def test_the_tool_combines_local_corpora(tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Documents from JSON lines and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import zstandard
+
+from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
+from neox.corpus.document import BadInput, Document, SkipBudget
+from neox.corpus.streams import expand_inputs
+from neox.errors import DataError
+from neox.files import atomic_write
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+_BLOCK_BYTES = 1 << 18
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PARAGRAPH = "\n\n"
+
+
+class _BadRecord(Exception):
+    """Defect of one line."""
+
+
+def read_documents(
+    path: str | Path | Sequence[str | Path],
+    key: str = "text",
+    *,
+    skip_bad: int | None = 0,
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+) -> Iterator[Document]:
+    """Yield the documents of files and directories in order; documents with empty text are left out.
+
+    Args:
+        path: A file, a directory, or several of them.
+        key: JSON key of the text.
+        skip_bad: Number of bad inputs (lines, or the damaged rest of a file) that may be skipped, each with a warning;
+            None allows none, and the error names no flag that would.
+        max_line_bytes: Limit of a line, which is held in memory.
+
+    Raises:
+        DataError: If an input does not exist, or for the first bad input beyond `skip_bad`, with its location.
+    """
+    paths = [path] if isinstance(path, str | Path) else path
+    budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
+    for file in expand_inputs(paths):
+        for block in read_blocks(file, block_bytes=_BLOCK_BYTES, max_line_bytes=max_line_bytes):
+            if isinstance(block, BadInput):
+                budget.add(block)
+                continue
+            for found in _parse(block, [key]):
+                if isinstance(found, BadInput):
+                    budget.add(found)
+                    continue
+                record, (text,) = found
+                if text:
+                    meta = record.get("meta") if isinstance(record, dict) else None
+                    yield Document(text, meta if isinstance(meta, Mapping) else {})
+
+
+def write_documents(path: str | Path, documents: Iterable[Document], *, level: int = 3) -> int:
+    """Write documents atomically as lines `{"text": ..., "meta": ...}` in one zstd frame with a checksum.
+
+    Args:
+        path: File to write, named `.jsonl.zst`.
+        documents: Written as they come.
+        level: Compression level of zstd.
+
+    Returns:
+        Number of documents.
+
+    Raises:
+        DataError: If the file cannot be written, or a document cannot be encoded as JSON.
+    """
+    path = Path(path)
+    if not path.name.endswith(".jsonl.zst"):
+        raise DataError(f"{path}: documents are written as .jsonl.zst; choose a name that ends so")
+    count = 0
+    compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
+    try:
+        with atomic_write(path) as file, compressor.stream_writer(file, closefd=False) as stream:
+            for document in documents:
+                stream.write(_line(document, count, path))
+                count += 1
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+    return count
+
+
+def parse_texts(
+    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+) -> tuple[list[list[str]], list[BadInput]]:
+    """Return the texts of a block.
+
+    A line that is a JSON string is a document itself (lm-dataformat's old form), for the key `text` only. A list of
+    strings is joined by blank lines, as in lm-dataformat. A line that is bad for one key is left out for every key.
+
+    Args:
+        block: Lines to parse.
+        keys: JSON keys of texts.
+        problem: Returns the defect of a text, None if it has none.
+
+    Returns:
+        The texts of each key, without empty ones, and the bad lines.
+    """
+    columns: list[list[str]] = [[] for _ in keys]
+    bad: list[BadInput] = []
+    for found in _parse(block, keys, problem):
+        if isinstance(found, BadInput):
+            bad.append(found)
+            continue
+        for column, text in zip(columns, found[1], strict=True):
+            if text:
+                column.append(text)
+    return columns, bad
+
+
+def _parse(
+    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+) -> Iterator[tuple[Any, list[str]] | BadInput]:
+    """Yield the JSON value and its texts for each line that is not blank, or why the line is bad."""
+    line, offset = block.start.line, block.start.offset
+    for data in block.data.split(b"\n"):
+        if data and not data.isspace():
+            try:
+                record = _load(data, first=line == 1)
+                texts = [_text(record, key) for key in keys]
+                for text in texts if problem is not None else ():
+                    if (found := problem(text)) is not None:
+                        raise _BadRecord(found)
+                yield record, texts
+            except _BadRecord as error:
+                yield BadInput(block.file, line, offset, str(error))
+        line += 1
+        offset += len(data) + 1
+
+
+def _text(record: Any, key: str) -> str:
+    """Return the text of a JSON value under `key`. Raises _BadRecord if it has none."""
+    if type(record) is dict:
+        try:
+            text = record[key]
+        except KeyError:
+            raise _BadRecord(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:8])) or 'none'})") from None
+        if type(text) is list and all(type(part) is str for part in text):
+            text = _PARAGRAPH.join(text)
+        if type(text) is not str:
+            raise _BadRecord(f"{key!r} is {_kind(text)}, not text")
+        return text
+    if type(record) is str:
+        if key != "text":
+            raise _BadRecord(f"no key {key!r}: the line is a bare string")
+        return record
+    raise _BadRecord(f"the line is {_kind(record)}, not an object")
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "true or false", list: "a list", dict: "an object", int: "a number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+
+
+def _load(data: bytes, *, first: bool) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return _load_slowly(data, error, first=first)
+
+
+def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
+    """Parse JSON that lm-dataformat's parsers accept and orjson does not (NaN, long integers, a byte order mark)."""
+    if b"\0" in data:
+        raise _BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
+    if first:
+        data = data.removeprefix(_BYTE_ORDER_MARK)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise _BadRecord(f"not UTF-8 at position {problem.start} of the line") from None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _BadRecord(f"not JSON ({error})") from None
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _BadRecord("a lone surrogate (half of a character) in a string") from None
+    except RecursionError:
+        raise _BadRecord("JSON nested too deeply") from None
+    return record
+
+
+def _line(document: Document, number: int, path: Path) -> bytes:
+    try:
+        return orjson.dumps({"text": document.text, "meta": dict(document.meta)}) + b"\n"
+    except TypeError as error:
+        raise DataError(f"{path}: document {number} cannot be written as JSON: {error}") from error
