@@ -7,6 +7,7 @@ from neox.config.inference_memory import inference_memory_problem
 from neox.config.loader import Draft, draft_config, load_config
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
+from neox.config.precision import Capabilities, saved_precision
 from neox.config.report import format_plan, memory_problem, plan_as_dict
 from neox.config.resolve import further_problems, resolve
 from neox.config.sections import NeoXConfig
@@ -15,6 +16,7 @@ from neox.config.validation import missing_for_training, static_problems
 __all__ = [
     "AttentionImpl",
     "BatchPlan",
+    "Capabilities",
     "Draft",
     "Topology",
     "MemoryPlan",
@@ -39,5 +41,6 @@ __all__ = [
     "plan_as_dict",
     "resolve",
     "saved_architecture",
+    "saved_precision",
     "static_problems",
 ]

@@ -1,14 +1,80 @@
-"""One precision from three places that may name it."""
+"""Precision of a run: one number format from the keys that may name it, and from what the hosts can do."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 from neox.config.plan import Precision
 from neox.config.sections import NeoXConfig
+from neox.config.yaml_file import read_file
+from neox.errors import ConfigError
+
+_SAVED_CONFIG = "configs/config.yml"  # as `neox.checkpoint` writes it beside the weights
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a plan depends on beside its configuration.
+
+    Attributes:
+        bf16: Whether every host multiplies bf16 natively; None where no host was asked.
+        fp16: The same of fp16.
+        devices: The devices that were asked, for messages.
+        saved: Precision of the checkpoint that the run resumes or runs; None without one.
+    """
+
+    bf16: bool | None = None
+    fp16: bool | None = None
+    devices: str = "the hosts"
+    saved: Precision | None = None
+
+
+UNKNOWN_HOSTS = Capabilities()
+
+
+def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[NeoXConfig, list[str]]:
+    """Replace `precision: auto` by a number format, and say which one and why.
+
+    Args:
+        config: May hold contradictions, and is then returned as it is.
+        capabilities: What the hosts multiply natively, and the precision of the checkpoint that the run goes on from.
+
+    Returns:
+        The configuration, and notes for people.
+    """
+    precision, known = choose_precision(config, []), capabilities
+    if config.model.precision != "auto" or precision is None:
+        native: Mapping[str | None, bool | None] = {"bf16": known.bf16, "fp16": known.fp16}
+        if native.get(precision) is not False:
+            return config, []
+        asked = next((key for key in ("precision", "bf16", "fp16") if config.given(key)), "precision")
+        emulated = f"{known.devices} emulate {precision} in software, which is slower than fp32"
+        return config, [f"{config.source_prefix(asked)}{emulated}; `precision: auto` chooses fp32 there"]
+    if known.saved is not None:
+        chosen, why = known.saved, "as in the checkpoint"
+        if known.saved == "bf16" and known.bf16 is False:
+            why += f", though {known.devices} emulate it in software"
+    elif known.bf16 is None:
+        chosen, why = "bf16", "no host was asked, so it is assumed that all multiply bf16 natively"
+    elif known.bf16:
+        chosen, why = "bf16", f"{known.devices} multiply it natively"
+    else:
+        chosen, why = "fp32", f"{known.devices} do not multiply bf16 natively"
+    source = config.source("precision")
+    settled = config.updated({"precision": chosen}, source=f"{source} (auto)")
+    return settled, [f"`precision: auto` ({source}) is {chosen}: {why}"]
 
 
 def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | None:
-    """Return the precision; a contradiction between `precision`, `fp16` and `bf16` goes to `problems`."""
-    claims: dict[str, Precision] = {}
+    """Return the number format that `precision`, `fp16` and `bf16` name; fp32 for `auto`, which is not settled yet.
+
+    Args:
+        config: The configuration.
+        problems: A contradiction is appended here, and the answer is None.
+    """
+    claims: dict[str, str] = {}
     named = config.model.precision
     if named is not None:
         claims["precision"] = "bf16" if named == "bfloat16" else named
@@ -28,4 +94,35 @@ def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | Non
         last = list(claims)[-1]
         problems.append(f"{config.source_prefix(last)}two precisions: {claimed}; keep one")
         return None
-    return next(iter(claims.values()), "fp32")
+    claim = next(iter(claims.values()), "fp32")
+    return "fp16" if claim == "fp16" else "bf16" if claim == "bf16" else "fp32"
+
+
+def saved_precision(config: NeoXConfig, *, training: bool) -> Precision | None:
+    """Return the precision of the checkpoint that a run goes on from, as the configuration beside it says.
+
+    Args:
+        config: Names the checkpoint by `load` and `iteration`; a run that does not train reads `save` without `load`.
+        training: Whether the run trains; with `finetune` it takes the weights alone, in any precision.
+
+    Returns:
+        None where there is no checkpoint yet, or another program wrote it.
+    """
+    keys = config.checkpoint
+    directory = keys.load if training or keys.load else keys.save
+    if directory is None or (training and keys.finetune):
+        return None
+    checkpoint = newest_checkpoint(Path(directory)) if keys.iteration is None else None
+    checkpoint = checkpoint or Path(directory, f"global_step{keys.iteration}")
+    try:
+        return choose_precision(NeoXConfig.from_flat(read_file(checkpoint / _SAVED_CONFIG).values), [])
+    except ConfigError:
+        return None
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """Return the checkpoint that `latest` names in a directory; the directory itself where it has none."""
+    try:
+        return directory / (directory / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return directory

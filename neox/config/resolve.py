@@ -13,7 +13,7 @@ from neox.config.grid_and_batch import solve_batch, solve_grid
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.plan import RunPlan, StagePlan, Topology
-from neox.config.precision import choose_precision
+from neox.config.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
 from neox.config.sections import NeoXConfig
 from neox.config.stages import partition_layers
 from neox.config.validation import notes as idle_notes
@@ -39,15 +39,28 @@ def further_problems(draft: Draft, world_size: int, vocab_size: int) -> list[str
     return []
 
 
-def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
-    """Derive the run's plan for `world_size` ranks and a tokenizer of `vocab_size` ids.
+def resolve(
+    config: NeoXConfig, world_size: int, vocab_size: int, capabilities: Capabilities = UNKNOWN_HOSTS
+) -> RunPlan:
+    """Derive the run's plan.
 
-    Raises ConfigError listing every law that the configuration breaks.
+    Args:
+        config: What was asked for.
+        world_size: Number of ranks.
+        vocab_size: Ids of the tokenizer, before padding.
+        capabilities: What the hosts can do, which decides `precision: auto`.
+
+    Returns:
+        The plan; its configuration names the precision that was decided.
+
+    Raises:
+        ConfigError: The configuration breaks a rule; with every problem.
     """
+    config, precision_notes = settle_precision(config, capabilities)
     problems = static_problems(config)
     grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, grid.dp_size if grid else None, problems)
-    precision = choose_precision(config, [])  # a contradiction is among the laws' problems
+    precision = choose_precision(config, [])  # a contradiction is among the rules' problems
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
@@ -57,7 +70,7 @@ def resolve(config: NeoXConfig, world_size: int, vocab_size: int) -> RunPlan:
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
     json, notes = deepspeed_json(config, grid, batch, precision)
-    notes += idle_notes(config)
+    notes = [*precision_notes, *notes, *idle_notes(config)]
     return RunPlan(
         config=config,
         grid=grid,

@@ -24,9 +24,11 @@ InitMethod = Literal[
 class ModelConfig(Section):
     """Shapes, positions, residuals, attention and initial weights."""
 
-    precision: Literal["fp16", "fp32", "bfloat16", "bf16"] | None = None
+    precision: Literal["auto", "fp16", "fp32", "bfloat16", "bf16"] | None = None
     """Number format of the forward and backward pass. `fp16` and `bf16` blocks say the same in DeepSpeed's words; a
-    contradiction is refused. Unset everywhere means fp32."""
+    contradiction is refused. Unset everywhere means fp32. `auto` is bf16 where every host multiplies it natively (GPUs
+    of compute capability 8.0 or more, CPUs with AVX512-BF16, AMX or ARM's bf16), else fp32; a run that goes on from a
+    checkpoint keeps the precision of that."""
 
     num_layers: int | None = Field(None, ge=1, le=1_000)
     """Transformer layers. Required."""

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from neox.config import NeoXConfig, decode_payload, encode_payload, load_config, resolve
+from neox.config import Capabilities, NeoXConfig, decode_payload, encode_payload, load_config, resolve, saved_precision
 from neox.config.sections.deepspeed import (
     Bf16Settings,
     CommsLoggerSettings,
@@ -89,6 +90,64 @@ class TestPrecision:
         assert plan.precision == expected
         assert plan.deepspeed.get("fp16", {}).get("enabled", False) == (expected == "fp16")
         assert plan.deepspeed.get("bf16", {}).get("enabled", False) == (expected == "bf16")
+
+    @pytest.mark.parametrize(
+        ("capabilities", "expected"),
+        [
+            (Capabilities(), "bf16"),
+            (Capabilities(bf16=True, fp16=False), "bf16"),
+            (Capabilities(bf16=False, fp16=True), "fp32"),
+            (Capabilities(bf16=True, saved="fp32"), "fp32"),
+            (Capabilities(bf16=False, saved="bf16"), "bf16"),
+            (Capabilities(bf16=True, saved="fp16"), "fp16"),
+        ],
+    )
+    def test_auto_is_decided_once_and_travels_decided(self, tiny, capabilities, expected):
+        plan = resolve(NeoXConfig.from_flat({**tiny, "precision": "auto"}), 1, 100, capabilities)
+        assert plan.precision == plan.config.model.precision == expected
+        (note,) = [note for note in plan.notes if "precision: auto" in note]
+        assert expected in note
+        assert plan.deepspeed.get("bf16", {}).get("enabled", False) == (expected == "bf16")
+        travelled = decode_payload(encode_payload(plan))
+        assert (travelled.precision, travelled.deepspeed) == (plan.precision, plan.deepspeed)
+
+    def test_auto_beside_another_precision_is_a_contradiction(self, tiny):
+        with pytest.raises(ConfigError, match="two precisions"):
+            plan_of({**tiny, "precision": "auto", "bf16": {"enabled": True}})
+
+    @pytest.mark.parametrize(
+        ("keys", "capabilities", "noted"),
+        [
+            ({"precision": "bf16"}, Capabilities(bf16=False, fp16=True), True),
+            ({"bf16": {"enabled": True}}, Capabilities(bf16=True, fp16=False), False),
+            ({"fp16": {"enabled": True}}, Capabilities(bf16=True, fp16=False), True),
+            ({"fp16": {"enabled": True}}, Capabilities(), False),
+            ({}, Capabilities(bf16=False, fp16=False), False),
+        ],
+    )
+    def test_emulated_precisions_are_noted(self, tiny, keys, capabilities, noted):
+        plan = resolve(NeoXConfig.from_flat({**tiny, **keys}), 1, 100, capabilities)
+        assert any("in software" in note for note in plan.notes) == noted
+
+    @pytest.mark.parametrize("saved", [{"precision": "bf16"}, {"fp16": {"enabled": True}}, {}], ids=str)
+    def test_the_precision_of_the_checkpoint_to_resume_is_read(self, tiny, tmp_path, saved):
+        (tmp_path / "latest").write_text("global_step4")
+        for step, keys in ((2, {"precision": "fp32"}), (4, saved)):
+            directory = tmp_path / f"global_step{step}" / "configs"
+            directory.mkdir(parents=True)
+            (directory / "config.yml").write_text(yaml.safe_dump({**tiny, **keys}))
+
+        def precision(*, training=True, **keys):
+            return saved_precision(NeoXConfig.from_flat({**tiny, **keys}), training=training)
+
+        expected = plan_of({**tiny, **saved}).precision
+        assert precision(load=str(tmp_path)) == expected
+        assert precision(load=str(tmp_path / "global_step4")) == expected
+        assert precision(load=str(tmp_path), iteration=2) == "fp32"
+        assert precision(load=str(tmp_path), finetune=True) is None
+        assert precision(save=str(tmp_path)) is None
+        assert precision(save=str(tmp_path), training=False) == expected
+        assert precision(load=str(tmp_path / "none")) is None
 
     @pytest.mark.parametrize(
         ("keys", "dtype"),
