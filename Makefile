@@ -50,7 +50,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-
 	@command -v c++ >/dev/null || command -v g++ >/dev/null \
 	  || { echo "error: the tests need a C++ compiler (DeepSpeed compiles an extension); on Debian: apt install g++" >&2; exit 1; }
 	$(PIP) install -q -r requirements/requirements-dev.txt
-	$(PY) -m neox.launch.extensions
 	@touch $@
 
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own)

@@ -21,7 +21,7 @@ import _checkout  # noqa: F401
 
 from neox.config import NeoXConfig, load_config
 from neox.errors import LaunchError, NeoXError, run_script
-from neox.launch import count_accelerators
+from neox.launch.hosts import count_accelerators
 
 CONFIG = "quickstart.yml"
 TEXT_CONFIG = "text_generation.yml"

@@ -1,4 +1,4 @@
-"""The first lines of every rank: run a script so that its stacks can be asked for and its traceback is its own.
+"""Entry point of every rank: runs a script with a fault handler and with tracebacks of the script alone.
 
 `python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, also
 while the interpreter waits inside C code; a crash in C code does too.
@@ -15,7 +15,7 @@ from types import TracebackType
 
 
 def _show_from(script: str) -> None:
-    """Leave this file's and runpy's frames out of tracebacks: they say nothing about the user's error."""
+    """Remove this file's and runpy's frames, which say nothing about an error, from tracebacks."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -28,7 +28,7 @@ def _show_from(script: str) -> None:
 
 
 def main() -> None:
-    """Run the script named by the first argument as `__main__`."""
+    """Run the script that the first argument names as `__main__`."""
     script = sys.argv[1]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)

@@ -1,4 +1,4 @@
-"""Checking every host at once before anything starts: one table, and the first thing to fix."""
+"""Checks of all hosts at once before a run starts, as a table that ends with the first thing to fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,31 +17,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neox.launch.commands import ssh_command
-from neox.launch.placement import is_this_machine
-from neox.launch.probe import code_hash, encode_request
+from neox.launch.commands import module_command, ssh_command
+from neox.launch.hosts import is_this_machine
+from neox.launch.remote import PROBE_MARK, code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec, code_root
 
-_AT_ONCE = 128
-_CLOCK_SECONDS = 5.0
-_LEAST_FREE = 2**30
-_ANSWER = "@probe "
+_MAX_PARALLEL = 128
+_MAX_CLOCK_SECONDS = 5.0
+_MIN_FREE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Checks:
-    """save_paths are written, data_paths read; several hosts must see one file system under the first save path."""
+    """What to check on every host.
+
+    Attributes:
+        save_paths: Directories that the run writes; all hosts must see the same file system under the first.
+        data_paths: Files that the run reads.
+        ssh_port: Port of the ssh servers; None for ssh's own configuration.
+        seconds: Time that each host has to answer.
+        always_ssh: Whether this machine is asked over ssh, too, as pdsh will.
+    """
 
     save_paths: tuple[str, ...] = ()
     data_paths: tuple[str, ...] = ()
     ssh_port: int | None = None
-    seconds: float = 8.0  # that each host has to answer
-    always_ssh: bool = False  # this machine too, as pdsh will
+    seconds: float = 8.0
+    always_ssh: bool = False
 
 
 @dataclass
 class HostReport:
-    """One host's answer; problems come in the order in which to fix them."""
+    """Result of the checks of one host.
+
+    Attributes:
+        host: The host.
+        answer: What `neox.launch.remote.probe` returned there; empty without an answer.
+        problems: Sentences, in the order in which to fix them.
+        notes: Facts that are no problems.
+        seconds: Duration of the answer.
+    """
 
     host: Host
     answer: dict[str, Any] = field(default_factory=dict)
@@ -52,8 +66,18 @@ class HostReport:
 
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
-    """Ask all hosts in parallel, and judge the answers; with `checks.seconds` as it is in under ten seconds."""
-    with _marker(checks.save_paths) as (marker, problem), ThreadPoolExecutor(min(_AT_ONCE, len(spec.hosts))) as pool:
+    """Check all hosts in parallel.
+
+    Args:
+        spec: The run, of which hosts, port, interpreter and code directory are used.
+        checks: What to check.
+        environment: Variables of the ssh processes.
+
+    Returns:
+        One report for each host, in order.
+    """
+    workers = min(_MAX_PARALLEL, len(spec.hosts))
+    with _marker_file(checks.save_paths) as (marker, problem), ThreadPoolExecutor(workers) as pool:
         jobs = [pool.submit(_ask, spec, number, checks, environment, marker) for number, _ in enumerate(spec.hosts)]
         reports = [job.result() for job in jobs]
     if problem:
@@ -71,10 +95,10 @@ def _ask(
         paths=[*checks.save_paths, *checks.data_paths],
         marker=marker,
     )
-    command = ["env", f"PYTHONPATH={spec.code_root}", spec.python, "-m", "neox.launch.probe", request]
+    command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
-        command = ssh_command(host, command, checks.ssh_port)
-        command[1:1] = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+        more_options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+        command = ssh_command(host, command, checks.ssh_port, more_options)
     report = HostReport(host)
     started = time.monotonic()
     try:
@@ -101,13 +125,13 @@ def _ask(
 
 
 def _read(report: HostReport, done: subprocess.CompletedProcess[str], spec: LaunchSpec) -> None:
-    """Find the answer among whatever login scripts print; otherwise say what went wrong."""
+    """Read the answer, which login scripts may have surrounded with text, or add the problem to the report."""
     for line in done.stdout.splitlines():
-        if line.startswith(_ANSWER):
-            report.answer = json.loads(line[len(_ANSWER) :])
+        if line.startswith(PROBE_MARK):
+            report.answer = json.loads(line[len(PROBE_MARK) :])
             return
-    words = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    last = words[-1] if words else "(no message)"
+    messages = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    last = messages[-1] if messages else "(no message)"
     name = report.host.name
     if done.returncode == 255:
         report.problems.append(f"ssh failed: {last}; try `ssh {name} true` (keys, host name, port)")
@@ -120,7 +144,7 @@ def _read(report: HostReport, done: subprocess.CompletedProcess[str], spec: Laun
 
 
 def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code: str) -> None:
-    """Add to the reports what is wrong; `code` is the hash of the project's files on this machine."""
+    """Add problems to the reports; `code` is the hash of the project's files on this machine."""
     answered = [report for report in reports if report.answer]
     if not answered:
         return
@@ -162,24 +186,27 @@ def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
         state = answer["paths"][path]
         if not state["writable"]:
             report.problems.append(f"{path} cannot be written")
-        elif state["free"] < _LEAST_FREE:
+        elif state["free"] < _MIN_FREE_BYTES:
             report.problems.append(f"{path} has only {state['free'] / 2**20:.0f} MiB free")
     for path in checks.data_paths:
         if not answer["paths"][path]["exists"]:
             report.problems.append(f"{path} does not exist there: put the data on a shared file system, or copy it")
-    if abs(answer["clock"] - time.time()) > _CLOCK_SECONDS + report.seconds:
+    if abs(answer["clock"] - time.time()) > _MAX_CLOCK_SECONDS + report.seconds:
         report.problems.append(f"its clock is {answer['clock'] - time.time():+.0f} s off: synchronise it (NTP)")
 
 
 @contextmanager
-def _marker(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
-    """A file in the first save path (None without one) that other hosts should see, or why this machine cannot write
-    it; file and a path made for it go."""
+def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """Create a temporary file in the first path, which other hosts should see.
+
+    Yields:
+        The file (None without paths), and why it cannot be written (None where it can).
+    """
     if not paths:
         yield None, None
         return
     directory = Path(paths[0])
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".doctor-{socket.gethostname()}-", dir=directory)
@@ -192,15 +219,15 @@ def _marker(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
     finally:
         Path(name).unlink(missing_ok=True)
         with suppress(OSError):  # another run has begun to use it
-            for path in made:
+            for path in created:
                 path.rmdir()
 
 
 def format_reports(reports: Sequence[HostReport]) -> str:
-    """A table of all hosts, then the first thing to fix."""
-    head = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "free", "s", "")
-    rows = [head, *(_row(report) for report in reports)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    """Format the reports as a table, all problems, and the first thing to fix."""
+    titles = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "free", "s", "")
+    rows = [titles, *(_row(report) for report in reports)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for report in reports:
         lines += [f"{report.host.name}: {problem}" for problem in report.problems]
@@ -221,8 +248,3 @@ def _row(report: HostReport) -> tuple[str, ...]:
         f"{report.seconds:.1f}",
         "PROBLEM" if report.problems else "ok" + (f" ({'; '.join(report.notes)})" if report.notes else ""),
     )
-
-
-def print_reports(reports: Sequence[HostReport]) -> None:
-    """Print the table to stderr."""
-    print(format_reports(reports), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Environment variables: what child processes get, what travels to other hosts, and what never does."""
+"""Environment of ranks: variables, which of them are forwarded to other hosts, secrets, and extension locks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from neox.errors import LaunchError
+from neox.files import lock_file
 
 FORWARDED = (
     "NCCL_*",
@@ -32,21 +33,24 @@ FORWARDED = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
 )
-# Names that say "secret"; they travel apart from the rest (`neox.launch.secrets`), on no command line and in no log.
+# Names of secrets. They are sent apart from the rest (`neox.launch.start`), on no command line and in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?$", re.IGNORECASE)
-_NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)  # means something else on every host
+_NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)  # differs between hosts
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value must not be shown."""
+    """Return whether a variable's name marks its value as a secret."""
     return bool(_SECRET.search(name)) and not name.startswith("TOKENIZERS_")
 
 
 def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for child processes of this interpreter.
 
-    The interpreter's bin directory comes first on PATH (DeepSpeed looks for ninja there, activated or not), and
-    compiled extensions are kept inside the environment, so that they are built once for all its users.
+    The interpreter's bin directory comes first on PATH, where DeepSpeed looks for ninja, whether the virtual
+    environment is activated or not. Compiled extensions are kept inside the virtual environment.
+
+    Args:
+        base: Variables to start from; this process's when left out.
     """
     environment = dict(os.environ if base is None else base)
     bin_directory = str(Path(sys.executable).parent)
@@ -56,10 +60,27 @@ def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment
 
 
-def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
-    """Read DeepSpeed's file of `NAME=value` lines for the ranks: `DS_ENV_FILE`, else `.deepspeed_env` here or at home.
+def launch_environment() -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return this process's variables as a run's children get them, with those of DeepSpeed's file.
 
-    Blank lines and `#` comments are fine. Raises LaunchError with file and line for anything else.
+    Returns:
+        The variables, and the names of those in the file, which are forwarded to every host.
+    """
+    from_file = environment_file(os.environ)
+    return child_environment({**os.environ, **from_file}), tuple(from_file)
+
+
+def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
+    """Read the variables for ranks from DeepSpeed's file of `NAME=value` lines.
+
+    The file is `DS_ENV_FILE`, else `.deepspeed_env` in the current or the home directory. Blank lines and `#` comments
+    are accepted.
+
+    Args:
+        environment: Where `DS_ENV_FILE` and `HOME` are read.
+
+    Raises:
+        LaunchError: `DS_ENV_FILE` does not exist, or a line has another form; with file and line.
     """
     named = environment.get("DS_ENV_FILE")
     home = environment.get("HOME", "/")
@@ -82,7 +103,7 @@ def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:
-    """Choose the variables that travel to the ranks on every host; secrets never do."""
+    """Return the variables that are forwarded to the ranks on every host, without secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -92,7 +113,46 @@ def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str
     }
 
 
-def withheld_secrets(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> tuple[str, ...]:
-    """Names that the patterns ask for and that are held back as secrets, to travel apart."""
+def forwarded_secrets(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> tuple[str, ...]:
+    """Return the names of the secrets that match the patterns; they are sent apart from other variables."""
     chosen = (name for name in environment if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     return tuple(sorted(name for name in chosen if is_secret(name)))
+
+
+def remove_stale_locks(directory: Path | None = None) -> list[Path]:
+    """Remove the lock files of extension builds that no living process has open.
+
+    PyTorch guards the build of an extension with a `lock` file. The file stays when the building process is killed, and
+    every later build waits for it without an end or a message.
+
+    Args:
+        directory: PyTorch's directory of extensions; the one that children of this interpreter use when left out.
+
+    Returns:
+        The files that were removed.
+    """
+    directory = directory or Path(child_environment()["TORCH_EXTENSIONS_DIR"])
+    if not (locks := list(directory.glob("*/lock"))):
+        return []
+    with open(directory / "neox_build.lock", "w") as guard:
+        lock_file(guard, wait=True)  # else one agent could remove the lock of a build that began after another's look
+        stale = [lock for lock in locks if not _is_open(lock)]
+        for lock in stale:
+            lock.unlink(missing_ok=True)
+    return stale
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a living process has a file open, as far as this user can see, or the file is gone."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return True
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            other = link.stat()
+        except OSError:  # closed meanwhile, or another user's process
+            continue
+        if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+            return True
+    return False

@@ -1,28 +1,43 @@
-"""What ranks, node agents and the head process tell one another: one JSON object a line.
+"""Events that a host's agent sends to the launcher, one JSON object a line, and the text of failures in them.
 
-The same lines travel over a socket from a rank's keeper to the node's agent, and over the agent's standard output
-(a pipe, or ssh under pdsh) to the head process. Anything else on that output is text for people.
+They are written to the agent's standard output: a pipe, or ssh under pdsh. Any other line there is text for people.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from neox.launch.lifeline import exit_status
+
 _MARK = "@neox "
-_LONGEST_TEXT = 1500  # characters; pdsh cuts lines that do not fit its buffer
+_MAX_TEXT = 1500  # characters; pdsh cuts lines that are longer than its buffer
+
+_START = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FATAL = ("Fatal Python error:", "terminate called", "Segmentation fault")
+_SECONDARY = re.compile(
+    r"Connection (reset|closed) by peer|Connection refused|Broken pipe|remote process exited|Socket Timeout"
+    r"|NCCL (error|communicator was aborted)|Software caused connection abort|recvValue failed"
+    r"|store is being destroyed",
+    re.IGNORECASE,
+)
+_MAX_LINES = 20
 
 Event = dict[str, Any]
 
 
 def encode_event(event: Event) -> str:
-    """Write an event as one marked line, without the line end."""
+    """Encode an event as one marked line, without the line end."""
     return _MARK + json.dumps(event, separators=(",", ":"))
 
 
 def decode_event(line: str) -> Event | None:
-    """Read a marked line; None for any other text."""
+    """Decode a marked line; return None for any other text."""
     if not line.startswith(_MARK):
         return None
     try:
@@ -33,25 +48,25 @@ def decode_event(line: str) -> Event | None:
 
 
 def text_events(event: Event, text: str) -> Iterator[Event]:
-    """Split a long text over several events; `more` says that the line goes on."""
-    pieces = [text[i : i + _LONGEST_TEXT] for i in range(0, len(text), _LONGEST_TEXT)] or [""]
+    """Yield copies of an event with a line of text, split where it is long; `more` marks an incomplete line."""
+    pieces = [text[i : i + _MAX_TEXT] for i in range(0, len(text), _MAX_TEXT)] or [""]
     for number, piece in enumerate(pieces):
         yield {**event, "text": piece, "more": number + 1 < len(pieces)}
 
 
 class LineBuffer:
-    """Cuts a stream of bytes into lines of text."""
+    """Splitter of a stream of bytes into lines of text."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add bytes; return the lines that are complete now, without their ends."""
+        """Add bytes and return the lines that they complete, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.decode("utf-8", errors="replace").rstrip("\r") for line in lines]
 
     def pending(self) -> str:
-        """The start of a line that has not ended yet (a prompt, for example); "" while it is not whole characters."""
+        """Return the incomplete last line (a prompt, for example) as far as its characters are complete."""
         for cut in range(min(4, len(self._rest))):
             try:
                 return self._rest[: len(self._rest) - cut].decode()
@@ -60,6 +75,47 @@ class LineBuffer:
         return ""
 
     def flush(self) -> list[str]:
-        """Return what is left as a last line."""
+        """Return the incomplete last line, if there is one, and forget it."""
         rest, self._rest = self._rest, b""
         return [rest.decode("utf-8", errors="replace")] if rest else []
+
+
+class PlainOutput:
+    """Printer of an agent's events for people, where no launcher process reads them (`launcher: none`)."""
+
+    def __init__(self) -> None:
+        self._tails: defaultdict[int, str] = defaultdict(str)
+
+    def take(self, event: Event) -> None:
+        """Print an event: a line as it comes, and the last lines of ranks that fail."""
+        end = "" if event.get("more") else "\n"
+        if event["kind"] == "line":
+            print(event["text"], end=end, file=sys.stdout if event["stream"] == "out" else sys.stderr, flush=True)
+        elif event["kind"] == "tail":
+            self._tails[event["rank"]] += event["text"] + end
+        elif event["kind"] == "exit" and event["code"] != 0:
+            tail, status = self._tails[event["rank"]], exit_status(event["code"])
+            print(f"error: rank {event['rank']} ended with status {status}; its last lines:\n{tail}", file=sys.stderr)
+        elif event["kind"] == "hang":
+            print(f"no rank here made progress for {event['seconds']:.0f} s (hang_timeout)", file=sys.stderr)
+
+
+def failure_text(lines: Sequence[str]) -> list[str]:
+    """Return the last traceback among `lines`, with the exceptions that it is chained to, else the last lines."""
+    starts = [number for number, line in enumerate(lines) if line.strip() == _START]
+    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    if fatal and (not starts or fatal[-1] > starts[-1]):
+        return list(lines[fatal[-1] :])
+    if not starts:
+        return list(lines[-_MAX_LINES:])
+    first = starts[-1]
+    for earlier in reversed(starts[:-1]):
+        if not any(line.startswith(_CHAINED) for line in lines[earlier:first]):
+            break
+        first = earlier
+    return list(lines[first:])
+
+
+def is_secondary(lines: Sequence[str]) -> bool:
+    """Return whether a failure looks like the consequence of another rank's end: a connection that its peer closed."""
+    return any(_SECONDARY.search(line) for line in lines[-8:])

@@ -1,9 +1,12 @@
-"""Hosts and slots: the hostfile, and which part of it a run uses."""
+"""Hosts and slots: hostfile, selection, and the accelerators of this machine."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from neox.errors import LaunchError
@@ -12,24 +15,50 @@ from neox.log import get_logger
 
 _log = get_logger(__name__)
 
-# A name is handed to ssh and pdsh: nothing that either, or a shell, could read as something else.
+# A host name is passed to ssh and pdsh, so it must hold nothing that they or a shell interpret.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?")
-LOCAL_NAMES = ("localhost", "127.0.0.1")
+_LOCAL_NAMES = ("localhost", "127.0.0.1")
+
+
+def is_this_machine(name: str) -> bool:
+    """Return whether a host name means the machine that this process runs on."""
+    return name in _LOCAL_NAMES or name.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
 def check_host_name(name: str, where: str) -> str:
-    """Return the name; raise LaunchError where it is not a plain host name or IPv4 address (optionally `user@`)."""
+    """Check that a text is a plain host name or an IPv4 address, optionally with `user@`.
+
+    Args:
+        name: The text to check.
+        where: File and line, or the key that holds the name, for the message.
+
+    Returns:
+        The name, unchanged.
+
+    Raises:
+        LaunchError: The text is anything else.
+    """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"{where}: {name!r} is not a host name (letters, digits, '.', '-', '_', optionally user@)")
     return name
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read `host slots=N` lines; `#` starts a comment, blank lines and CRLF line ends are fine.
+    """Read the `host slots=N` lines of a hostfile.
 
-    `slot=N` (an old spelling) works with a warning. Raises LaunchError with file and line for anything else, for a
-    host named twice, for zero slots and for a file without hosts.
+    `#` starts a comment; blank lines, a byte order mark and CRLF line ends are accepted. `slot=N`, an old spelling,
+    is accepted with a warning.
+
+    Args:
+        path: The hostfile.
+
+    Returns:
+        The hosts, in the order of the file.
+
+    Raises:
+        LaunchError: A line of another form, a host on two lines, zero slots, or a file without hosts; with file
+            and line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -69,10 +98,20 @@ def select_hosts(
     num_nodes: int = -1,
     num_gpus: int | None = None,
 ) -> tuple[Host, ...]:
-    """Choose the hosts and slots of a run, in the hostfile's order.
+    """Choose the hosts and slots of a run.
 
-    include, exclude: `worker-0:0,2@worker-1`, only one of both. num_nodes: the first so many hosts. num_gpus: the
-    first so many slots of each. Raises LaunchError when more is asked for than there is.
+    Args:
+        hosts: The hosts of the hostfile.
+        include: Hosts and slots to use, as `worker-0:0,2@worker-1`.
+        exclude: Hosts and slots not to use, in the same form; only one of include and exclude can be given.
+        num_nodes: Use the first so many hosts; -1 for all.
+        num_gpus: Use the first so many slots of each host; None for all.
+
+    Returns:
+        The chosen hosts with their chosen slots, in the hostfile's order.
+
+    Raises:
+        LaunchError: The selection names something that does not exist, or leaves nothing.
     """
     if include and exclude:
         raise LaunchError("include and exclude are both set: use one of them")
@@ -101,12 +140,12 @@ def select_hosts(
 def _without(host: Host, unwanted: dict[str, tuple[SlotId, ...]]) -> tuple[SlotId, ...]:
     if host.name not in unwanted:
         return host.slots
-    gone = unwanted[host.name] or host.slots
-    return tuple(slot for slot in host.slots if slot not in gone)
+    excluded = unwanted[host.name] or host.slots
+    return tuple(slot for slot in host.slots if slot not in excluded)
 
 
 def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple[SlotId, ...]]:
-    """Read `a:0,2@b`: host -> slots, () for all of them."""
+    """Parse `a:0,2@b` into slots by host; an empty tuple stands for all slots of the host."""
     known = {host.name: host.slots for host in hosts}
     result: dict[str, tuple[SlotId, ...]] = {}
     for part in text.split("@"):
@@ -125,3 +164,59 @@ def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple
             raise LaunchError(f"{key} {text!r}: host {name} has {len(known[name])} slots, so no slot {missing[0]}")
         result[name] = chosen
     return result
+
+
+def visible_accelerators(environment: Mapping[str, str] | None = None) -> tuple[SlotId, ...]:
+    """Return the GPUs that this process may use.
+
+    Args:
+        environment: Where `CUDA_VISIBLE_DEVICES` is read; this process's variables when left out.
+
+    Returns:
+        The entries of `CUDA_VISIBLE_DEVICES` where it is set, else the index of every GPU of this machine.
+    """
+    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    present = _present()
+    if visible is None or present == 0:
+        return tuple(range(present))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return tuple(int(name) if name.isdecimal() else name for name in names if name != "-1")
+
+
+def count_accelerators() -> int:
+    """Return the number of GPUs that this process may use."""
+    return len(visible_accelerators())
+
+
+def _present() -> int:
+    """Count the GPUs of this machine by their device files, else by asking nvidia-smi."""
+    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if devices or not Path("/proc/driver/nvidia").exists():
+        return len(devices)
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def smallest_memory() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes, or None where nvidia-smi reports none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in answer.split() if line.isdecimal()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def port_problem(port: int) -> str | None:
+    """Return why a TCP port of this machine cannot be listened on, or None where it can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None

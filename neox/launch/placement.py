@@ -1,48 +1,45 @@
-"""Where a run's ranks go: hosts from the hostfile, from counts, or this machine's accelerators."""
+"""Placement of ranks on hosts: hostfile, counts, or this machine's accelerators, and the rendezvous address."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import random
 import socket
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from neox.config import NeoXConfig, static_problems
+from neox.config.plan import Topology
 from neox.config.sections.runner import RunnerConfig
-from neox.errors import LaunchError
-from neox.launch.accelerators import visible_accelerators
-from neox.launch.hosts import LOCAL_NAMES, check_host_name, read_hostfile, select_hosts
+from neox.config.wording import said
+from neox.errors import ConfigError, LaunchError
+from neox.launch.hosts import (
+    check_host_name,
+    is_this_machine,
+    port_problem,
+    read_hostfile,
+    select_hosts,
+    visible_accelerators,
+)
 from neox.launch.spec import Host, SlotId
 
 _RANKS_PER_CORE = 4
-UNCOUNTED = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What configuration and command line say about hosts; None and -1 mean "not said"."""
-
-    hostfile: str | None = None
-    include: str | None = None
-    exclude: str | None = None
-    num_nodes: int = -1
-    num_gpus: int | None = None
-    global_num_gpus: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    launcher: str = "pdsh"
-
-    @staticmethod
-    def of(runner: RunnerConfig) -> Request:
-        """What a configuration says about hosts."""
-        return Request(**{field.name: getattr(runner, field.name) for field in fields(Request)})
+_MAX_PLANNED_RANKS = 2**20
+ONE_CPU_RANK = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """hosts: the chosen hosts; why: in words, where the choice came from; accelerators: GPUs of this machine."""
+    """Hosts and slots of a run.
+
+    Attributes:
+        hosts: The chosen hosts, in rank order.
+        why: What decided it, for messages.
+        accelerators: Number of GPUs of this machine.
+    """
 
     hosts: tuple[Host, ...]
     why: str
@@ -59,58 +56,89 @@ class Placement:
         return len(self.hosts) == 1 and is_this_machine(self.hosts[0].name)
 
 
-def is_this_machine(name: str) -> bool:
-    """Whether a host's name means this machine; one remote host in a hostfile means that host."""
-    return name in LOCAL_NAMES or name.partition(".")[0] == socket.gethostname().partition(".")[0]
+def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Placement, list[str]]:
+    """Choose the hosts of a run from the configuration and the command line.
+
+    Args:
+        config: The configuration.
+        arguments: The command line: `dry_run`, and with it `hosts` and `gpus`, numbers of hosts that need not exist.
+
+    Returns:
+        The placement, and warnings. In a dry run, problems become warnings and a number of ranks is assumed.
+
+    Raises:
+        LaunchError: Ranks cannot be placed.
+        ConfigError: The same, where the configuration has other problems, too.
+    """
+    if arguments.hosts or arguments.gpus:
+        if (arguments.hosts or 1) * (gpus := arguments.gpus or config.runner.num_gpus or 8) > _MAX_PLANNED_RANKS:
+            raise LaunchError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
+        slots = tuple(range(gpus))
+        hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
+        return Placement(hosts, "--hosts and --gpus", 0), []
+    try:
+        placement = place_ranks(config.runner)
+        if not arguments.dry_run:
+            check_local_devices(placement)
+        elif placement.why == ONE_CPU_RANK and _model_copy_size(config) > 1:
+            return _assume_ranks(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
+        return placement, _overruled_counts(config, placement)
+    except LaunchError as error:
+        if arguments.dry_run:
+            return _assume_ranks(config, str(error))
+        if problems := static_problems(config):
+            raise ConfigError([*problems, str(error)]) from None
+        raise
 
 
-def find_hostfile(request: Request, environment: Mapping[str, str] | None = None) -> str | None:
-    """The hostfile that was asked for, by configuration or by `DLTS_HOSTFILE`."""
-    if request.hostfile:
-        return request.hostfile
-    return (os.environ if environment is None else environment).get("DLTS_HOSTFILE") or None
+def place_ranks(runner: RunnerConfig) -> Placement:
+    """Choose hosts and slots.
 
+    The first of these that is given decides: the hostfile (`hostfile`, else `DLTS_HOSTFILE`); the slurm allocation
+    under `launcher: slurm`; `include`; `global_num_gpus`; `num_gpus`; this machine's GPUs; else one CPU rank.
 
-def place(request: Request) -> Placement:
-    """Choose hosts: the hostfile's slots; else slurm's allocation under `launcher: slurm`; else `global_num_gpus`;
-    else `num_gpus`; else this machine's GPUs; else one CPU rank.
+    Args:
+        runner: The configuration's keys about hosts.
 
-    Raises LaunchError where more is asked for than there is, or the hostfile cannot be read.
+    Returns:
+        The placement.
+
+    Raises:
+        LaunchError: More is asked for than there is, or the hostfile cannot be read.
     """
     visible = visible_accelerators()
-    path = find_hostfile(request)
-    if path:
+    if path := runner.hostfile or os.environ.get("DLTS_HOSTFILE"):
         hosts = select_hosts(
             read_hostfile(path),
-            include=request.include,
-            exclude=request.exclude,
-            num_nodes=request.num_nodes,
-            num_gpus=request.num_gpus,
+            include=runner.include,
+            exclude=runner.exclude,
+            num_nodes=runner.num_nodes,
+            num_gpus=runner.num_gpus,
         )
         placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path}", len(visible))
-        if request.global_num_gpus and request.global_num_gpus != placement.world_size:
+        if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
             raise LaunchError(
-                f"global_num_gpus is {request.global_num_gpus}, but the chosen hosts of {path} have "
-                f"{placement.world_size} slots: take global_num_gpus out, or change the hostfile"
+                f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
+                f"{placement.world_size} slots: remove global_num_gpus, or change the hostfile"
             )
         return placement
-    if request.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
-        hosts = select_hosts(slurm_hosts(request.num_gpus), num_nodes=request.num_nodes)
+    if runner.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
+        hosts = select_hosts(_slurm_hosts(runner.num_gpus), num_nodes=runner.num_nodes)
         return Placement(hosts, "the slurm allocation", len(visible))
-    if request.num_nodes > 1:
-        raise LaunchError(f"num_nodes is {request.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
-    if request.exclude or (request.include and "@" in request.include):
+    if runner.num_nodes > 1:
+        raise LaunchError(f"num_nodes is {runner.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
+    if runner.exclude or (runner.include and "@" in runner.include):
         raise LaunchError("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)")
-    if request.include:
-        count = len(visible) or 1024
-        hosts = select_hosts([Host("localhost", tuple(range(count)))], include=request.include)
+    if runner.include:
+        every_slot = tuple(range(len(visible) or 1024))
+        hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
         return Placement(_with_local_devices(hosts, visible), "include", len(visible))
-    ranks, why = _count(request, len(visible))
+    ranks, why = _count_ranks(runner, len(visible))
     return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
 
 
-def slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
-    """The hosts of the slurm allocation that this process runs in, with `num_gpus` or the allocated GPUs each."""
+def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
+    """Return the hosts of the slurm allocation around this process, with `num_gpus` or the allocated GPUs each."""
     slots = num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0)
     if not slots:
         raise LaunchError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
@@ -122,18 +150,18 @@ def slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     return tuple(Host(check_host_name(name, "SLURM_JOB_NODELIST"), tuple(range(slots))) for name in listed)
 
 
-def _count(request: Request, accelerators: int) -> tuple[int, str]:
-    if request.global_num_gpus:
-        return request.global_num_gpus, "global_num_gpus"
-    if request.num_gpus:
-        return request.num_gpus, "num_gpus"
+def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, str]:
+    if runner.global_num_gpus:
+        return runner.global_num_gpus, "global_num_gpus"
+    if runner.num_gpus:
+        return runner.num_gpus, "num_gpus"
     if accelerators:
         return accelerators, "the accelerators of this machine"
-    return 1, UNCOUNTED
+    return 1, ONE_CPU_RANK
 
 
 def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:
-    """On this machine a slot is a position in CUDA_VISIBLE_DEVICES; without accelerators it is a CPU rank."""
+    """Replace this machine's slots, which are positions in CUDA_VISIBLE_DEVICES, by the devices there."""
 
     def devices(host: Host) -> Host:
         if not is_this_machine(host.name) or not visible:
@@ -144,7 +172,11 @@ def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) ->
 
 
 def check_local_devices(placement: Placement) -> None:
-    """Raise LaunchError when this machine has fewer accelerators, or far fewer cores, than ranks to start on it."""
+    """Check that this machine has accelerators, or enough cores, for its ranks.
+
+    Raises:
+        LaunchError: There are fewer accelerators, or far fewer cores, than ranks.
+    """
     cores = os.cpu_count() or 1
     for host in placement.hosts:
         ranks = len(host.slots)
@@ -162,54 +194,71 @@ def check_local_devices(placement: Placement) -> None:
             )
 
 
-def master_address(placement: Placement, request: Request) -> str:
-    """Address of the rendezvous: as asked, else the first host."""
-    if request.master_addr:
-        return check_host_name(request.master_addr, "master_addr")
+def _overruled_counts(config: NeoXConfig, placement: Placement) -> list[str]:
+    """Return a warning where `global_num_gpus` overrules another `num_gpus`."""
+    total, each = config.runner.global_num_gpus, config.runner.num_gpus
+    if placement.why != "global_num_gpus" or each in (None, total):
+        return []
+    keys = said(config, "num_gpus", each), said(config, "global_num_gpus", total)
+    advice = "`--set global_num_gpus=None` unsets it"
+    return ["{} has no effect: without a hostfile {} counts the ranks; ".format(*keys) + advice]
+
+
+def _model_copy_size(config: NeoXConfig) -> int:
+    """Return the number of ranks that hold the model once, the fewest that can train it."""
+    return max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+
+
+def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
+    """Assume the configured number of ranks, else one copy of the model; return a warning with it."""
+    runner = config.runner
+    count = runner.global_num_gpus or runner.num_gpus or _model_copy_size(config)
+    what = "" if runner.global_num_gpus or runner.num_gpus else ", one copy of the model"
+    visible = visible_accelerators()
+    hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
+    return Placement(hosts, "assumed", len(visible)), [f"{why}; {count} ranks are assumed{what}"]
+
+
+def master_address(placement: Placement, runner: RunnerConfig) -> str:
+    """Return the address of the rendezvous: `master_addr`, else the first host's."""
+    if runner.master_addr:
+        return check_host_name(runner.master_addr, "master_addr")
     if placement.is_local:
         return "127.0.0.1"
     return placement.hosts[0].name.rpartition("@")[2]
 
 
-def master_port_problem(placement: Placement, request: Request) -> str | None:
-    """Why the port that was asked for cannot be used; None where it can, or is another machine's."""
-    asked = request.master_port
-    problem = _binding_problem(asked) if asked and is_this_machine(placement.hosts[0].name) else None
+def master_port_problem(placement: Placement, runner: RunnerConfig) -> str | None:
+    """Return why `master_port` cannot be used; None where it can, or belongs to another machine."""
+    port = runner.master_port
+    problem = port_problem(port) if port and is_this_machine(placement.hosts[0].name) else None
     if problem is None:
         return None
-    return (
-        f"master_port {asked} is taken ({problem}): another run on this machine? Leave master_port out for a free one"
-    )
+    return f"master_port {port} is taken ({problem}): another run on this machine? Remove master_port for a free one"
 
 
-def master_port(placement: Placement, request: Request) -> int:
-    """Port of the rendezvous: as asked, else one that is free here (on another machine: one that is likely free)."""
+def master_port(placement: Placement, runner: RunnerConfig) -> int:
+    """Return the port of the rendezvous: `master_port`, else a free one (on another machine: one that is likely free).
+
+    Raises:
+        LaunchError: No port is free.
+    """
     here = is_this_machine(placement.hosts[0].name)
-    if request.master_port:
-        return request.master_port
+    if runner.master_port:
+        return runner.master_port
     # Below the ports of outgoing connections, one of which could take a port until rank 0 listens; and at random, so
     # that runs that start together choose different ones.
     for _ in range(100):
         port = random.SystemRandom().randint(20000, 32000)
-        if not here or (_binding_problem(port) is None and _reserve(port)):
+        if not here or (port_problem(port) is None and _reserve_port(port)):
             return port
     raise LaunchError("no free port between 20000 and 32000: set master_port")
 
 
-def _binding_problem(port: int) -> str | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
+def _reserve_port(port: int) -> bool:
+    """Keep other runs of this program off a port until this process ends; rank 0 listens on it seconds later.
 
-
-def _reserve(port: int) -> bool:
-    """Keep other runs of ours off the port until this process ends; rank 0 listens on it seconds after it was chosen.
-
-    What is held is a name in Linux' abstract namespace, which leaves the port itself to rank 0.
+    The reservation is a name in Linux' abstract socket namespace, which leaves the port itself to rank 0.
     """
     holder = socket.socket(socket.AF_UNIX)
     try:
@@ -219,3 +268,53 @@ def _reserve(port: int) -> bool:
         return error.errno != errno.EADDRINUSE
     holder.detach()  # open as long as the process
     return True
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Consecutive hosts with equal slots and stages.
+
+    Attributes:
+        names: The hosts.
+        slots: Slots of each host.
+        ranks: First and last rank.
+        stages: First and last pipeline stage.
+    """
+
+    names: tuple[str, ...]
+    slots: int
+    ranks: tuple[int, int]
+    stages: tuple[int, int]
+
+    def __str__(self) -> str:
+        hosts = (
+            self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]} ({len(self.names)} hosts)"
+        )
+        slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
+        slots += " each" if len(self.names) > 1 else ""
+        return f"{hosts}: {slots}, {_span('rank', self.ranks)}, {_span('stage', self.stages)}"
+
+
+def ranks_of_hosts(grid: Topology, hosts: Sequence[Host]) -> Iterator[HostGroup]:
+    """Yield each host with its ranks and stages, one host a group."""
+    per_stage, first = grid.dp_size * grid.tp_size, 0
+    for host in hosts:
+        last = first + len(host.slots) - 1
+        yield HostGroup((host.name,), len(host.slots), (first, last), (first // per_stage, last // per_stage))
+        first = last + 1
+
+
+def host_groups(grid: Topology, hosts: Sequence[Host]) -> list[HostGroup]:
+    """Group consecutive hosts that have equal slots and stages."""
+    groups: list[HostGroup] = []
+    for host in ranks_of_hosts(grid, hosts):
+        before = groups[-1] if groups else None
+        if before is not None and (before.slots, before.stages) == (host.slots, host.stages):
+            groups[-1] = replace(before, names=before.names + host.names, ranks=(before.ranks[0], host.ranks[1]))
+        else:
+            groups.append(host)
+    return groups
+
+
+def _span(word: str, bounds: tuple[int, int]) -> str:
+    return f"{word} {bounds[0]}" if bounds[0] == bounds[1] else f"{word}s {bounds[0]}-{bounds[1]}"

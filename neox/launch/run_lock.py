@@ -1,7 +1,7 @@
-"""One run at a time in a directory: a kernel lock on a file that says who holds it, gone with its owner anyhow.
+"""Locks that keep other runs out of a run's directories: an advisory lock on a file that names its holder.
 
 Two runs that write one `save` directory replace each other's checkpoints, and two that share a run directory mix their
-logs and plans.
+logs and plans. The kernel releases the lock when its holder ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,21 @@ _NAME = ".run.lock"
 
 
 def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "") -> str | None:
-    """Take the directory (made where missing) for as long as `held` is open; who has it already, None when we do now.
+    """Lock a directory, which is created where it is missing.
 
-    Where the file system knows no locks (some network file systems) a warning says so. Raises LaunchError when the
-    directory cannot be written; `key: ` names the setting.
+    On a file system without locks (some network file systems) a warning is logged.
+
+    Args:
+        directory: The directory.
+        script: Name of the script that the run starts, for others' messages.
+        held: Holds the lock as long as it is open.
+        key: Key of the configuration, as `log_dir: `, for messages.
+
+    Returns:
+        None if the lock is held now, else a description of its holder.
+
+    Raises:
+        LaunchError: The directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -50,9 +61,17 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
     return None
 
 
-def hold(directories: Iterable[str], script: str, held: ExitStack) -> None:
-    """Take directories, as the agent of a run does that no head process supervises. Raises LaunchError naming who has
-    one of them."""
+def lock_directories(directories: Iterable[str], script: str, held: ExitStack) -> None:
+    """Lock directories from the agent of a run that no launcher process supervises.
+
+    Args:
+        directories: The directories.
+        script: Name of the script that the run starts.
+        held: Holds the locks as long as it is open.
+
+    Raises:
+        LaunchError: Another run holds one of them, or it cannot be written.
+    """
     for directory in dict.fromkeys(Path(name).resolve() for name in directories):
         owner = lock_directory(directory, script, held)
         if owner is not None:
@@ -60,7 +79,7 @@ def hold(directories: Iterable[str], script: str, held: ExitStack) -> None:
 
 
 def _owner(file: IO[str]) -> str:
-    """The holder in words; a holder that has not written its name yet is still a holder."""
+    """Describe the holder of a lock, which may not have written its name yet."""
     file.seek(0)
     try:
         about = json.loads(file.read())
@@ -70,10 +89,20 @@ def _owner(file: IO[str]) -> str:
 
 
 def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) -> Path:
-    """Take the run directory and, for training, the `save` directory, as long as `held` is open; return the former.
+    """Lock the run directory and, for training, the `save` directory.
 
-    A script other than train.py (generate.py while its training goes on, say) takes a directory of its own below one
-    that is in use. Raises LaunchError that names the holder.
+    Args:
+        directory: The run directory.
+        save: Where a training writes its checkpoints.
+        script: Name of the script that the run starts.
+        held: Holds the locks as long as it is open.
+
+    Returns:
+        The run directory. If it is in use, and the script is not train.py (generate.py beside a running training, for
+        example), a new directory below it.
+
+    Raises:
+        LaunchError: Another run holds one of them, or it cannot be written.
     """
     training = Path(script).stem == "train"
     owner = lock_directory(directory, script, held, "log_dir: ")

@@ -1,33 +1,45 @@
-"""Starting a run with the chosen launcher."""
+"""Start of a run, or of a tool on every slot, with the chosen launcher."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
     agent_command,
+    module_command,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
     pdsh_signal,
+    printed_commands,
     slurm_command,
+    ssh_command,
 )
-from neox.launch.environment import FORWARDED, forwarded_environment, withheld_secrets
-from neox.launch.placement import Placement, Request, is_this_machine, master_address, master_port
-from neox.launch.secrets import deliver_secrets
-from neox.launch.shown import printed_commands
+from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
+from neox.launch.hosts import is_this_machine
+from neox.launch.placement import Placement, master_address, master_port, master_port_problem, place_ranks
+from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
 
-_NEEDS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
+TOOLS = frozenset({"preprocess_data"})
+_PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
+_SECRETS_SECONDS = 15
+_MAX_PARALLEL = 128
 
 
 def new_spec(
@@ -42,16 +54,24 @@ def new_spec(
     save: Path | None = None,
     hang_timeout: float | None = None,
 ) -> LaunchSpec:
-    """Describe a new run for every host: it has an id of its own, and a free port unless one is asked for.
+    """Describe a new run, with an id of its own, and a free port unless one is configured.
 
-    forwarded: patterns of the variables in `environment` that travel. save: where a training writes its checkpoints.
+    Args:
+        placement: Hosts and slots.
+        runner: The configuration's keys about hosts.
+        script: The script that ranks run.
+        arguments: Its arguments.
+        run_directory: Where logs are written.
+        environment: Variables from which those of the ranks are chosen.
+        forwarded: Patterns of the variables that are forwarded.
+        save: Where a training writes its checkpoints.
+        hang_timeout: Seconds without progress after which the run is ended; None for never.
     """
-    request = Request.of(runner)
     return LaunchSpec(
         run_id=new_run_id(),
         hosts=placement.hosts,
-        master_addr=master_address(placement, request),
-        master_port=master_port(placement, request),
+        master_addr=master_address(placement, runner),
+        master_port=master_port(placement, runner),
         script=str(script),
         arguments=arguments,
         directory=str(Path.cwd()),
@@ -66,16 +86,19 @@ def new_spec(
 
 
 def chosen_launcher(hosts: Sequence[Host], runner: RunnerConfig) -> str:
-    """The launcher that is used: `local` for this machine alone, unless another one was asked for by name."""
+    """Return the launcher that is used: `local` for this machine alone, unless another one is configured by name."""
     if len(hosts) == 1 and is_this_machine(hosts[0].name) and runner.launcher == "pdsh":
         return "pdsh" if runner.force_multi else "local"
     return runner.launcher
 
 
 def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | None = None) -> str | None:
-    """Why the chosen launcher cannot start ranks on these hosts, None where it can.
+    """Return why the chosen launcher cannot start ranks on these hosts, None where it can.
 
-    path: where programs are looked for; without it they are not.
+    Args:
+        hosts: The hosts.
+        runner: The configuration's keys about hosts.
+        path: PATH on which the launcher's program must be; None not to look.
     """
     launcher = chosen_launcher(hosts, runner)
     if launcher == "local" and (others := [host.name for host in hosts if not is_this_machine(host.name)]):
@@ -84,7 +107,7 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
     counts = {len(host.slots) for host in hosts}
     if launcher == "slurm" and len(counts) > 1:
         return f"launcher: slurm needs as many slots on every host, but there are {sorted(counts)}: set num_gpus"
-    program = _NEEDS.get(launcher)
+    program = _PROGRAMS.get(launcher)
     if program and path is not None and shutil.which(program, path=path) is None:
         return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one"
     return None
@@ -93,31 +116,47 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
 def launch(
     spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str], forwarded: Sequence[str] = FORWARDED
 ) -> int:
-    """Start the run, stay until it ends, return its exit status. Raises LaunchError when it cannot start.
+    """Start a run and follow it until it ends.
 
-    forwarded: patterns of the variables that travel; the secrets among them travel apart.
+    Args:
+        spec: The run.
+        runner: The configuration's keys about hosts.
+        environment: Variables of the launcher's processes, and the secrets to send.
+        forwarded: Patterns of the variables that are forwarded; secrets among them are sent apart.
+
+    Returns:
+        The run's exit status.
+
+    Raises:
+        LaunchError: The run cannot be started.
     """
     if problem := launcher_problem(spec.hosts, runner, environment.get("PATH", os.defpath)):
         raise LaunchError(problem)
     launcher = chosen_launcher(spec.hosts, runner)
-    secrets = withheld_secrets(environment, forwarded)
+    secrets = forwarded_secrets(environment, forwarded)
     if launcher == "none":
         print("\n".join(printed_commands(spec, secrets)))
         return 0
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
     if launcher == "pdsh":
-        deliver_secrets(spec, environment, forwarded, runner.ssh_port)
+        send_secrets(spec, {name: environment[name] for name in secrets}, environment, runner.ssh_port)
         return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port))
-    command = head_command(spec, runner, secrets)
+    command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
     return Supervisor(spec, [command]).run(environment)
 
 
-def head_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
-    """The command by which this process starts the agents of all hosts; None where somebody else does.
+def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
+    """Return the command by which this process starts the agents of all hosts; None under `launcher: none`.
 
-    secrets: names of variables that mpirun carries besides. Raises LaunchError when it would be too long.
+    Args:
+        spec: The run.
+        runner: The configuration's keys about hosts.
+        secrets: Names of variables that mpirun forwards besides.
+
+    Raises:
+        LaunchError: The command would be longer than Linux accepts.
     """
     launcher = chosen_launcher(spec.hosts, runner)
     if launcher == "pdsh":
@@ -130,17 +169,96 @@ def head_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] 
 
 
 def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
-    """Over ssh a signal takes a connection of its own; supervision goes on meanwhile."""
+    """Supervise a run over ssh, where a signal to the agents takes a connection of its own."""
     signalling: list[subprocess.Popen[bytes]] = []
 
-    def tell(signum: int) -> None:
+    def signal_agents(signum: int) -> None:
         quiet = subprocess.DEVNULL
         command = pdsh_signal(spec, signum)
         signalling.append(subprocess.Popen(command, env=dict(environment), stdin=quiet, stdout=quiet, stderr=quiet))
 
     try:
-        return Supervisor(spec, [pdsh_launch(spec)], tell).run(environment)
+        return Supervisor(spec, [pdsh_launch(spec)], signal_agents).run(environment)
     finally:
         for process in signalling:
             process.kill()
             process.wait()
+
+
+def send_secrets(
+    spec: LaunchSpec, secrets: Mapping[str, str], environment: Mapping[str, str], ssh_port: int | None
+) -> None:
+    """Send secrets to every host through ssh's standard input, into a private file that the agent reads and removes.
+
+    Command lines, which everyone on a host can read, and logs never hold them.
+
+    Args:
+        spec: The run.
+        secrets: The variables.
+        environment: Variables of the ssh processes.
+        ssh_port: Port of the ssh servers; None for ssh's own configuration.
+
+    Raises:
+        LaunchError: A host does not take them.
+    """
+    if not secrets:
+        return
+
+    def send(node_rank: int) -> None:
+        words = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
+        more_options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+        host = spec.hosts[node_rank]
+        try:
+            done = subprocess.run(
+                ssh_command(host, words, ssh_port, more_options),
+                env=dict(environment),
+                input=json.dumps(dict(secrets)),
+                capture_output=True,
+                text=True,
+                timeout=_SECRETS_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"secrets: no answer from {host.name} within {_SECRETS_SECONDS} s") from None
+        if done.returncode:
+            raise LaunchError(f"secrets could not be sent to {host.name}: {done.stderr.strip()[-300:]}")
+
+    with ThreadPoolExecutor(min(_MAX_PARALLEL, len(spec.hosts))) as pool:
+        list(pool.map(send, range(len(spec.hosts))))
+
+
+def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Start a tool on every slot: a script without a configuration, which divides its work by rank.
+
+    Args:
+        script: The script.
+        argv: Flags about hosts, and the tool's own. Paths among them must mean the same on every host.
+        environment: Variables of the ranks.
+
+    Returns:
+        The run's exit status.
+
+    Raises:
+        LaunchError: Ranks cannot be started.
+    """
+    runner, arguments = split_tool_arguments(script.name, argv)
+    placement = place_ranks(runner)
+    if problem := master_port_problem(placement, runner):
+        raise LaunchError(problem)
+    with ExitStack() as held:
+        directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
+        spec = new_spec(placement, runner, script, arguments, directory, environment)
+        return launch(spec, runner, environment)
+
+
+def split_tool_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
+    """Divide a tool's command line into keys about hosts and the tool's own flags."""
+    parser = argparse.ArgumentParser(prog=f"deepy.py {script}", allow_abbrev=False, add_help=False)
+    parser.add_argument("-H", "--hostfile")
+    for flag in ("include", "exclude", "launcher", "master_addr"):
+        parser.add_argument(f"--{flag}")
+    for flag in ("num_nodes", "num_gpus", "master_port"):
+        parser.add_argument(f"--{flag}", type=int)
+    found, rest = parser.parse_known_args(list(argv))
+    given = {key: value for key, value in vars(found).items() if value is not None}
+    return NeoXConfig.from_flat(given, dict.fromkeys(given, "the command line")).runner, tuple(rest)

@@ -1,7 +1,7 @@
-"""The head process's watch over a run: start the agents, show rank 0, end everything at the first failure.
+"""Supervision of a run by the launcher process: starts the agents, shows rank 0, ends all at the first failure.
 
-What it promises: the true exit status of the rank that failed first (a signal is 128 + its number), its host, number
-and traceback as the last words, and nothing left running.
+The run's exit status is that of the rank that failed first (a signal is 128 + its number); its host, number and
+traceback are the last output; no process of the run is left.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
-from neox.launch.connection import LOST_SECONDS
-from neox.launch.events import Event, LineBuffer, decode_event
-from neox.launch.lifeline import exit_status, parent_death_hook
-from neox.launch.progress import ANSWER_SECONDS
+from neox.launch.agent_files import ANSWER_SECONDS
+from neox.launch.events import Event, LineBuffer, decode_event, is_secondary
+from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
 from neox.launch.spec import LaunchSpec
-from neox.launch.tracebacks import is_secondary
 
 _POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
@@ -34,12 +32,12 @@ _HANG_SECONDS = 6.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
-Tell = Callable[[int], None]  # sends a signal to the agents on all hosts
+SignalAgents = Callable[[int], None]  # on all hosts
 
 
 @dataclass
 class _Failure:
-    """How one rank ended badly."""
+    """Failure of one rank: its `returncode` and its last lines."""
 
     rank: int
     code: int
@@ -47,11 +45,20 @@ class _Failure:
 
 
 class Supervisor:
-    """One run, seen from the head process."""
+    """Supervisor of one run.
 
-    def __init__(self, spec: LaunchSpec, commands: Sequence[Sequence[str]], tell_agents: Tell | None = None) -> None:
+    Args:
+        spec: The run.
+        commands: The commands to start, which end when the agents end.
+        signal_agents: Sends a signal to all agents; by default to the commands' processes, which are agents on this
+            machine.
+    """
+
+    def __init__(
+        self, spec: LaunchSpec, commands: Sequence[Sequence[str]], signal_agents: SignalAgents | None = None
+    ) -> None:
         self.spec, self.commands = spec, commands
-        self.tell_agents = tell_agents or self._signal_children
+        self.signal_agents = signal_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
         self.buffers: dict[int, LineBuffer] = {}
         self.open_lines: dict[int, str] = {}
@@ -66,7 +73,11 @@ class Supervisor:
         self.end_at: float | None = None
 
     def run(self, environment: Mapping[str, str] | None = None) -> int:
-        """Start every command, follow them to the end, return the run's exit status."""
+        """Start every command, follow them to the end, and return the run's exit status.
+
+        Args:
+            environment: Variables of the commands; this process's when left out.
+        """
         caught = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
         previous = {number: signal.signal(number, self._on_signal) for number in caught}
         try:
@@ -78,7 +89,7 @@ class Supervisor:
             self._end_all()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return self._verdict()
+        return self._conclude()
 
     def _start(self, command: list[str], selector: selectors.BaseSelector, env: Mapping[str, str] | None) -> None:
         process = subprocess.Popen(
@@ -108,11 +119,11 @@ class Supervisor:
             if self.stop_signal is not None and not stopped:
                 stopped = True
                 name, limit = signal.Signals(self.stop_signal).name, self.spec.stop_timeout
-                self._say(
+                self._print_error(
                     f"{name}: the ranks have {limit:.0f} s to save and end, those that do not answer "
                     f"{min(ANSWER_SECONDS, limit):.0f} s (a second signal ends them now)"
                 )
-                self.tell_agents(self.stop_signal)
+                self.signal_agents(self.stop_signal)
                 self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
             now = time.monotonic()
             self._check_heartbeats(now)
@@ -126,10 +137,10 @@ class Supervisor:
             return True
         buffer = self.buffers[pipe.fileno()]
         for line in buffer.feed(data) if data else buffer.flush():
-            self._line(line)
+            self._take_line(line)
         return bool(data)
 
-    def _line(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         _, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
         event = decode_event(line) or (decode_event(rest) if mark else None)
         if event is not None:
@@ -137,10 +148,10 @@ class Supervisor:
         elif match := _CONNECTION_ENDED.match(line):
             self._connection_ended(match["host"], match["how"])
         elif line.strip():
-            self._say(line)
+            self._print_error(line)
 
     def _connection_ended(self, host: str, how: str) -> None:
-        """pdsh tells of every ssh that ended badly; after the agent's last word that is no news."""
+        """Handle pdsh's message about an ssh that failed, unless the agent there has reported its end."""
         node = next((number for number, known in enumerate(self.spec.hosts) if known.name == host), None)
         if node is not None and node not in self.nodes_done:
             self._lose(node, how)
@@ -148,7 +159,7 @@ class Supervisor:
     def _lose(self, node: int, how: str) -> None:
         if node not in self.lost:
             self.lost[node] = how
-            self._soon(_WINDOW_SECONDS)
+            self._end_in(_WINDOW_SECONDS)
 
     def _check_heartbeats(self, now: float) -> None:
         for node, heard in self.heard.items():
@@ -166,24 +177,23 @@ class Supervisor:
             failure = _Failure(event["rank"], event["code"], self.tails.get(event["rank"], []))
             self.failures.append(failure)
             if self.stop_signal is None:
-                self._soon(_WINDOW_SECONDS)
+                self._end_in(_WINDOW_SECONDS)
             elif failure.code not in (-self.stop_signal, 128 + self.stop_signal):  # others cannot save without it
                 self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
         elif kind == "hang" and not self.hung:
             self.hung = True
-            self._say(f"no rank got on for {event['seconds']:.0f} s (hang_timeout): the stacks of every rank follow")
-            self.tell_agents(signal.SIGUSR1)
-            self._soon(_HANG_SECONDS)
+            seconds = event["seconds"]
+            self._print_error(f"no rank made progress for {seconds:.0f} s (hang_timeout): every rank's stacks follow")
+            self.signal_agents(signal.SIGUSR1)
+            self._end_in(_HANG_SECONDS)
         elif kind == "stacks" and self.hung:
             self.nodes_shown.add(event["node"])
             if len(self.nodes_shown) == len(self.spec.hosts):
                 self.end_at = time.monotonic() + _POLL_SECONDS
-        elif kind == "launcher":
-            self._soon(_WINDOW_SECONDS)
         elif kind == "done":
             self.nodes_done[event["node"]] = event["code"]
 
-    def _soon(self, seconds: float) -> None:
+    def _end_in(self, seconds: float) -> None:
         if self.end_at is None:
             self.end_at = time.monotonic() + seconds
 
@@ -207,13 +217,13 @@ class Supervisor:
         self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # which ranks know to save at
 
     def _signal_children(self, number: int) -> None:
-        """Local agents are children: signal them directly."""
+        """Signal the local agents, which are child processes."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Close every agent's lifeline, then make sure: agents kill their ranks when it ends."""
+        """Close every agent's standard input, at whose end it kills its ranks, then kill what is left."""
         for process in self.processes:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
@@ -237,12 +247,12 @@ class Supervisor:
 
     # -- the result
 
-    def _verdict(self) -> int:
-        """Choose the exit status and say why, with the first failure's traceback last."""
+    def _conclude(self) -> int:
+        """Return the exit status, and print why, with the first failure's traceback last."""
         if self.hung:
-            self._say("ended: the run hung")
+            self._print_error("ended: the run hung")
             return 124
-        failures = [failure for failure in self.failures if not self._was_asked_to(failure)]
+        failures = [failure for failure in self.failures if not self._was_asked_to_end(failure)]
         cause = next((failure for failure in failures if not is_secondary(failure.tail)), None)
         if cause is None and failures and len(failures) == len(self.failures):  # else they follow one that was asked to
             cause = failures[0]
@@ -257,14 +267,14 @@ class Supervisor:
             return 128 + self.stop_signal
         if self.lost:
             for node, how in self.lost.items():
-                self._say(f"error: lost {self.spec.hosts[node].name} ({how}); the run was ended on every host")
+                self._print_error(f"error: lost {self.spec.hosts[node].name} ({how}); the run was ended on every host")
             return 1
         missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
-        self._say(f"error: the run ended on {', '.join(missing)} without a word about its ranks")
+        self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         return max([exit_status(process.returncode) for process in self.processes] + [1])
 
-    def _was_asked_to(self, failure: _Failure) -> bool:
-        """Whether a rank ended by the signal that we passed on, or was killed after its time was up."""
+    def _was_asked_to_end(self, failure: _Failure) -> bool:
+        """Return whether a rank ended by the signal that was passed on, or was killed because it did not."""
         number = self.stop_signal
         return number is not None and failure.code in (-number, 128 + number, -signal.SIGKILL)
 
@@ -273,16 +283,16 @@ class Supervisor:
         how = f"exit status {cause.code}" if cause.code > 0 else f"signal {-cause.code} ({_signal_name(-cause.code)})"
         others = sorted({failure.rank for failure in self.failures} - {cause.rank})
         if others:
-            self._say(f"rank {cause.rank} failed first; ended with it: {', '.join(map(str, others))}")
-        self._say(f"error: rank {cause.rank} on {host} ended with {how}; its last words:")
+            self._print_error(f"rank {cause.rank} failed first; ended with it: {', '.join(map(str, others))}")
+        self._print_error(f"error: rank {cause.rank} on {host} ended with {how}; its last lines:")
         for line in cause.tail or ["(none)"]:
-            self._say(line)
+            self._print_error(line)
 
-    def _say(self, text: str) -> None:
+    def _print_error(self, text: str) -> None:
         self._print(text, sys.stderr)
 
     def _print(self, text: str, stream: TextIO, end: str = "\n") -> None:
-        """A reader that went away ends the run (BrokenPipeError); a terminal that was closed does not."""
+        """Print; a reader that is gone ends the run (BrokenPipeError), a closed terminal does not."""
         try:
             print(text, end=end, file=stream, flush=True)
         except BrokenPipeError:

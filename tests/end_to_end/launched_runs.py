@@ -13,10 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = {
-    "head": "deepy.py",
+    "launcher": "deepy.py",
     "agent": "neox.launch.node",
-    "launcher": "deepspeed.launcher.launch",
-    "keeper": "neox.launch.rank",
+    "watchdog": "neox.launch.watchdog",
     "rank": "neox.launch.bootstrap",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # CPU ranks, on a machine with GPUs too

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from neox.launch.progress import ANSWER_SECONDS
+from neox.launch.agent_files import ANSWER_SECONDS
 from tests.end_to_end.launched_runs import ROLES, LaunchedRun, marked_pids
 
 
@@ -35,7 +35,7 @@ def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[Laun
     assert {mode: run.process.returncode for mode, run in zip(cases, runs, strict=True)} == cases
     assert outputs["raise"].rstrip().endswith("ValueError: the reason of rank 1")
     assert "error: rank 1 on localhost ended with exit status 1" in outputs["raise"]
-    assert "KeyError: 'first'" in outputs["raise"].rpartition("its last words")[2]  # the chain, whole
+    assert "KeyError: 'first'" in outputs["raise"].rpartition("its last lines")[2]  # the chain, whole
     assert "runpy" not in outputs["raise"]
     assert "Fatal Python error: Segmentation fault" in outputs["segfault"]
     assert "rank 0 is up" in outputs["quick"]

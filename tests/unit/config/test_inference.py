@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-import deepy
 from neox.config import NeoXConfig, for_inference, resolve
 from neox.errors import ConfigError
 
@@ -31,14 +28,3 @@ def test_a_files_count_of_ranks_is_trainings_and_the_command_lines_is_this_runs(
     flat = {**OF_96, "global_num_gpus": 96}
     assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "a.yml:1"})).runner.global_num_gpus is None
     assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "--set"})).runner.global_num_gpus == 96
-
-
-def test_deepy_plans_generation_beside_training(tmp_path):
-    file = tmp_path / "model.yml"
-    file.write_text(json.dumps({**OF_96, "global_num_gpus": 96, "num_gpus": 2}))
-    for script, world in (("train.py", 96), ("generate.py", 2), ("evaluate", 2)):
-        arguments = deepy.parse_arguments([script, str(file), "--dry-run"])
-        config = deepy.read_config(arguments)
-        placement, _ = deepy.choose_hosts(config, arguments)
-        plan, _ = deepy.build_plan(config, placement, deepy.find_script(script), dry_run=True)
-        assert plan.grid.world_size == world

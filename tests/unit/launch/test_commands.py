@@ -17,17 +17,20 @@ from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
     agent_command,
-    deepspeed_launch,
+    deepspeed_command,
+    format_commands,
+    host_commands,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
+    printed_commands,
+    rank_command,
     slurm_command,
     ssh_command,
     torchrun_command,
 )
-from neox.launch.shown import format_commands, host_commands, printed_commands
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import chosen_launcher, head_command, launcher_problem
+from neox.launch.start import chosen_launcher, launcher_command, launcher_problem
 
 ODD = "a; touch pwned; $(touch pwned) `touch pwned` 'q\" \\ \n -x %h%n"
 
@@ -92,8 +95,9 @@ def test_a_command_too_long_for_the_system_is_refused() -> None:
         pdsh_launch(spec(environment={"NCCL_X": random.Random(0).randbytes(100_000).hex()}))
 
 
-def test_deepspeed_launch() -> None:
-    command = deepspeed_launch(spec(), 1)
+def test_ranks_and_the_same_ranks_under_deepspeeds_launcher() -> None:
+    assert rank_command(spec())[-3:] == [spec().script, *spec().arguments]
+    command = deepspeed_command(spec(), 1)
     assert command[1:3] == ["-m", "deepspeed.launcher.launch"]
     assert {"--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29512"} <= set(command)
 
@@ -105,8 +109,8 @@ def test_every_host_has_its_exact_command() -> None:
     for number in (0, 511):
         assert shlex.split(shown[number].command) == agent_command(many, number, lifeline=True)
     assert shlex.split(host_commands(many, "slurm")[1].command) == agent_command(many, "auto", lifeline=False)
-    assert head_command(many, RunnerConfig()) == pdsh_launch(many)
-    assert head_command(many, RunnerConfig(launcher="none")) is None
+    assert launcher_command(many, RunnerConfig()) == pdsh_launch(many)
+    assert launcher_command(many, RunnerConfig(launcher="none")) is None
     text = "\n".join(format_commands(many, "pdsh"))
     assert "on h0: env " in text
     assert "on 511 more hosts the same with --node_rank 1 to 511" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from neox.launch.environment import (
     child_environment,
     environment_file,
     forwarded_environment,
+    forwarded_secrets,
     is_secret,
-    withheld_secrets,
+    remove_stale_locks,
 )
 
 
@@ -51,7 +53,7 @@ def test_the_default_list() -> None:
         "HOME",
         "SSH_AUTH_SOCK",
     }
-    assert withheld_secrets(environment) == ("HF_TOKEN", "WANDB_API_KEY")
+    assert forwarded_secrets(environment) == ("HF_TOKEN", "WANDB_API_KEY")
 
 
 def test_an_own_list_and_secrets_by_name() -> None:
@@ -74,3 +76,21 @@ def test_deepspeeds_environment_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "hush" not in str(error.value)
     with pytest.raises(LaunchError, match="does not exist"):
         environment_file({"DS_ENV_FILE": "none"})
+
+
+def test_a_stale_build_lock_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    assert remove_stale_locks(tmp_path) == []
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    hold = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); sys.stdin.read()"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", hold, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    assert remove_stale_locks(tmp_path) == []
+    owner.kill()
+    owner.communicate()
+    assert lock.exists()
+    assert remove_stale_locks(tmp_path) == [lock]
+    assert not lock.exists()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from neox.launch.events import LineBuffer, decode_event, encode_event, text_events
-from neox.launch.lifeline import exit_status
-from neox.launch.tracebacks import explain, is_secondary
+from neox.launch.events import LineBuffer, decode_event, encode_event, failure_text, is_secondary, text_events
 
 
 def test_events_survive_and_other_text_is_none() -> None:
@@ -38,18 +36,14 @@ def test_the_last_traceback_with_its_chain() -> None:
     first = ["Traceback (most recent call last):", '  File "b"', "KeyError: 'x'", ""]
     chain = ["During handling of the above exception, another exception occurred:", ""]
     last = ["Traceback (most recent call last):", '  File "c"', "ValueError: y"]
-    assert explain([*old, *first, *chain, *last]) == [*first, *chain, *last]
-    assert explain([*old, *last]) == last
-    assert explain([str(number) for number in range(50)]) == [str(number) for number in range(30, 50)]
+    assert failure_text([*old, *first, *chain, *last]) == [*first, *chain, *last]
+    assert failure_text([*old, *last]) == last
+    assert failure_text([str(number) for number in range(50)]) == [str(number) for number in range(30, 50)]
     fatal = ["Fatal Python error: Segmentation fault", "", "Current thread"]
-    assert explain([*last, *fatal]) == fatal
+    assert failure_text([*last, *fatal]) == fatal
 
 
 def test_consequences_of_another_death() -> None:
     assert is_secondary(["RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43"])
     assert not is_secondary(["ValueError: Connection of the layers"])
     assert not is_secondary([])
-
-
-def test_exit_statuses() -> None:
-    assert [exit_status(code) for code in (0, 7, -9, -15)] == [0, 7, 137, 143]

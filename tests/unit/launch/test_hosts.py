@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neox.errors import LaunchError
-from neox.launch.hosts import check_host_name, read_hostfile, select_hosts
+from neox.launch.hosts import check_host_name, read_hostfile, select_hosts, smallest_memory
 from neox.launch.spec import Host
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1, 2, 3)), Host("c", (0, 1)))
@@ -104,3 +104,20 @@ def test_selections_that_are_refused(choice: dict[str, object], words: str) -> N
     with pytest.raises(LaunchError) as error:
         select_hosts(HOSTS, **choice)  # type: ignore[arg-type]
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [("81559\\n40960\\n", 40960 * 2**20), ("[N/A]\\n", None), ("", None)],
+)
+def test_smallest_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, expected: int | None) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert smallest_memory() == expected
+
+
+def test_memory_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert smallest_memory() is None

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import socket
+from argparse import Namespace
 from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from neox.errors import LaunchError
-from neox.launch import accelerators, placement
+from neox.config import NeoXConfig, Topology
+from neox.config.sections.runner import RunnerConfig
+from neox.errors import ConfigError, LaunchError
+from neox.launch import hosts as hosts_module
+from neox.launch import placement
 from neox.launch.placement import (
-    Request,
     check_local_devices,
+    choose_hosts,
+    host_groups,
     master_address,
     master_port,
     master_port_problem,
-    place,
+    place_ranks,
+    ranks_of_hosts,
 )
 from neox.launch.spec import Host
 
@@ -29,7 +36,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
     """Pretend that this machine has so many GPUs."""
-    monkeypatch.setattr(accelerators, "_present", lambda: count)
+    monkeypatch.setattr(hosts_module, "_present", lambda: count)
     monkeypatch.delenv("DLTS_HOSTFILE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -39,74 +46,75 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = N
 def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "hosts"
     path.write_text("a slots=4\nb slots=4\n")
-    assert place(Request()).world_size == 1
-    assert place(Request(num_gpus=3)).world_size == 3
-    assert place(Request(num_gpus=3, global_num_gpus=96)).world_size == 96
-    assert place(Request(hostfile=str(path), num_gpus=3)).world_size == 6
+    assert place_ranks(RunnerConfig()).world_size == 1
+    assert place_ranks(RunnerConfig(num_gpus=3)).world_size == 3
+    assert place_ranks(RunnerConfig(num_gpus=3, global_num_gpus=96)).world_size == 96
+    assert place_ranks(RunnerConfig(hostfile=str(path), num_gpus=3)).world_size == 6
     monkeypatch.setenv("DLTS_HOSTFILE", str(path))
-    assert place(Request()).world_size == 8
-    assert "hosts" in place(Request()).why
+    assert place_ranks(RunnerConfig()).world_size == 8
+    assert "hosts" in place_ranks(RunnerConfig()).why
     devices(monkeypatch, 8)
-    assert place(Request()).world_size == 8
+    assert place_ranks(RunnerConfig()).world_size == 8
     with pytest.raises(LaunchError, match="96, but the chosen hosts"):
-        place(Request(hostfile=str(path), global_num_gpus=96))
+        place_ranks(RunnerConfig(hostfile=str(path), global_num_gpus=96))
 
 
 def test_visible_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 8, "2,5")
-    assert place(Request()).hosts == (Host("localhost", (2, 5)),)
-    assert place(Request(num_gpus=1)).hosts == (Host("localhost", (2,)),)
-    assert place(Request(include="localhost:1")).hosts == (Host("localhost", (5,)),)
+    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", (2, 5)),)
+    assert place_ranks(RunnerConfig(num_gpus=1)).hosts == (Host("localhost", (2,)),)
+    assert place_ranks(RunnerConfig(include="localhost:1")).hosts == (Host("localhost", (5,)),)
     devices(monkeypatch, 2, "GPU-ab,GPU-cd")
-    assert place(Request()).hosts == (Host("localhost", ("GPU-ab", "GPU-cd")),)
+    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", ("GPU-ab", "GPU-cd")),)
     devices(monkeypatch, 2, "")
-    assert place(Request()).accelerators == 0
+    assert place_ranks(RunnerConfig()).accelerators == 0
 
 
 def test_too_many_ranks_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="name the hosts in a hostfile"):
-        check_local_devices(place(Request(global_num_gpus=4096)))
+        check_local_devices(place_ranks(RunnerConfig(global_num_gpus=4096)))
     devices(monkeypatch, 2)
-    check_local_devices(place(Request(num_gpus=2)))
+    check_local_devices(place_ranks(RunnerConfig(num_gpus=2)))
     with pytest.raises(LaunchError, match="has 2 accelerators"):
-        check_local_devices(place(Request(num_gpus=4)))
+        check_local_devices(place_ranks(RunnerConfig(num_gpus=4)))
 
 
 def test_hosts_without_a_hostfile() -> None:
-    for request in (Request(num_nodes=2), Request(include="a@b"), Request(exclude="a")):
+    for request in (RunnerConfig(num_nodes=2), RunnerConfig(include="a@b"), RunnerConfig(exclude="a")):
         with pytest.raises(LaunchError, match="hostfile"):
-            place(request)
+            place_ranks(request)
 
 
 def test_one_remote_host_means_that_host(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("far.example.org slots=2\n")
-    there = place(Request(hostfile=str(path)))
+    there = place_ranks(RunnerConfig(hostfile=str(path)))
     assert not there.is_local
-    assert master_address(there, Request()) == "far.example.org"
-    assert 20000 <= master_port(there, Request()) <= 32000
+    assert master_address(there, RunnerConfig()) == "far.example.org"
+    assert 20000 <= master_port(there, RunnerConfig()) <= 32000
     path.write_text(f"{socket.gethostname()} slots=2\n")
-    assert place(Request(hostfile=str(path))).is_local
+    assert place_ranks(RunnerConfig(hostfile=str(path))).is_local
 
 
 def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = place(Request(num_gpus=2))
-    assert master_address(here, Request()) == "127.0.0.1"
-    assert master_address(here, Request(master_addr="10.0.0.1")) == "10.0.0.1"
+    here = place_ranks(RunnerConfig(num_gpus=2))
+    assert master_address(here, RunnerConfig()) == "127.0.0.1"
+    assert master_address(here, RunnerConfig(master_addr="10.0.0.1")) == "10.0.0.1"
     with pytest.raises(LaunchError, match="master_addr"):
-        master_address(here, Request(master_addr="$(id)"))
+        master_address(here, RunnerConfig(master_addr="$(id)"))
     remote = placement.Placement((Host("root@far", (0,)), Host("b", (0,))), "", 0)
-    assert master_address(remote, Request()) == "far"
+    assert master_address(remote, RunnerConfig()) == "far"
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        problem = master_port_problem(here, Request(master_port=port))
+        problem = master_port_problem(here, RunnerConfig(master_port=port))
         assert f"master_port {port} is taken" in str(problem)
-        assert master_port_problem(remote, Request(master_port=port)) is None
-    assert master_port_problem(here, Request(master_port=port)) is None
-    assert master_port(here, Request(master_port=port)) == port
-    assert all(20000 <= master_port(here, Request()) <= 32000 for _ in range(20))  # not one for outgoing connections
+        assert master_port_problem(remote, RunnerConfig(master_port=port)) is None
+    assert master_port_problem(here, RunnerConfig(master_port=port)) is None
+    assert master_port(here, RunnerConfig(master_port=port)) == port
+    ports = [master_port(here, RunnerConfig()) for _ in range(20)]
+    assert all(20000 <= port <= 32000 for port in ports)  # not those of outgoing connections
 
 
 def test_runs_that_start_together_choose_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +122,8 @@ def test_runs_that_start_together_choose_different_ports(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         placement.random, "SystemRandom", lambda: SimpleNamespace(randint=lambda low, high: next(wanted))
     )
-    here = place(Request(num_gpus=2))
-    assert master_port(here, Request()) != master_port(here, Request())
+    here = place_ranks(RunnerConfig(num_gpus=2))
+    assert master_port(here, RunnerConfig()) != master_port(here, RunnerConfig())
 
 
 def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +132,67 @@ def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    assert place(Request(num_gpus=2)).is_local  # only where slurm is asked for
-    found = place(Request(launcher="slurm", num_gpus=2))
+    assert place_ranks(RunnerConfig(num_gpus=2)).is_local  # only where slurm is asked for
+    found = place_ranks(RunnerConfig(launcher="slurm", num_gpus=2))
     assert found.hosts == (Host("node1", (0, 1)), Host("node2", (0, 1)))
     with pytest.raises(LaunchError, match="SLURM_GPUS_ON_NODE"):
-        place(Request(launcher="slurm"))
+        place_ranks(RunnerConfig(launcher="slurm"))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    assert place(Request(launcher="slurm", num_nodes=1)).world_size == 8
+    assert place_ranks(RunnerConfig(launcher="slurm", num_nodes=1)).world_size == 8
     monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
     with pytest.raises(LaunchError, match="name the hosts in a hostfile"):
-        place(Request(launcher="slurm"))
+        place_ranks(RunnerConfig(launcher="slurm"))
+
+
+def choose(dry_run: bool = True, hosts: int | None = None, gpus: int | None = None, **keys: Any) -> tuple[int, str]:
+    config = NeoXConfig.from_flat({"pipe_parallel_size": 4, "model_parallel_size": 2, **keys})
+    placement, warnings = choose_hosts(config, Namespace(dry_run=dry_run, hosts=hosts, gpus=gpus))
+    return placement.world_size, "\n".join(warnings)
+
+
+def test_a_dry_run_assumes_what_is_not_said() -> None:
+    config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2})
+    asked = Namespace(dry_run=True, hosts=None, gpus=None)
+    assert choose_hosts(config, asked)[0].why == "num_gpus"
+    config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2, "hostfile": "none"})
+    assert choose_hosts(config, asked)[0].why == "assumed"
+    ranks, warning = choose()
+    assert ranks == 8
+    assert "8 ranks are assumed, one copy of the model" in warning
+    assert choose(global_num_gpus=96) == choose(global_num_gpus=96, num_gpus=96) == (96, "")
+    ranks, warning = choose(global_num_gpus=96, num_gpus=8)
+    assert ranks == 96
+    assert "`num_gpus: 8` has no effect: without a hostfile `global_num_gpus: 96` counts" in warning
+    ranks, warning = choose(hostfile="none", global_num_gpus=16)
+    assert ranks == 16
+    assert warning.startswith("hostfile none does not exist")
+    assert choose(hosts=12, gpus=8) == (96, "")
+    with pytest.raises(LaunchError, match="at most"):
+        choose(hosts=10**9)
+
+
+def test_a_launch_assumes_nothing(tmp_path: Path) -> None:
+    assert choose(dry_run=False) == (1, "")  # which the grid refuses
+    with pytest.raises(ConfigError) as caught:
+        choose(dry_run=False, hostfile="none", hidden_size=63, num_attention_heads=2)
+    assert "hidden_size: 63" in str(caught.value)
+    assert "hostfile none does not exist" in caught.value.problems[-1]
+
+
+def hosts_with(*slots: int) -> list[Host]:
+    return [Host(f"h{i}", tuple(range(count))) for i, count in enumerate(slots)]
+
+
+def test_hosts_that_are_alike_are_one_group() -> None:
+    groups = host_groups(Topology(2, 4, 2), hosts_with(4, 4, 4, 4))
+    assert [str(group) for group in groups] == [
+        "h0 to h1 (2 hosts): 4 slots each, ranks 0-7, stage 0",
+        "h2 to h3 (2 hosts): 4 slots each, ranks 8-15, stage 1",
+    ]
+
+
+def test_a_host_may_hold_several_stages_and_hosts_may_differ() -> None:
+    groups = host_groups(Topology(4, 1, 1), hosts_with(3, 1))
+    assert [(group.ranks, group.stages) for group in groups] == [((0, 2), (0, 2)), ((3, 3), (3, 3))]
+    assert str(groups[1]) == "h1: 1 slot, rank 3, stage 3"
+    assert [group.names for group in ranks_of_hosts(Topology(1, 2, 1), hosts_with(1, 1))] == [("h0",), ("h1",)]

@@ -1,4 +1,4 @@
-"""The head process's verdict, with a program that writes an agent's events."""
+"""What the supervisor concludes from the events of an agent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from neox.launch import Host, LaunchSpec, Supervisor
+from neox.launch import Host, LaunchSpec
 from neox.launch.events import encode_event
+from neox.launch.supervise import Supervisor
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, report_progress
-from neox.launch.progress import RankActivity
+from neox.launch.agent_files import RankActivity
 from neox.train.stopping import StopSignals
 
 
@@ -20,7 +20,7 @@ def test_the_training_loops_signal_handler_answers(tmp_path: Path, monkeypatch: 
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
         assert signals.received == signal.SIGTERM
-    assert progress.answered(3)
-    assert not progress.answered(2)
+    assert progress.has_answered(3)
+    assert not progress.has_answered(2)
     monkeypatch.setenv("NEOX_PROGRESS_FILE", str(tmp_path / "gone" / "progress"))
     acknowledge_stop()  # the agent's directory is gone: no error in a signal handler

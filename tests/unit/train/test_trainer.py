@@ -8,8 +8,7 @@ import pytest
 from neox.data.build import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
-from neox.launch.progress import RankActivity
-from neox.launch.rendezvous import PROGRESS_VARIABLE
+from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.train import Trainer
 from neox.train.callbacks import Callback
 from tests.plans import small_plan
@@ -119,8 +118,8 @@ def test_a_rank_that_saves_need_not_answer_a_signal_yet(fit, monkeypatch, tmp_pa
     monkeypatch.setenv(PROGRESS_VARIABLE, str(progress.file))
     monkeypatch.setenv("RANK", "0")
     answered = []
-    monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda *_: answered.append(progress.answered(0)))
-    fit(IdleEngine(at_step={5: lambda: answered.append(progress.answered(0))}))
+    monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda *_: answered.append(progress.has_answered(0)))
+    fit(IdleEngine(at_step={5: lambda: answered.append(progress.has_answered(0))}))
     assert answered == [True, False, True]  # the saves after steps 4 and 6
 
 

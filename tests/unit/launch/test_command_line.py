@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from neox.errors import LaunchError
-from neox.head.command_line import find_script, overrides, parse_arguments, refuse_lone_tool
+from neox.launch.command_line import find_script, overrides, parse_arguments, refuse_lone_tool
 
 
 def test_flags_become_keys() -> None:

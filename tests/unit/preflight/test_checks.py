@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from neox.config import NeoXConfig
-from neox.launch import preflight
-from neox.launch.preflight import checkpoint_problems, missing_data, missing_packages
+from neox.preflight import checks
+from neox.preflight.checks import checkpoint_problems, missing_data, missing_packages
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
 
@@ -103,7 +103,7 @@ def test_a_configuration_that_cannot_be_compared_is_left_to_the_ranks(tmp_path: 
 
 
 def test_packages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert missing_packages(config(eval_tasks=["wikitext=a.txt"])) == []
     problems = missing_packages(config(use_wandb=True, tensorboard_dir="tb", eval_tasks=["piqa"]))
     assert [problem.split("package ")[1].split(",")[0] for problem in problems] == ["wandb", "tensorboard", "lm_eval"]
@@ -116,3 +116,18 @@ def test_missing_data_names_the_command() -> None:
     assert problem.endswith("make them with `make quickstart`")
     (problem,) = missing_data(config(data_path="data/mine_text_document"))
     assert "--output-prefix data/mine ...`" in problem
+
+
+def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
+    assert "data_path" in missing_data(NeoXConfig.from_flat({}))[0]
+    prefix = tmp_path / "pile_text_document"
+    config = NeoXConfig.from_flat({"data_path": str(prefix)})
+    (problem,) = missing_data(config)
+    assert "tools/preprocess_data.py" in problem
+    assert f"--output-prefix {tmp_path / 'pile'} " in problem
+    prefix.with_suffix(".bin").touch()
+    assert f"{prefix}.idx does not exist" in missing_data(config)[0]
+    prefix.with_suffix(".idx").touch()
+    assert missing_data(config) == []
+    blend = NeoXConfig.from_flat({"train_data_paths": [str(prefix), str(tmp_path / "none")]})
+    assert [str(tmp_path / "none") in problem for problem in missing_data(blend)] == [True]

@@ -1,4 +1,4 @@
-"""What tells an agent that the head process is gone: the end of its input, or packets that nobody answers."""
+"""Signs that the launcher is gone: the end of the input, or packets that are not answered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from neox.launch.connection import follow_head, ssh_ports, unanswered
+from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 ROW = "   1: 0100000A:{here:04X} 0200000A:{there:04X} 01 024:000 01:017A {repeats:08X}     0 {probes:8d} 1\n"
@@ -23,7 +23,7 @@ def test_packets_that_are_repeated(tmp_path: Path) -> None:
     def repeating(*rows: tuple[int, int, int]) -> bool:
         lines = [ROW.format(here=22, there=port, repeats=repeats, probes=probes) for port, repeats, probes in rows]
         table.write_text(HEAD + "".join(lines))
-        return unanswered((22, 54321), [str(table), str(tmp_path / "none")])
+        return is_unanswered((22, 54321), [str(table), str(tmp_path / "none")])
 
     assert not repeating()
     assert not repeating((54321, 0, 0))
@@ -35,15 +35,19 @@ def test_packets_that_are_repeated(tmp_path: Path) -> None:
 def test_the_end_of_the_input_and_silence() -> None:
     read, write = os.pipe()
     lost, silent = threading.Event(), threading.Event()
-    thread = follow_head(read, lost.set, silent.is_set, seconds=0.2)
+    thread = follow_launcher(read, lost.set, silent.is_set, seconds=0.2)
     assert not lost.wait(0.3)
     silent.set()
     assert lost.wait(1)
     thread.join()
     lost.clear()
-    thread = follow_head(read, lost.set, lambda: False)
+    thread = follow_launcher(read, lost.set, lambda: False)
     os.write(write, b"x")
     os.close(write)
     assert lost.wait(2)
     thread.join()
     os.close(read)
+
+
+def test_exit_statuses() -> None:
+    assert [exit_status(code) for code in (0, 7, -9, -15)] == [0, 7, 137, 143]

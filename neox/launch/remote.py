@@ -1,0 +1,112 @@
+"""Commands that the launcher runs on a host: answer the doctor's questions, signal an agent, store secrets.
+
+`python -m neox.launch.remote probe REQUEST | signal RUN_ID NODE_RANK SIGNAL | secrets RUN_ID NODE_RANK`
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from neox.errors import run_script
+from neox.launch.agent_files import agent_directory, secrets_file
+from neox.launch.hosts import count_accelerators, port_problem
+from neox.launch.spec import code_root
+
+PROBE_MARK = "@probe "
+_CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/*.py")
+
+
+def encode_request(*, port: int | None, paths: list[str], marker: str | None) -> str:
+    """Encode a request for `probe`.
+
+    Args:
+        port: TCP port to try to listen on; None for none.
+        paths: Files and directories that the run reads or writes.
+        marker: A file that the launcher has written, which is visible on a shared file system; None for none.
+    """
+    return base64.urlsafe_b64encode(json.dumps({"port": port, "paths": paths, "marker": marker}).encode()).decode()
+
+
+def code_hash(root: Path) -> str:
+    """Hash the project's Python files, so that two hosts can be compared."""
+    digest = hashlib.sha256()
+    files = sorted({path for pattern in _CODE for path in root.glob(pattern)})
+    for path in files:
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def probe(request: dict[str, Any]) -> dict[str, Any]:
+    """Collect what the launcher needs to know of this host: versions, code, devices, port, paths and clock."""
+    marker, port = request["marker"], request["port"]
+    return {
+        "python": sys.version.split()[0],
+        "torch": _version("torch"),
+        "deepspeed": _version("deepspeed"),
+        "code": code_hash(code_root()),
+        "accelerators": count_accelerators(),
+        "port": None if port is None else port_problem(port) or "free",
+        "paths": {path: _path_state(Path(path)) for path in request["paths"]},
+        "shared": None if marker is None else Path(marker).exists(),
+        "clock": time.time(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _path_state(path: Path) -> dict[str, Any]:
+    """Return whether a path exists, whether it (or its nearest existing parent) is writable, and the free bytes."""
+    exists = path.exists()
+    nearest = path
+    while not nearest.exists():
+        nearest = nearest.parent
+    directory = nearest if nearest.is_dir() else nearest.parent
+    writable = nearest == directory and os.access(nearest, os.W_OK)
+    return {"exists": exists, "writable": writable, "free": shutil.disk_usage(directory).free}
+
+
+def signal_agent(run_id: str, node_rank: int, signum: int) -> None:
+    """Signal the agent of a run on this host; one that has ended needs no signal."""
+    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+        os.kill(int((agent_directory(run_id, node_rank) / "pid").read_text()), signum)
+
+
+def store_secrets(run_id: str, node_rank: int, text: str) -> None:
+    """Write secrets to a file that only this user can read; the agent reads and removes it."""
+    handle = os.open(secrets_file(run_id, node_rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "w") as file:
+        file.write(text)
+
+
+def main() -> int:
+    """Run one command."""
+    command, *words = sys.argv[1:]
+    if command == "probe":
+        request = json.loads(base64.urlsafe_b64decode(words[0]))
+        print(PROBE_MARK + json.dumps(probe(request)), flush=True)
+    elif command == "signal":
+        signal_agent(words[0], int(words[1]), int(words[2]))
+    elif command == "secrets":
+        store_secrets(words[0], int(words[1]), sys.stdin.read())
+    else:
+        raise SystemExit(f"neox.launch.remote: unknown command {command}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

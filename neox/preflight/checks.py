@@ -1,0 +1,263 @@
+"""Checks on the head node before ranks start: tokenizer, data, checkpoint, optional packages, tasks and memory."""
+
+from __future__ import annotations
+
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from neox.config import (
+    NeoXConfig,
+    RunPlan,
+    architecture_keys,
+    architecture_of,
+    architecture_settings,
+    inference_memory_problem,
+    memory_problem,
+    missing_for_training,
+    saved_architecture,
+)
+from neox.config.wording import WITHOUT_SAVED_OPTIMIZER, place, said
+from neox.config.yaml_file import read_file
+from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
+from neox.launch.hosts import smallest_memory
+from neox.launch.placement import Placement
+
+if TYPE_CHECKING:
+    from neox.tokenizer import Tokenizer
+
+# The number of ids that a dry run assumes without the tokenizer's files.
+_ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
+_ASSUMED_OTHERWISE = 50257
+_CHECKPOINT_CONFIG = "configs/config.yml"  # written by `neox.checkpoint.write_config` beside the weights
+
+
+def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
+    """Build the tokenizer.
+
+    Returns:
+        Its number of ids, the tokenizer, and problems; an assumed number, None and why where it cannot be built.
+    """
+    settings = config.tokenizer
+    try:
+        from neox.tokenizer import build_tokenizer  # numpy, without which a plan can be made
+
+        tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
+        return tokenizer.vocab_size, tokenizer, []
+    except TokenizerError as error:
+        problem = str(error)
+        if _is_of_quickstart(settings.vocab_file or ""):
+            problem += " (`make quickstart` makes it)"
+        elif "train_tokenizer" not in problem:
+            problem += " (`python tools/train_tokenizer.py` makes one)"
+    except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
+        problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
+    where = f"{config.source('vocab_file')}: " if config.given("vocab_file") else ""
+    return _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE), None, [where + problem]
+
+
+def data_prefixes(config: NeoXConfig) -> dict[str, str]:
+    """Return the token files of a configuration, as prefix -> the key that names it."""
+    data = config.data
+    prefixes = {data.data_path: "data_path"} if data.data_path else {}
+    for key in ("train_data_paths", "valid_data_paths", "test_data_paths"):
+        prefixes.update(dict.fromkeys(getattr(data, key) or (), key))
+    return prefixes
+
+
+def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: bool) -> list[str]:
+    """Return the keys and token files that training misses, and files that are broken or of another tokenizer.
+
+    Args:
+        config: The configuration.
+        tokenizer: The run's tokenizer; None where it is not known.
+        dry_run: Whether to leave out the check of whole index files.
+    """
+    problems = [*missing_for_training(config), *missing_data(config)]
+    prefixes = data_prefixes(config)
+    if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
+        from neox.data import sidecar  # numpy, which a dry run without data does not need
+
+        found = sidecar.data_problems(prefixes, config.data.data_impl, tokenizer, open_files=not dry_run)
+        problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
+    return problems
+
+
+def missing_data(config: NeoXConfig) -> list[str]:
+    """Return a sentence for each `.bin/.idx` that training needs and that does not exist, with a command for it."""
+    prefixes = data_prefixes(config)
+    if not prefixes:
+        return [
+            "no training data is given: set data_path to the prefix of a .bin/.idx pair "
+            "(tools/preprocess_data.py writes them)"
+        ]
+    problems = []
+    for prefix, key in prefixes.items():
+        absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+        if absent:
+            made = prefix.removesuffix("_document").removesuffix("_text")
+            command = f"python tools/preprocess_data.py --input FILE.jsonl.zst --output-prefix {quote(made)} ..."
+            problems.append(
+                f"{config.source(key)}: {key} is {prefix!r}, but {' and '.join(prefix + s for s in absent)} "
+                f"{'does' if len(absent) == 1 else 'do'} not exist; make them with "
+                f"`{'make quickstart' if _is_of_quickstart(prefix) else command}`"
+            )
+    return problems
+
+
+def _is_of_quickstart(path: str) -> bool:
+    """Return whether `make quickstart` makes this file."""
+    return Path(path).parts[-3:-1] == ("data", "quickstart")
+
+
+def missing_packages(config: NeoXConfig) -> list[str]:
+    """Return a sentence for each optional package that a key asks for and that is not installed."""
+    keys = config.logging
+    harness = [task for task in config.generation.eval_tasks or () if "=" not in task]
+    wanted = (
+        (bool(keys.use_wandb), "use_wandb", "wandb", "requirements-wandb.txt"),
+        (keys.tensorboard_dir is not None, "tensorboard_dir", "tensorboard", "requirements-tensorboard.txt"),
+        (bool(harness), "eval_tasks", "lm_eval", "requirements-eval.txt"),
+    )
+    return [
+        f"{place(config, key)}`{key}` needs the package {package}, which is not installed: "
+        f"{install_command(file)}, or unset {key}"
+        for asked, key, package, file in wanted
+        if asked and find_spec(package) is None
+    ]
+
+
+def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Return why prompts, or evaluation tasks (in training, too), would be refused.
+
+    Args:
+        config: The configuration.
+        script: Name of the script, without `.py`.
+        tokenizer: The run's tokenizer; None where it is not known.
+    """
+    try:
+        if script == "generate":
+            from neox.generation.request import check_generation  # numpy, which a dry run without prompts does not need
+
+            check_generation(config, tokenizer)
+        elif script == "evaluate" or config.generation.eval_tasks:
+            from neox.evaluation.tasks import check_file_tasks  # numpy, which a dry run without tasks does not need
+
+            check_file_tasks(config, tokenizer)
+    except (GenerationError, EvaluationError) as error:
+        return str(error).splitlines()
+    return []
+
+
+def memory_problems(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> list[str]:
+    """Return why a run does not fit into GPU memory.
+
+    Args:
+        plan: The plan.
+        placement: Hosts and slots.
+        training: Whether the model is trained, not only run.
+        dry_run: Whether to compare with `gpu_memory_gib` only. Before a launch on this machine alone, where that key is
+            not given, the memory of its GPUs counts.
+    """
+    runner = plan.config.runner
+    size: float | None = runner.gpu_memory_gib * 2**30
+    if not dry_run and not plan.config.given("gpu_memory_gib"):
+        size = smallest_memory() if placement.is_local and placement.accelerators else None
+    problem_with = memory_problem if training else inference_memory_problem
+    problem = None if size is None else problem_with(plan, size)
+    advice = "gpu_memory_gib is the size of a GPU; with a larger one the run starts all the same"
+    return [] if problem is None else [f"{problem} ({advice})"]
+
+
+def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
+    """Return what is wrong with the checkpoint to load, as far as can be seen without reading weights.
+
+    Training that resumes from its own `save` directory also starts there; other scripts read `save` where `load` is not
+    given. The ranks check later whether the files are complete.
+
+    Args:
+        config: The configuration.
+        training: Whether the model is trained, not only run.
+    """
+    keys = config.checkpoint
+    directory, key = (keys.load, "load") if training or keys.load else (keys.save, "save")
+    if directory is None:
+        return [] if training else ["neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"]
+    load = Path(directory)
+    own = training and keys.save is not None and load.absolute() == Path(keys.save).absolute()  # a first start, maybe
+    if not load.is_dir():
+        return [] if own else [f"{place(config, key)}`{key}: {directory}` is no directory: nothing to load"]
+    if not own and not any(any(load.glob(sign)) for sign in ("*global_step*", "*.pt", _CHECKPOINT_CONFIG)):
+        return [f"{place(config, key)}`{key}: {directory}` holds no checkpoint: no global_stepN directory"]
+    chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else _newest(load)
+    if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
+        found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
+        return [f"{place(config, 'iteration')}`iteration: {keys.iteration}`: {load} has {found}"]
+    if training and (problem := _optimizer_problem(chosen, config)) is not None:
+        return [f"{place(config, key)}{problem}"]
+    return _network_problems(chosen, config, place(config, key))
+
+
+def _network_problems(checkpoint: Path, config: NeoXConfig, where: str) -> list[str]:
+    """Return the settings of the network in which a checkpoint of this program differs."""
+    try:
+        saved = architecture_settings(NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values))
+        wanted = architecture_of(config)
+    except (ConfigError, TypeError):  # another program's checkpoint: the ranks compare its tensors
+        return []
+    finetune = False if config.checkpoint.finetune else None  # then positions, attention and head may differ
+    settings = architecture_settings(config)
+    differing = dict.fromkeys(
+        f"{key} is {saved[key]} there, {said(config, key, settings[key])} here"
+        for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
+        for key in architecture_keys(difference.field)
+        if saved[key] != settings[key]
+    )
+    advice = "give the checkpoint's values, or another directory"
+    return [f"{where}{checkpoint} is of another model: {'; '.join(differing)}; {advice}"] if differing else []
+
+
+def _newest(load: Path) -> Path:
+    """Return the checkpoint that `latest` names; the directory itself where it has none."""
+    try:
+        return load / (load / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return load
+
+
+def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
+    """Return why training cannot resume from the optimizer state of a checkpoint, and the ways out; None where it can.
+
+    Names of files and words in pickles decide. Without files of its own (ZeRO) the state is in the client files, in
+    torch's form: with its `param_groups`.
+    """
+    keys = config.checkpoint
+    if keys.finetune or keys.no_load_optim or not checkpoint.is_dir():
+        return None
+    if not any(checkpoint.glob("layer_*.pt")):  # an unknown layout: the ranks look closer
+        return None
+    zero_files = sorted(checkpoint.glob("*zero_pp_rank_*_optim_states.pt"))
+    if not zero_files and not any(_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
+        return f"{checkpoint} holds no optimizer state to go on with; {WITHOUT_SAVED_OPTIMIZER}"
+    if (
+        zero_files
+        and not (checkpoint / "manifest.json").is_file()
+        and not _mentions(zero_files[0], b"param_slice_mappings")
+    ):
+        return (
+            f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before 0.7 "
+            f"wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
+        )
+    return None
+
+
+def _mentions(file: Path, key: bytes) -> bool:
+    """Return whether the pickle inside a file of torch contains a key; True where it cannot be read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return not pickles or key in archive.read(pickles[0])
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError):
+        return True

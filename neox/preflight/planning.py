@@ -1,0 +1,92 @@
+"""Planning of a run: the configuration of a command line, and its plan with all problems in one list."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from neox.config import Draft, NeoXConfig, RunPlan, draft_config, for_inference, further_problems, resolve
+from neox.errors import ConfigError, LaunchError
+from neox.launch.command_line import INFERENCE, overrides
+from neox.launch.placement import Placement, choose_hosts, master_port_problem
+from neox.preflight.checks import (
+    checkpoint_problems,
+    data_problems,
+    memory_problems,
+    missing_packages,
+    task_problems,
+    vocabulary,
+)
+
+
+def read_config(arguments: argparse.Namespace) -> NeoXConfig:
+    """Load the configuration with the command line's overrides.
+
+    For a script that only runs a model, what binds the configuration to the number of ranks it trains on is left out.
+
+    Args:
+        arguments: The command line.
+
+    Raises:
+        ConfigError: With every problem of keys, grid and batch.
+    """
+    draft = draft_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=overrides(arguments))
+    if Path(arguments.script).stem in INFERENCE:
+        draft = replace(draft, config=for_inference(draft.config))
+    if draft.problems:
+        more_problems = [] if arguments.script == "doctor" else _other_problems(draft, arguments)
+        raise ConfigError([*draft.problems, *more_problems])
+    return draft.config
+
+
+def _other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
+    """Return the problems beside keys that cannot be read, so that one run shows everything."""
+    try:
+        placement, _ = choose_hosts(draft.config, arguments)
+    except (LaunchError, ConfigError) as error:
+        return draft.certain(error.problems if isinstance(error, ConfigError) else [str(error)])
+    return further_problems(draft, placement.world_size, vocabulary(draft.config)[0])
+
+
+def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_run: bool) -> tuple[RunPlan, list[str]]:
+    """Resolve a configuration and check what the run needs.
+
+    Args:
+        config: The configuration.
+        placement: Hosts and slots.
+        script: The script that ranks run; what one of the user's own needs is not known.
+        dry_run: Whether nothing will be started.
+
+    Returns:
+        The plan, and the problems: what is missing or does not fit. They are warnings of a dry run, errors of a launch.
+
+    Raises:
+        ConfigError: The configuration cannot be resolved; with the problems of a launch.
+    """
+    size, tokenizer, problems = vocabulary(config)
+    if tokenizer is None and dry_run:
+        problems = [f"{problem}; a vocabulary of {size:,} ids is assumed" for problem in problems]
+    asked, world = config.runner.global_num_gpus, placement.world_size
+    if asked not in (None, world):
+        where = config.source("global_num_gpus")
+        problems.append(
+            f"{where}: `global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
+        )
+    if port_problem := master_port_problem(placement, config.runner):
+        problems.append(port_problem)
+    training = script.stem == "train"
+    runs_model = training or script.stem in INFERENCE
+    if training:
+        problems += data_problems(config, tokenizer, dry_run=dry_run)
+    if runs_model:
+        problems += [*checkpoint_problems(config, training=training), *task_problems(config, script.stem, tokenizer)]
+    if training or script.stem == "evaluate":
+        problems += missing_packages(config)
+    try:
+        plan = resolve(config, world, size)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
+    if runs_model:
+        problems += memory_problems(plan, placement, training=training, dry_run=dry_run)
+    return plan, problems

@@ -1,0 +1,51 @@
+"""The run directory, and plans of scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from neox.errors import LaunchError
+from neox.launch.command_line import find_script, parse_arguments
+from neox.launch.placement import choose_hosts
+from neox.preflight.command import run_directory, write_run_directory
+from neox.preflight.planning import build_plan, read_config
+from tests.plans import SIZES, plan_of
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_directory(None, "configs/20B.yml") == tmp_path / "runs" / "20B"
+    assert run_directory("logs", "20B") == tmp_path / "logs"
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        plan = plan_of(**{**SIZES, "train_iters": steps})
+        write_run_directory(tmp_path / "run", plan, ["python deepy.py 'a b'"])
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"plan.json", "deepspeed.json", "config.yml", "command.txt", "ranks"}
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["grid"]["world"] == 1
+    assert json.loads((tmp_path / "run" / "deepspeed.json").read_text())["train_micro_batch_size_per_gpu"] == 2
+    assert yaml.safe_load((tmp_path / "run" / "config.yml").read_text())["train_iters"] == 2
+    assert (tmp_path / "run" / "command.txt").read_text() == "python deepy.py 'a b'\n"
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="choose another log_dir"):
+        write_run_directory(tmp_path / "file", plan, [])
+
+
+OF_96_RANKS = {**SIZES, "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+
+
+def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
+    file = tmp_path / "model.yml"
+    file.write_text(json.dumps({**OF_96_RANKS, "global_num_gpus": 96, "num_gpus": 2}))
+    for script, world in (("train.py", 96), ("generate.py", 2), ("evaluate", 2)):
+        arguments = parse_arguments([script, str(file), "--dry-run"])
+        config = read_config(arguments)
+        placement, _ = choose_hosts(config, arguments)
+        plan, _ = build_plan(config, placement, find_script(script), dry_run=True)
+        assert plan.grid.world_size == world
