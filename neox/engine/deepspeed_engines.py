@@ -6,12 +6,15 @@ Neither writes weights into DeepSpeed's own files: weights go to layer files in 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.runtime.engine
 import torch
+from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
@@ -22,7 +25,7 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT, TransformerLayer, build_layer
-from neox.optim import NormScope, build_optimizer
+from neox.optim import AdamW, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -112,9 +115,7 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
     return model
 
 
-def build_deepspeed_engine(
-    plan: RunPlan, grid: ParallelGrid, model: nn.Module
-) -> tuple[PlainEngine, torch.optim.AdamW]:
+def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[PlainEngine, AdamW]:
     """Give a model to DeepSpeed.
 
     Returns:
@@ -123,6 +124,7 @@ def build_deepspeed_engine(
     scope = NormScope(grid.model_group, lambda p: counts_in_norm(p, grid)) if clips_itself(plan) else None
     optimizer = build_optimizer(plan, model.named_parameters(), scope)
     config = runtime_json(plan)
+    _prepare_deepspeed()
     kind, mpu = (PipelineEngine, model.mpu()) if isinstance(model, PipelineGPT) else (PlainEngine, _grid_mpu(grid))
     with hidden_stdout():
         engine = kind(
@@ -138,6 +140,21 @@ def build_deepspeed_engine(
     # 0 so far, so weights did not change, but Adam's step counter did.
     optimizer.state.clear()
     return engine, optimizer
+
+
+def _prepare_deepspeed() -> None:
+    """Let ZeRO partition our optimizer, and import DeepSpeed's Muon without compiling its kernels.
+
+    ZeRO accepts optimizers of its own list only; any that updates each element by itself can be partitioned. It imports
+    Muon during every reduction; to compile it takes 10 s of CPU, most of them for the import of torch._dynamo.
+    """
+    deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: isinstance(optimizer, AdamW)
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_decorator
 
 
 def clips_itself(plan: RunPlan) -> bool:

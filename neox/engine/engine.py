@@ -15,7 +15,7 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.errors import TrainingError
-from neox.optim import ClippingAdamW, LRSchedule
+from neox.optim import AdamW, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 
 Batch = Mapping[str, Tensor]
@@ -56,7 +56,7 @@ class Engine:
         grid: ParallelGrid,
         device: torch.device,
         deepspeed_engine: PlainEngine,
-        adamw: torch.optim.AdamW,
+        adamw: AdamW,
     ) -> None:
         self.plan = plan
         self.grid = grid
@@ -154,7 +154,7 @@ class Engine:
     def _grad_norm(self, skipped: bool) -> float:
         if skipped:
             return math.inf
-        if isinstance(self.adamw, ClippingAdamW):
+        if self.adamw.scope is not None:
             return self.adamw.last_norm
         return float(self.deepspeed_engine.get_global_grad_norm())
 

@@ -56,41 +56,93 @@ class NormScope:
     counts: Callable[[Tensor], bool]
 
 
-class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm over all ranks of a model, and skips a step whose norm is not finite.
+def _without_dynamo(method: Any) -> Any:
+    """Return a method of torch's optimizers without its wrapper, which imports torch._dynamo (5 s of CPU)."""
+    return method.__wrapped__
 
-    Used with ZeRO 0, where DeepSpeed's own norm is wrong: it counts replicated parameters on the first stage only when
-    it clips in fp32, and does not see which parameters are split or tied when it clips in fp16. `overflow` and
-    `_global_grad_norm` are the attributes that DeepSpeed reads after a step.
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (arXiv:1711.05101) with torch's fused kernel, and clipping by the global norm over all ranks of a model.
+
+    A step whose norm is not finite is skipped. The norm is computed here with ZeRO 0, where DeepSpeed is wrong: it
+    counts replicated parameters on the first stage only when it clips in fp32, and does not see which parameters are
+    split or tied when it clips in fp16. `overflow` and `_global_grad_norm` are the attributes that DeepSpeed reads
+    after a step.
 
     Args:
         groups: Parameter groups of `parameter_groups`.
         max_norm: Norm above which gradients are scaled down to it; 0 never clips.
-        scope: Ranks and parameters of the norm.
-        kwargs: Passed to `torch.optim.AdamW`.
+        scope: Ranks and parameters of the norm; None computes no norm and does not clip.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, max_norm: float, scope: NormScope, **kwargs: Any) -> None:
-        super().__init__(groups, **kwargs)
+    add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
+    load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
+    state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
+    zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        max_norm: float = 0.0,
+        scope: NormScope | None = None,
+        lr: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.max_norm = max_norm
+        self.scope = scope
         self.overflow = False
         self._global_grad_norm = 0.0
-        self._group = scope.group
         # By position: DeepSpeed replaces the parameters by fp32 copies that carry no attributes.
-        self._counted = [[scope.counts(p) for p in group["params"]] for group in self.param_groups]
+        self._counted = [[scope is not None and scope.counts(p) for p in g["params"]] for g in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Clip and update; if the norm is not finite, set `overflow` and change nothing."""
-        self._global_grad_norm = self.global_norm()
-        self.overflow = not math.isfinite(self._global_grad_norm)
-        if self.overflow:
-            return None
-        if 0.0 < self.max_norm < self._global_grad_norm:
-            scale = self.max_norm / (self._global_grad_norm + 1e-6)
-            torch._foreach_mul_([p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], scale)
-        result: float | None = super().step(closure)
-        return result
+        divisor: Tensor | None = None
+        if self.scope is not None:
+            self._global_grad_norm = self.global_norm()
+            self.overflow = not math.isfinite(self._global_grad_norm)
+            if self.overflow:
+                return None
+            if 0.0 < self.max_norm < self._global_grad_norm:
+                divisor = self._device_scalar((self._global_grad_norm + 1e-6) / self.max_norm)
+        for group in self.param_groups:
+            self._update(group, divisor)
+        return None
+
+    def _update(self, group: dict[str, Any], divisor: Tensor | None) -> None:
+        """Update one group's parameters, all on one device and of one type; `divisor` divides the gradients."""
+        parameters: list[Tensor] = []
+        grads: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
+        steps: list[Tensor] = []
+        self._init_group(group, parameters, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]
+        if not parameters:
+            return
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            parameters,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+        )
 
     @property
     def last_norm(self) -> float:
@@ -105,19 +157,22 @@ class ClippingAdamW(torch.optim.AdamW):
             for p, count in zip(group["params"], counts, strict=True)
             if count and p.grad is not None
         ]
-        device = self.param_groups[0]["params"][0].device
-        total = torch.zeros((), dtype=torch.float32, device=device)
+        total = self._device_scalar(0.0)
         if counted:
             total += torch.stack(torch._foreach_norm(counted)).square().sum()
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+        if self.scope is not None and self.scope.group is not None:
+            dist.all_reduce(total, group=self.scope.group)
         return math.sqrt(squared) if (squared := total.item()) >= 0 else math.nan
+
+    def _device_scalar(self, value: float) -> Tensor:
+        device = self.param_groups[0]["params"][0].device
+        return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def build_optimizer(
     plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]], clip: NormScope | None = None
-) -> torch.optim.AdamW:
-    """Build AdamW (decoupled weight decay, torch's fused kernel); its learning rate is 0 until scheduled.
+) -> AdamW:
+    """Build the optimizer; its learning rate is 0 until it is scheduled.
 
     Args:
         plan: The run.
@@ -135,7 +190,6 @@ def build_optimizer(
         )
     decay = settings.params.weight_decay
     groups = parameter_groups(named_parameters, plan.config.optimizer.weight_decay if decay is None else decay)
-    kwargs: dict[str, Any] = {"lr": 0.0, "betas": settings.params.betas, "eps": settings.params.eps, "fused": True}
-    if clip is None:
-        return torch.optim.AdamW(groups, **kwargs)
-    return ClippingAdamW(groups, max_norm=plan.config.deepspeed.gradient_clipping, scope=clip, **kwargs)
+    params = settings.params
+    max_norm = plan.config.deepspeed.gradient_clipping if clip is not None else 0.0
+    return AdamW(groups, max_norm=max_norm, scope=clip, betas=params.betas, eps=params.eps)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from neox.optim import ClippingAdamW, NormScope, parameter_groups
+from neox.optim import AdamW, NormScope, parameter_groups
 
 
 def tiny():
@@ -16,7 +16,7 @@ def tiny():
 
 def optimizer_of(model, max_norm, counts=lambda p: True):
     groups = parameter_groups(model.named_parameters(), 0.1)
-    return ClippingAdamW(groups, max_norm=max_norm, scope=NormScope(None, counts), lr=0.1, fused=True)
+    return AdamW(groups, max_norm=max_norm, scope=NormScope(None, counts), lr=0.1)
 
 
 def test_matrices_decay_and_vectors_do_not():
