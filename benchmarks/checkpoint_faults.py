@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpoint, read_manifest, why_not_whole
+from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpoint, read_manifest, why_incomplete
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
 
@@ -251,7 +251,7 @@ def kill_often(
         ranks.kill()
         found.kills += 1
         found.inside_a_save += inside()
-        found.corrupt += sum(bool(why_not_whole(path)) for path in checkpoint_directories(save))
+        found.corrupt += sum(bool(why_incomplete(path)) for path in checkpoint_directories(save))
         here = int(find_checkpoint(save).name.removeprefix("global_step"))
         found.lost += here < newest
         newest = here

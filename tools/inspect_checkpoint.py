@@ -20,12 +20,12 @@ from neox.checkpoint import (
     compare_checkpoints,
     open_checkpoint,
     summarize,
-    tensor_facts,
+    tensor_stats,
 )
 from neox.config import load_config
 from neox.errors import run_script
 
-WEIGHTS_DIFFER, NOT_WHOLE = 3, 4
+WEIGHTS_DIFFER, INCOMPLETE = 3, 4
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,11 +50,11 @@ def main() -> int:
 
 def show(reader: CheckpointReader, args: argparse.Namespace) -> int:
     summary = summarize(reader, verify=not args.no_verify)
-    tensors = list(tensor_facts(reader)) if args.tensors else []
+    tensors = list(tensor_stats(reader)) if args.tensors else []
     if args.json:
         whole: dict[str, Any] = {**dataclasses.asdict(summary), "path": str(summary.path)}
         print(json.dumps({**whole, "tensors": [dataclasses.asdict(t) for t in tensors]}, indent=1))
-        return NOT_WHOLE if summary.problems else 0
+        return INCOMPLETE if summary.problems else 0
     checked = "manifest" if summary.has_manifest else "no manifest; the archives' own checksums"
     state = "; ".join(summary.problems) if summary.problems else "yes"
     lines = {
@@ -63,7 +63,7 @@ def show(reader: CheckpointReader, args: argparse.Namespace) -> int:
         "degrees": f"pp {summary.pp_size or '?'} x mp {summary.tp_size} x dp {summary.dp_size or '?'}",
         "model": f"{summary.layers} blocks, {summary.parameters:,} parameters, {', '.join(summary.dtypes)}",
         "on disk": f"{summary.bytes_on_disk:,} bytes, {summary.optimizer_files} optimizer files",
-        f"whole ({checked})": state,
+        f"complete ({checked})": state,
         **summary.args,
     }
     width = max(map(len, lines))
@@ -74,7 +74,7 @@ def show(reader: CheckpointReader, args: argparse.Namespace) -> int:
         shape = "x".join(map(str, t.shape))
         numbers = f"norm {t.norm:.6g} max {t.largest:.6g}"
         print(f"{t.index:3d} {t.name:36s} {shape:>14s} {t.dtype} {numbers} {t.sha256[:16]}{warning}")
-    return NOT_WHOLE if summary.problems else 0
+    return INCOMPLETE if summary.problems else 0
 
 
 def show_difference(first: CheckpointReader, second: CheckpointReader, *, as_json: bool) -> int:

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to load: the newest whole one, and saying why not the others."""
+"""Finding the checkpoint to load, checking that it is complete, and deleting old ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, parse_layer_file, parse_mp_rank_file, step_directory
-from neox.checkpoint.source import open_source
-from neox.checkpoint.staging import PENDING, checkpoint_directories
+from neox.checkpoint.reader import open_source
+from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint
 from neox.errors import CheckpointError
 from neox.log import get_logger
 
@@ -27,15 +27,20 @@ def find_checkpoint(
     verify: bool = True,
     way_out: str = "remove `load` to start from scratch",
 ) -> Path:
-    """Return the checkpoint directory to load, and log which one and why.
+    """Return the checkpoint directory to load, and log the choice and its reason.
 
-    load: a directory of `global_stepN` directories, or such a directory itself. iteration: take exactly that one.
-    Otherwise the one that `latest` names is tried first (so an edited `latest` rolls a run back), unless a newer commit
-    was cut off before it could write `latest`; then the others, latest commit first. verify: compare sha256 of every
-    file with the manifest (files without a manifest, as gpt-neox writes them: the checksums inside the files).
-    way_out: what a user can do where there is none.
+    The one that `latest` names is tried first (so an edited `latest` rolls a run back), unless a newer commit was
+    interrupted before it could write `latest`; then the others, latest commit first.
 
-    Raises CheckpointError when none is whole, with one reason each.
+    Args:
+        load: A directory of `global_stepN` directories, or such a directory itself.
+        iteration: Exactly this one is loaded.
+        verify: Compare sha256 of every file with the manifest (without a manifest, as gpt-neox writes checkpoints: the
+            checksums inside the files).
+        way_out: What a user can do if there is none, for the message.
+
+    Raises:
+        CheckpointError: If none is complete, with a reason for each.
     """
     load = Path(load)
     if not load.is_dir():
@@ -49,20 +54,21 @@ def find_checkpoint(
         _log.warning("%s", note)
     reasons: list[str] = []
     for path in candidates:
-        problems = why_not_whole(path, hashes=verify)
+        problems = why_incomplete(path, hashes=verify)
         if not problems:
             _log_choice(path, reasons, verify)
             return path
         reasons.append(f"{path.name}: {'; '.join(problems)}")
-        _log.warning("checkpoint %s is not whole: %s", path, "; ".join(problems))
+        _log.warning("checkpoint %s is not complete: %s", path, "; ".join(problems))
     found = "\n  ".join(reasons) if reasons else "no global_stepN directories"
-    raise CheckpointError(f"load: no whole checkpoint in {load}:\n  {found}\n{way_out}")
+    raise CheckpointError(f"load: no complete checkpoint in {load}:\n  {found}\n{way_out}")
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that a tool is pointed at: the directory itself, or the newest whole one in a directory of some.
+    """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
 
-    Raises CheckpointError for a directory that is neither.
+    Raises:
+        CheckpointError: If the directory is no checkpoint and has none.
     """
     if path.is_dir():
         if is_checkpoint(path):
@@ -76,7 +82,7 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds model files itself."""
+    """Return whether a directory holds model files itself."""
     return any(_holds_weights(p.name) for p in path.iterdir())
 
 
@@ -84,8 +90,8 @@ def _holds_weights(name: str) -> bool:
     return parse_layer_file(name) is not None or parse_mp_rank_file(name) is not None
 
 
-def why_not_whole(path: Path, *, hashes: bool = True) -> list[str]:
-    """Reasons why a checkpoint must not be loaded, empty if it is whole."""
+def why_incomplete(path: Path, *, hashes: bool = True) -> list[str]:
+    """Return the reasons why a checkpoint must not be loaded; empty if it is complete."""
     try:
         if read_manifest(path) is None:
             open_source(path)  # complete over tensor ranks?
@@ -95,7 +101,10 @@ def why_not_whole(path: Path, *, hashes: bool = True) -> list[str]:
 
 
 def damaged_weights(path: Path) -> list[str]:
-    """What is wrong with the files of weights alone, read whole; for a thread beside one that converts them."""
+    """Return the damage of the files of weights, which are read completely.
+
+    Meant for a thread beside the one that converts them.
+    """
     try:
         return _damage(path, _holds_weights, hashes=True)
     except CheckpointError as error:
@@ -103,7 +112,7 @@ def damaged_weights(path: Path) -> list[str]:
 
 
 def _damage(path: Path, wanted: Callable[[str], bool], *, hashes: bool) -> list[str]:
-    """Compare the wanted files with the manifest, or with their own checksums where there is none."""
+    """Compare the wanted files with the manifest, or without one with their own checksums."""
     manifest = read_manifest(path)
     if manifest is None:
         return _broken_archives([file for file in sorted(path.glob("*.pt")) if wanted(file.name)], hashes)
@@ -117,7 +126,7 @@ def _damage(path: Path, wanted: Callable[[str], bool], *, hashes: bool) -> list[
 
 
 def _broken_archives(files: list[Path], checksums: bool) -> list[str]:
-    """Look at the zip structure (and with `checksums` every CRC-32) of files that no manifest vouches for."""
+    """Check the zip structure (and with `checksums` every CRC-32) of files without a manifest."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # checksums release the interpreter lock
         return [problem for problem in pool.map(lambda file: _broken_archive(file, checksums), files) if problem]
 
@@ -135,8 +144,8 @@ def _broken_archive(file: Path, checksums: bool) -> str | None:
 
 
 def _only(path: Path, verify: bool) -> Path:
-    if problems := why_not_whole(path, hashes=verify):
-        raise CheckpointError(f"{path} is not whole: {'; '.join(problems)}")
+    if problems := why_incomplete(path, hashes=verify):
+        raise CheckpointError(f"{path} is not complete: {'; '.join(problems)}")
     _log_choice(path, [], verify)
     return path
 
@@ -151,16 +160,16 @@ def _existing(load: Path, iteration: int) -> Path:
 
 
 def _candidates(load: Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints in the order to try them, and notes about `latest`."""
+    """Return the checkpoints in the order to try them, and notes about `latest`."""
     named, notes = _read_latest(load)
     order = sorted(checkpoint_directories(load), key=_sequence, reverse=True)
     first = [named] if named is not None else []
     pending = load / PENDING
     if pending.is_file():
-        cut_off = load / pending.read_text(encoding="utf-8").strip()
-        if cut_off in order and cut_off != named:
-            notes.append(f"the save of {cut_off.name} was cut off before `latest` was written; trying it first")
-            first.insert(0, cut_off)
+        interrupted = load / pending.read_text(encoding="utf-8").strip()
+        if interrupted in order and interrupted != named:
+            notes.append(f"the save of {interrupted.name} was interrupted before `latest` was written; trying it first")
+            first.insert(0, interrupted)
     elif named is not None and order and _sequence(order[0]) > _sequence(named):
         notes.append(f"`latest` names {named.name}, not the newer {order[0].name}; `iteration` chooses another")
     return [*first, *(path for path in order if path not in first)], notes
@@ -171,14 +180,14 @@ def _read_latest(load: Path) -> tuple[Path | None, list[str]]:
     try:
         tag = latest.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return None, [f"{latest} is missing; taking the newest whole checkpoint"]
+        return None, [f"{latest} is missing; taking the newest complete checkpoint"]
     except (OSError, UnicodeDecodeError) as error:
-        return None, [f"{latest} cannot be read ({error}); taking the newest whole checkpoint"]
+        return None, [f"{latest} cannot be read ({error}); taking the newest complete checkpoint"]
     if not tag:
-        return None, [f"{latest} is empty; taking the newest whole checkpoint"]
+        return None, [f"{latest} is empty; taking the newest complete checkpoint"]
     path = load / tag
     if Path(tag).name != tag or not path.is_dir():
-        return None, [f"{latest} names {tag!r}, which does not exist; taking the newest whole checkpoint"]
+        return None, [f"{latest} names {tag!r}, which does not exist; taking the newest complete checkpoint"]
     return path, []
 
 
@@ -192,5 +201,36 @@ def _sequence(path: Path) -> int:
 
 def _log_choice(path: Path, reasons: list[str], verify: bool) -> None:
     checked = "hashes checked" if verify else "sizes checked"
-    passed_over = f"; passed over {len(reasons)} newer: {' | '.join(reasons)}" if reasons else ""
-    _log.info("loading checkpoint %s (%s)%s", path, checked, passed_over)
+    skipped = f"; skipped {len(reasons)} newer: {' | '.join(reasons)}" if reasons else ""
+    _log.info("loading checkpoint %s (%s)%s", path, checked, skipped)
+
+
+def keep_last(save: str | Path, count: int) -> list[Path]:
+    """Delete all but the newest checkpoints of a run; call on one rank.
+
+    The one that `latest` names is never deleted, and nothing is deleted unless a kept one is complete (by sizes, not
+    hashes), so that the last good one remains.
+
+    Args:
+        save: Directory of the run's checkpoints.
+        count: Number of checkpoints to keep, by iteration.
+
+    Returns:
+        The deleted directories.
+    """
+    save = Path(save)
+    assert count >= 1, count
+    directories = checkpoint_directories(save)
+    kept = directories[:count]
+    latest = save / LATEST
+    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    old = [path for path in directories[count:] if path.name != named]
+    if old and not any(not why_incomplete(path, hashes=False) for path in kept):
+        _log.warning(
+            "keep_last_n_checkpoints: none of the %d newest in %s is complete; nothing is deleted", count, save
+        )
+        return []
+    for path in old:
+        delete_checkpoint(path)
+        _log.info("deleted old checkpoint %s", path)
+    return old

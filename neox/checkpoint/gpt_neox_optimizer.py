@@ -1,4 +1,4 @@
-"""The optimizer's state in checkpoints that gpt-neox wrote: their layout, and which parameters the states belong to.
+"""The optimizer's state in checkpoints of gpt-neox: their layout, and the parameters that the states belong to.
 
 gpt-neox keeps no names. It makes its groups by walking the modules: matrices decay, biases and norms do not, and with a
 weight decay of zero there is one group of all. Layer files hold a stage's parameters in the order of that walk.
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint.names import mp_rank_file, parse_optimizer_file
-from neox.checkpoint.optimizer_forms import Key
+from neox.checkpoint.optimizer_formats import Key
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reading import load_file
+from neox.checkpoint.tensor_files import load_file
 from neox.config.wording import WITHOUT_SAVED_OPTIMIZER
 from neox.errors import CheckpointError
 
@@ -21,9 +21,10 @@ WRITER = "written by"
 
 
 def gpt_neox_layout(path: Path) -> dict[str, Any]:
-    """The layout of a checkpoint of gpt-neox's whose optimizer state can be taken up.
+    """Return the layout of a gpt-neox checkpoint whose optimizer state can be loaded.
 
-    Raises CheckpointError, with the ways out, for one without such a state or in a form that is not read.
+    Raises:
+        CheckpointError: If it has no such state, or in a format that is not supported; the message says what to do.
     """
     weights = CheckpointReader(path)
     files = {entry: parsed for entry in path.iterdir() if (parsed := parse_optimizer_file(entry.name)) is not None}
@@ -32,12 +33,14 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
     settings = client.get("ds_config")
     if not isinstance(settings, Mapping) or not weights.pp_size or (not files and client.get("optimizer") is None):
         raise CheckpointError(
-            f"{path}: holds no optimizer state, or none that this program can read; {WITHOUT_SAVED_OPTIMIZER}"
+            f"{path}: holds no optimizer state, or none in a supported format; {WITHOUT_SAVED_OPTIMIZER}"
         )
     zero = settings.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
     if stage == 3:
-        raise CheckpointError(f"{path}: gpt-neox's optimizer state of ZeRO 3 is not read; {WITHOUT_SAVED_OPTIMIZER}")
+        raise CheckpointError(
+            f"{path}: gpt-neox's optimizer state of ZeRO 3 is not supported; {WITHOUT_SAVED_OPTIMIZER}"
+        )
     for file in sorted(files)[:1]:  # refused here, before a model is built
         divided_keys(file, [load_file(file)["optimizer_state_dict"]])
     return {
@@ -58,10 +61,16 @@ def _precision(settings: Mapping[str, Any]) -> str:
 
 
 def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights: CheckpointReader) -> list[Key]:
-    """The parameters of one stage's optimizer, in its order.
+    """Return the parameters of one stage's optimizer, in its order.
 
-    counts: for every stage, the number of parameters in each of its optimizer's groups, which tell where the layers
-    were cut. Raises CheckpointError where they do not.
+    Args:
+        path: The checkpoint.
+        stage: The pipeline stage.
+        counts: Number of parameters in each optimizer group of every stage, from which the stages' layers follow.
+        weights: Reader of the checkpoint's weights.
+
+    Raises:
+        CheckpointError: If the numbers do not fit the layers.
     """
     keys = [Key(index, name) for index, name in weights.items()]
     tied = not any(key.name == "final_linear.weight" for key in keys)
@@ -85,7 +94,7 @@ def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights
 
 
 def group_counts(path: Path, pp: int, mp: int) -> list[list[int]]:
-    """The sizes of every stage's optimizer groups, from the client state files. Raises CheckpointError."""
+    """Return the sizes of every stage's optimizer groups, from the client state files. Raises CheckpointError."""
     return [
         [len(group["params"]) for group in _whole_state(path / mp_rank_file(stage * mp))["param_groups"]]
         for stage in range(pp)
@@ -93,11 +102,15 @@ def group_counts(path: Path, pp: int, mp: int) -> list[list[int]]:
 
 
 def divided_keys(file: Path, states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parameters' names in ZeRO files of one model rank. Raises CheckpointError for DeepSpeed's oldest forms."""
+    """Return the parameters' names in ZeRO files of one model rank.
+
+    Raises:
+        CheckpointError: For the formats of DeepSpeed before 0.7.
+    """
     for state in states:
         if "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
             raise CheckpointError(
-                f"{file}: a form of optimizer state that does not say where parameters lie (DeepSpeed before 0.7, "
+                f"{file}: a format of optimizer state that does not name parameters (DeepSpeed before 0.7, "
                 f"GPT-NeoX-20B's full weights among them, or its elastic checkpoints); {WITHOUT_SAVED_OPTIMIZER}"
             )
     names = [name for state in states for fragments in state["param_slice_mappings"] for name in fragments]
@@ -108,11 +121,13 @@ def _whole_state(file: Path) -> Mapping[str, Any]:
     state = load_file(file).get("optimizer")
     if not isinstance(state, Mapping) or "param_groups" not in state:
         form = "fp16's flat groups without ZeRO" if isinstance(state, Mapping) else "none"
-        raise CheckpointError(f"{file}: a form of optimizer state that is not read ({form}); {WITHOUT_SAVED_OPTIMIZER}")
+        raise CheckpointError(
+            f"{file}: a format of optimizer state that is not supported ({form}); {WITHOUT_SAVED_OPTIMIZER}"
+        )
     return state
 
 
 def _by_group(keys: Sequence[Key], weights: CheckpointReader) -> Iterator[list[Key]]:
-    """Matrices, then vectors."""
+    """Yield the matrices, then the vectors."""
     for wanted in (True, False):
         yield [key for key in keys if (len(weights.parts(*key)[0].shape) > 1) is wanted]

@@ -1,28 +1,34 @@
-"""Looking into checkpoints: what one holds, and how two differ."""
+"""Checkpoint tools: summaries, comparison, and rewriting weights with other parallel degrees."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from neox.checkpoint.finding import why_not_whole
-from neox.checkpoint.inference import infer_layer_plan
+from neox.architecture import BLOCK_OFFSET, Architecture, LayerPlan, build_layer_plan
+from neox.checkpoint.finding import damaged_weights, why_incomplete
+from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.manifest import read_manifest
 from neox.checkpoint.names import parse_optimizer_file
 from neox.checkpoint.reader import CheckpointReader
+from neox.checkpoint.staging import commit, discard, stage_directory
+from neox.checkpoint.tensor_files import write_client_state, write_full_layer
+from neox.errors import CheckpointError
+from neox.log import progress
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One checkpoint at a glance. Degrees are those of its files; None where nothing tells.
+    """One checkpoint at a glance. Degrees are those of its files; None if they are unknown.
 
-    problems: why it is not whole (its manifest's hashes, or the archives' own checksums), empty if it is.
+    Attributes:
+        problems: Why it is incomplete or damaged (its manifest's hashes, or the archives' own checksums).
     """
 
     path: Path
@@ -41,8 +47,8 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class TensorFacts:
-    """One parameter over all tensor ranks. sha256: of its bytes, row-major."""
+class TensorStats:
+    """One parameter over all tensor ranks. `sha256` is of its bytes, row-major."""
 
     index: int
     name: str
@@ -56,7 +62,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One parameter that differs: why, and by how much where shapes agree."""
+    """One parameter that differs: the kind of difference, and its size if the shapes are equal."""
 
     index: int
     name: str
@@ -66,8 +72,64 @@ class TensorDifference:
 
 
 def open_checkpoint(path: Path, *, gpt_j_residual: bool | None = None) -> CheckpointReader:
-    """Open a `global_stepN` directory with the layer plan that its files imply. Raises CheckpointError."""
+    """Open a `global_stepN` directory with the layers that its files imply.
+
+    Args:
+        path: The directory.
+        gpt_j_residual: As in `infer_layer_plan`.
+
+    Raises:
+        CheckpointError: If it is no complete checkpoint.
+    """
     return CheckpointReader(path, infer_layer_plan(CheckpointReader(path), gpt_j_residual=gpt_j_residual))
+
+
+def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = None) -> LayerPlan:
+    """Infer the layers of a checkpoint from its files' names and shapes.
+
+    Args:
+        reader: Reader without layers.
+        gpt_j_residual: Whether row-parallel biases of several tensor ranks are summed; None takes what the checkpoint
+            stores about itself.
+
+    Raises:
+        CheckpointError: If layers are missing, or it is unknown whether biases are summed.
+    """
+    indices = set(reader.indices)
+    if 0 not in indices or BLOCK_OFFSET not in indices:
+        raise CheckpointError(f"{reader.path}: has no embedding (layer 0) or no first block (layer {BLOCK_OFFSET})")
+    blocks = next(i for i in range(BLOCK_OFFSET, max(indices) + 2) if i not in indices) - BLOCK_OFFSET
+    hidden = reader.parts(0, "word_embeddings.weight")[0].shape[1]
+    head = blocks + 4
+    untied = head in indices and "final_linear.weight" in reader.names(head)
+    split_by_rows = untied and reader.parts(head, "final_linear.weight")[0].shape[1] != hidden
+    parallelism: Literal["row", "column"] = "row" if split_by_rows else "column"
+    if gpt_j_residual is None:
+        gpt_j_residual = reader.args.get("gpt_j_residual")
+    if gpt_j_residual is None:
+        if reader.tp_size > 1:
+            raise CheckpointError(
+                f"{reader.path}: has {reader.tp_size} tensor ranks and does not say whether their row-parallel biases "
+                "are summed (gpt_j_residual); give the run's config"
+            )
+        gpt_j_residual = False  # one rank: the same values either way
+    architecture = Architecture(
+        num_layers=blocks,
+        hidden_size=hidden,
+        num_attention_heads=int(reader.args.get("num_attention_heads", 1)),
+        mlp_width=reader.parts(BLOCK_OFFSET, "mlp.dense_4h_to_h.weight")[0].shape[1] * reader.tp_size,
+        activation="gelu",  # choices without parameters leave no trace in the files: any value serves here
+        norm="layernorm",
+        norm_epsilon=1e-5,
+        positions="none",
+        rotary_ndims=0,
+        rotary_base=0.0,
+        max_positions=0,
+        attention=("global",) * blocks,
+        parallel_residual=gpt_j_residual,
+        tie_word_embeddings=not untied,
+    )
+    return build_layer_plan(architecture, reader.vocabulary_rows, head_parallelism=parallelism)
 
 
 def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:
@@ -89,16 +151,16 @@ def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:
         has_manifest=read_manifest(reader.path) is not None,
         optimizer_files=len(optimizer),
         args=dict(reader.args),
-        problems=tuple(why_not_whole(reader.path, hashes=verify)),
+        problems=tuple(why_incomplete(reader.path, hashes=verify)),
     )
 
 
-def tensor_facts(reader: CheckpointReader) -> Iterator[TensorFacts]:
-    """Every parameter with its norm, largest value and hash, one in memory at a time."""
+def tensor_stats(reader: CheckpointReader) -> Iterator[TensorStats]:
+    """Yield every parameter's norm, largest value and hash, with one parameter in memory at a time."""
     for index, name in reader.items():
         full = reader.full(index, name)
         values = full.double()
-        yield TensorFacts(
+        yield TensorStats(
             index=index,
             name=name,
             shape=tuple(full.shape),
@@ -106,12 +168,12 @@ def tensor_facts(reader: CheckpointReader) -> Iterator[TensorFacts]:
             norm=values.norm().item(),
             largest=values.abs().max().item(),
             finite=bool(values.isfinite().all()),
-            sha256=_sha256(full),
+            sha256=hashlib.sha256(full.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest(),
         )
 
 
 def compare_checkpoints(first: CheckpointReader, second: CheckpointReader) -> Iterator[TensorDifference]:
-    """Parameters that differ between two checkpoints, whatever their degrees."""
+    """Yield the parameters that differ between two checkpoints of any parallel degrees."""
     one, two = set(first.items()), set(second.items())
     for index, name in sorted(one | two):
         if (index, name) not in two:
@@ -133,9 +195,66 @@ def _compare(a: Tensor, b: Tensor) -> tuple[str, float | None, float | None] | N
     return what, difference, difference / largest if largest > 0 else 0.0
 
 
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int) -> Path:
+    """Write a checkpoint's weights as `save/global_stepN` for other degrees, and commit it.
+
+    The original is not changed. The result has no optimizer state and no random states.
+
+    Args:
+        reader: The original, opened with its layers.
+        save: Directory of checkpoints to write into.
+        tp_size: Tensor-parallel degree of the result.
+        pp_size: Pipeline degree of the result.
+
+    Returns:
+        The new checkpoint's directory.
+
+    Raises:
+        CheckpointError: If a dimension does not divide, the original is damaged, or the disk refuses.
+    """
+    layers = reader.layers
+    assert layers is not None
+    heads = layers.architecture.num_attention_heads
+    if heads % tp_size:
+        raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
+    for spec in (spec for layer in layers.weight_layers for spec in layer.parameters):
+        if spec.partition_dim is not None and spec.shape[spec.partition_dim] % tp_size:
+            raise CheckpointError(f"{spec.name}: shape {list(spec.shape)} does not divide by {tp_size} tensor ranks")
+    iteration = reader.iteration
+    if (save / reader.path.name).exists() and (save / reader.path.name).samefile(reader.path):
+        raise CheckpointError(f"{save}: the result would replace the checkpoint that is read; choose another directory")
+    if problems := damaged_weights(reader.path):
+        raise CheckpointError(f"{reader.path} is not complete: {'; '.join(problems)}")
+    staged = stage_directory(save, iteration)
+    try:
+        with progress("reshard", layers.numel, unit="parameters") as bar:
+            for layer in layers.weight_layers:
+                state = {p.name: reader.full(layer.index, p.name) for p in layer.parameters}
+                write_full_layer(staged, layer, state, tp_size)
+                reader.release()
+                bar.update(layer.numel)
+        client_state = {"iteration": iteration, **_identity(reader, tp_size, pp_size)}
+        for rank in range(tp_size * pp_size):
+            write_client_state(staged, rank, client_state)
+        return commit(staged)
+    except BaseException:
+        discard(staged)
+        raise
+
+
+def _identity(reader: CheckpointReader, tp_size: int, pp_size: int) -> dict[str, dict[str, Any]]:
+    stored: dict[str, dict[str, Any]] = {}
+    for key in (ARGS, MODEL):
+        part = reader.client_state.get(key)
+        if isinstance(part, Mapping):
+            stored[key] = dict(part)
+    stored.setdefault(ARGS, {})["model_parallel_size"] = tp_size
+    if MODEL in stored:
+        stored[MODEL]["pipe_parallel_size"] = pp_size
+        for run_setting in ("zero_stage", "data_parallel_size"):
+            stored[MODEL].pop(run_setting, None)
+    return stored

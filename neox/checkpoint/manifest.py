@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file's size and sha256, written last, so that its presence means "whole"."""
+"""Manifest of a checkpoint: size and sha256 of every file, written last, so that its presence means "complete"."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint consists of.
+    """Content of a complete checkpoint.
 
-    sequence: 1 for a directory's first commit, then counting up; tells which of two was committed later.
-    files: relative path -> record.
+    Attributes:
+        iteration: Completed steps.
+        sequence: 1 for a directory's first commit, then counting up; of two, the larger was committed later.
+        files: Relative path -> record.
     """
 
     iteration: int
@@ -40,10 +42,10 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
+        """Return the text of `manifest.json`."""
         files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())}
-        head: dict[str, Any] = {"version": _VERSION, "iteration": self.iteration, "sequence": self.sequence}
-        return json.dumps({**head, "files": files}, indent=1) + "\n"
+        header: dict[str, Any] = {"version": _VERSION, "iteration": self.iteration, "sequence": self.sequence}
+        return json.dumps({**header, "files": files}, indent=1) + "\n"
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -59,13 +61,13 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def hash_files(directory: Path, names: list[str]) -> dict[str, FileRecord]:
-    """Hash files in parallel (hashing releases the interpreter lock, so threads reach the disk's speed)."""
+    """Hash files in threads: hashing releases the interpreter lock. Raises OSError."""
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: hash_file(directory / name), names), strict=True))
 
 
 def list_files(directory: Path) -> list[str]:
-    """All files below a directory but the manifest, as sorted relative paths."""
+    """Return all files below a directory except the manifest, as sorted relative paths."""
     return sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")
@@ -74,7 +76,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def record_share(directory: Path, part: int, parts: int) -> dict[str, FileRecord]:
-    """Fsync and hash every `parts`-th file, largest first, so that many ranks share the work. Raises OSError."""
+    """Fsync and hash every `parts`-th file, largest first, so that ranks share the work. Raises OSError."""
     names = sorted(list_files(directory), key=lambda name: ((directory / name).stat().st_size, name), reverse=True)
     return _record(directory, names[part::parts])
 
@@ -117,9 +119,15 @@ def _record(directory: Path, names: list[str]) -> dict[str, FileRecord]:
 
 
 def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
-    """Compare a directory with its manifest; return one sentence per missing, resized or altered file, empty if whole.
+    """Compare a directory with its manifest.
 
-    hashes: also read every file and compare its sha256; False looks at sizes alone.
+    Args:
+        directory: The checkpoint.
+        manifest: Its manifest.
+        hashes: Compare the sha256 of every file too, not only its size.
+
+    Returns:
+        One clause per missing, resized or changed file; empty if the checkpoint is complete.
     """
     problems, same_size = [], []
     for name, record in manifest.files.items():

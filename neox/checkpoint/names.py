@@ -1,10 +1,10 @@
-"""File names of a checkpoint directory, as gpt-neox and DeepSpeed write them.
+"""File and parameter names in a checkpoint directory, as gpt-neox and DeepSpeed write them.
 
 SAVE/latest                                          the name of the newest committed checkpoint
 SAVE/global_step30/layer_02-model_00-model_states.pt one layer's weights of one tensor rank
 SAVE/global_step30/mp_rank_01_model_states.pt        counters and client state; 01 = pp_rank * tp_size + tp_rank
 SAVE/global_step30/zero_pp_rank_0_mp_rank_01_optim_states.pt   one data rank's part of the optimizer (ZeRO)
-SAVE/global_step30/manifest.json                     sizes and sha256 of every file; its presence means "whole"
+SAVE/global_step30/manifest.json                     sizes and sha256 of every file; its presence means "complete"
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _RENAMED = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_
 
 
 def layer_file(index: int, tp_rank: int) -> str:
-    """Name of the file with layer `index`'s weights on tensor rank `tp_rank`."""
+    """Return the name of the file with layer `index`'s weights on tensor rank `tp_rank`."""
     return f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
 
 
 def parse_layer_file(name: str) -> tuple[int, int] | None:
-    """(layer index, tensor rank) of a layer file's name, or None; a name without a model axis is tensor rank 0."""
+    """Return (layer index, tensor rank) of a layer file's name, or None; a name without tensor rank means 0."""
     match = _LAYER.match(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def mp_rank_file(mp_rank: int) -> str:
-    """Name of the file with the client state of model rank `mp_rank` = pp_rank * tp_size + tp_rank."""
+    """Return the name of the file with the client state of model rank `mp_rank` = pp_rank * tp_size + tp_rank."""
     return f"mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def parse_mp_rank_file(name: str) -> int | None:
-    """Model rank of an `mp_rank` file's name (also as ZeRO-3 writes it, data rank 0), or None."""
+    """Return the model rank of an `mp_rank` file's name (ZeRO-3's form too, of data rank 0), or None."""
     if match := _MP_RANK.match(name):
         return int(match[1])
     if (match := _ZERO3_RANK.match(name)) and int(match[1]) == 0:
@@ -52,7 +52,7 @@ def parse_mp_rank_file(name: str) -> int | None:
 
 
 class OptimizerFile(NamedTuple):
-    """What an optimizer file's name says."""
+    """Parts of an optimizer file's name."""
 
     dp_rank: int
     mp_rank: int
@@ -60,24 +60,24 @@ class OptimizerFile(NamedTuple):
 
 
 def parse_optimizer_file(name: str) -> OptimizerFile | None:
-    """Ranks in a ZeRO optimizer file's name, or None."""
+    """Parse the name of a ZeRO optimizer file; None for another name."""
     match = _OPTIM.match(name)
     return OptimizerFile(int(match[2]), int(match[3]), match[1] or "") if match else None
 
 
 def step_directory(iteration: int) -> str:
-    """Name of a checkpoint's directory."""
+    """Return the name of a checkpoint's directory."""
     return f"global_step{iteration}"
 
 
 def parse_step_directory(name: str) -> int | None:
-    """Iteration of a checkpoint directory's name, or None."""
+    """Return the iteration in a checkpoint directory's name, or None."""
     match = _STEP.match(name)
     return int(match[1]) if match else None
 
 
 def canonical_parameter(name: str) -> str:
-    """A parameter's name inside its layer, with later NeoX's renamings undone."""
+    """Return a parameter's name inside its layer, with later NeoX's renamings reverted."""
     for old, new in _RENAMED.items():
         if name.startswith(old):
             return new + name[len(old) :]
@@ -85,5 +85,5 @@ def canonical_parameter(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a stored tensor is a table that can be computed (old rotary frequencies, masks) and no weight."""
+    """Return whether a stored tensor is no weight but a table that can be computed (rotary frequencies, masks)."""
     return name.endswith(("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"))

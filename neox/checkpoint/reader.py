@@ -2,48 +2,158 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.joining import (
-    VOCABULARY,
-    OnDrift,
-    fit_vocabulary,
-    join,
-    join_range,
-    joined_shape,
-    shard,
-    shard_range,
-    spec_without_plan,
+from neox.checkpoint.names import (
+    canonical_parameter,
+    is_buffer,
+    layer_file,
+    mp_rank_file,
+    parse_layer_file,
+    parse_mp_rank_file,
+    parse_step_directory,
 )
-from neox.checkpoint.names import layer_file, parse_mp_rank_file, parse_step_directory
-from neox.checkpoint.reading import load_file
-from neox.checkpoint.source import open_source
+from neox.checkpoint.reshard import VOCABULARY, OnDrift, fit_vocabulary, join, join_range, joined_shape
+from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
+from neox.parallel import shard, shard_range
 
 # What DeepSpeed itself puts beside the client state.
 _DEEPSPEED_KEYS = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_config"}
     | {"frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_version"}
 )
+_SEQUENTIAL = re.compile(r"^(?:module\.)?sequential\.(\d+)\.(.+)$")
+
+
+class WeightSource(Protocol):
+    """A checkpoint's weights by layer index and tensor rank.
+
+    Attributes:
+        tp_size: Tensor-parallel degree of the files.
+        indices: Layers that have files, in ascending order.
+    """
+
+    tp_size: int
+    indices: tuple[int, ...]
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank by canonical name, memory-mapped."""
+        ...
+
+
+class LayerFiles:
+    """Layer files `layer_XX-model_YY-model_states.pt`."""
+
+    def __init__(self, directory: Path, found: Mapping[int, Mapping[int, Path]]) -> None:
+        self.indices = tuple(sorted(found))
+        self.tp_size = 1 + max(rank for ranks in found.values() for rank in ranks)
+        self._found = found
+        missing = [
+            layer_file(index, rank)
+            for index in self.indices
+            for rank in range(self.tp_size)
+            if rank not in found[index]
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{directory}: {self.tp_size} tensor ranks, but these layer files are missing: {', '.join(missing)}; "
+                "the checkpoint was not written or copied completely"
+            )
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank."""
+        path = self._found[index][tp_rank]
+        loaded = load_file(path)
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{path}: expected a state dict, found {type(loaded).__name__}")
+        return _weights(loaded)
+
+
+class OneStageFiles:
+    """`mp_rank_XX` files whose `module` holds all layers of a tensor rank under `sequential.N.key`."""
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self.tp_size = len(paths)
+        self._paths = paths
+        self.indices = tuple(sorted(_by_layer(paths[0], load_file(paths[0]))))
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank."""
+        path = self._paths[tp_rank]
+        return _weights(_by_layer(path, load_file(path)).get(index, {}))
+
+
+def open_source(directory: Path) -> WeightSource:
+    """Find the weights in a checkpoint directory. Raises CheckpointError if there are none or some are missing."""
+    layers: dict[int, dict[int, Path]] = defaultdict(dict)
+    ranks: dict[int, Path] = {}
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{directory}: not a readable checkpoint directory ({error.strerror})") from error
+    for path in entries:
+        if (layer := parse_layer_file(path.name)) is not None:
+            layers[layer[0]][layer[1]] = path
+        elif (rank := parse_mp_rank_file(path.name)) is not None:
+            ranks[rank] = path
+    if layers:
+        return LayerFiles(directory, layers)
+    if not ranks:
+        raise CheckpointError(
+            f"{directory}: no layer files ({layer_file(0, 0)}, ...) and no {mp_rank_file(0)}; "
+            "give the global_stepN directory of a NeoX checkpoint"
+        )
+    if gaps := [mp_rank_file(rank) for rank in range(max(ranks)) if rank not in ranks]:
+        raise CheckpointError(f"{directory}: missing {', '.join(gaps)}")
+    return OneStageFiles(ranks)
+
+
+def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
+    module = loaded.get("module") if isinstance(loaded, Mapping) else None
+    if not isinstance(module, Mapping):
+        raise CheckpointError(f"{path}: holds no weights, and there are no layer files beside it")
+    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in module.items():
+        if (match := _SEQUENTIAL.match(key)) and isinstance(tensor, Tensor):
+            layers[int(match[1])][match[2]] = tensor
+    if not layers:
+        raise CheckpointError(f"{path}: its module has no `sequential.N.` weights")
+    return layers
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        canonical_parameter(key): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not is_buffer(key)
+    }
 
 
 class CheckpointReader:
     """The weights and the client state in one `global_stepN` directory.
 
-    Understands NeoX's layer files (v2.0 and later names) and one-stage `mp_rank` files. Tensors are memory-mapped and
-    only one layer's files are open at a time, so read layer by layer. Raises CheckpointError for what is missing,
-    broken or does not fit `layers`.
+    Reads NeoX's layer files (v2.0 and later names) and one-stage `mp_rank` files. Tensors are memory-mapped and only
+    one layer's files are open at a time, so read layer by layer.
 
-    layers: the model that reads; None to look at a checkpoint whose model is unknown (shapes then decide).
-    on_drift: what to do when replicated parameters differ between tensor ranks.
+    Args:
+        path: The directory.
+        layers: Layers of the network that reads; None for a checkpoint of an unknown network, of which only stored
+            parts can then be read.
+        on_drift: What to do if replicated parameters differ between tensor ranks.
+
+    Raises:
+        CheckpointError: From every method, if something is missing, broken or does not fit `layers`.
     """
 
     def __init__(self, path: str | Path, layers: LayerPlan | None = None, *, on_drift: OnDrift = "refuse") -> None:
@@ -62,18 +172,23 @@ class CheckpointReader:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Layers that have weights, in NeoX's numbering, ascending."""
+        """Layers that have weights, in NeoX's numbering, in ascending order."""
         return tuple(index for index in self._source.indices if self.names(index))
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the embedding over all tensor ranks, padding included."""
+        return sum(part.shape[0] for part in self.parts(0, "word_embeddings.weight"))
 
     @cached_property
     def pp_size(self) -> int | None:
-        """Pipeline degree of the files, None where no `mp_rank` file tells."""
+        """Pipeline degree of the files; None without `mp_rank` files."""
         ranks = [r for p in self.path.iterdir() if (r := parse_mp_rank_file(p.name)) is not None]
         return len(ranks) // self.tp_size if ranks else None
 
     @cached_property
     def client_state(self) -> Mapping[str, Any]:
-        """Counters, `args`, RNG states: what the run stored beside the weights (model rank 0's); may be empty."""
+        """What model rank 0 stored beside the weights (counters, `args`, random states); may be empty."""
         paths = [p for p in self.path.iterdir() if parse_mp_rank_file(p.name) == 0]
         if not paths:
             return {}
@@ -82,34 +197,36 @@ class CheckpointReader:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The model's settings under NeoX's names, as far as the run stored them."""
+        """The model's settings that the run stored, under NeoX's names."""
         stored = (self.client_state.get(key) for key in (ARGS, MODEL))
         return {name: value for part in stored if isinstance(part, Mapping) for name, value in part.items()}
 
     @property
     def iteration(self) -> int:
-        """Completed steps, from the client state or else the directory's name; CheckpointError where neither tells."""
+        """Completed steps, from the client state or the directory's name. Raises CheckpointError without both."""
         for key in ("iteration", "global_steps"):
             if isinstance(value := self.client_state.get(key), int):
                 return value
         if (step := parse_step_directory(self.path.resolve().name)) is not None:
             return step
-        raise CheckpointError(f"{self.path}: neither its client state nor its name tells the iteration")
+        raise CheckpointError(
+            f"{self.path}: neither its client state nor its name gives the iteration; name it global_stepN"
+        )
 
     @property
     def iteration_or_none(self) -> int | None:
-        """`iteration`, or None where nothing tells it (a directory that was renamed and has no client state)."""
+        """`iteration`; None in a renamed directory without client state."""
         try:
             return self.iteration
         except CheckpointError:
             return None
 
     def names(self, index: int) -> tuple[str, ...]:
-        """Names of the parameters stored for layer `index`."""
+        """Return the names of the parameters stored for layer `index`."""
         return tuple(self._states(index)[0])
 
     def parts(self, index: int, name: str) -> tuple[Tensor, ...]:
-        """The stored tensors of one parameter, one per tensor rank, memory-mapped."""
+        """Return the stored tensors of one parameter, one per tensor rank, memory-mapped."""
         states = self._states(index)
         if any(name not in state for state in states):
             raise CheckpointError(
@@ -118,26 +235,23 @@ class CheckpointReader:
         return tuple(state[name] for state in states)
 
     def spec(self, index: int, name: str) -> ParameterSpec:
-        """The parameter's specification: the plan's, or guessed where no plan was given."""
-        if self.layers is not None and index < len(self.layers):
-            for spec in self.layers[index].parameters:
-                if spec.name == name:
-                    return spec
-        hidden = None
-        if name == "final_linear.weight":
-            hidden = self.parts(0, "word_embeddings.weight")[0].shape[1]
-        return spec_without_plan(name, self.parts(index, name)[0].shape, self.tp_size, hidden_size=hidden)
+        """Return the plan's specification of a parameter."""
+        if self.layers is None:
+            raise CheckpointError(f"{self.path}: the network is needed to know how layer {index} `{name}` is split")
+        owner = self.layers[index].tied_to  # a tied head may hold a copy of the embedding
+        for spec in self.layers[index if owner is None else owner].parameters:
+            if spec.name == name:
+                return spec
+        raise CheckpointError(f"{self.path}: this network's layer {index} has no `{name}`")
 
     def full(self, index: int, name: str) -> Tensor:
-        """The whole parameter: the tensor ranks joined, the vocabulary fitted to the plan's padding.
+        """Return the full parameter: tensor ranks joined, the vocabulary fitted to the plan's padding.
 
-        May be a view of the mapped file: clone before writing into it.
+        The result may be a view of the mapped file: clone it before writing into it.
         """
         spec = self.spec(index, name)
         where = str(self.path / layer_file(index, 0))
         full = join(spec, self.parts(index, name), where=where, on_drift=self._on_drift)
-        if self.layers is None:
-            return full
         if name in VOCABULARY:
             full = fit_vocabulary(spec, full, self.args.get("vocab_size"))
         if tuple(full.shape) != spec.shape:
@@ -145,30 +259,33 @@ class CheckpointReader:
         return full
 
     def shard(self, index: int, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Tensor rank `tp_rank`'s part at degree `tp_size`, whatever degree the files have.
+        """Return tensor rank `tp_rank`'s part at degree `tp_size`, for any degree of the files.
 
         A `summed_in_neox` bias is the whole sum on every rank. Only the parts that are needed are read.
         """
         spec = self.spec(index, name)
         parts = self.parts(index, name)
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:  # another padding, or another model
-            return shard(spec, self.full(index, name), tp_rank, tp_size)
+            return shard(self.full(index, name), spec, tp_rank, tp_size)
         return join_range(spec, parts, *shard_range(spec, tp_rank, tp_size))
 
     def layer_shard(self, index: int, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-        """All of the plan's parameters of one layer for one tensor rank: what its `load_state_dict` takes."""
+        """Return one layer's parameters for one tensor rank, by name."""
         if self.layers is None:
-            raise CheckpointError(f"{self.path}: a layer plan is needed to know what layer {index} should hold")
+            raise CheckpointError(f"{self.path}: the network is needed to know what layer {index} holds")
         return {p.name: self.shard(index, p.name, tp_rank, tp_size) for p in self.layers[index].parameters}
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
-        """Shape of the parameter over all tensor ranks, as stored (no change of padding)."""
+        """Return the shape of the parameter over all tensor ranks as stored, with the stored padding."""
         return joined_shape(self.spec(index, name), self.parts(index, name))
 
     def row_blocks(self, index: int, name: str, max_bytes: int = 1 << 23) -> Iterator[Tensor]:
-        """The parameter as stored, in blocks of rows of at most about `max_bytes`: joins without ever holding it whole.
+        """Yield the parameter as stored in blocks of rows, so that the full tensor is never in memory.
 
-        A vector comes as one block.
+        Args:
+            index: The layer.
+            name: The parameter; a vector is one block.
+            max_bytes: Approximate limit of a block.
         """
         spec, parts = self.spec(index, name), self.parts(index, name)
         if spec.partition_dim is None or parts[0].dim() == 1:
@@ -183,11 +300,11 @@ class CheckpointReader:
                 yield rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def release(self) -> None:
-        """Close the open layer's files once its tensors are gone; pages read so far stop counting as memory used."""
+        """Close the open layer's files once its tensors are freed; their pages then no longer count as memory used."""
         self._open = None
 
     def items(self) -> Iterator[tuple[int, str]]:
-        """(layer index, parameter name) of everything stored, in order."""
+        """Yield (layer index, parameter name) of all stored parameters, in order."""
         for index in self._source.indices:
             for name in self.names(index):
                 yield index, name
@@ -200,33 +317,29 @@ class CheckpointReader:
 
     def _states(self, index: int) -> list[Mapping[str, Tensor]]:
         if self._open is None or self._open[0] != index:
-            self._open = None  # drop the old mapping first: its pages count as this process's memory
+            self._open = None  # first release the old mapping: its pages count as this process's memory
             if index not in self._source.indices:
                 return [{} for _ in range(self.tp_size)]
             self._open = (index, [self._source.state(index, rank) for rank in range(self.tp_size)])
         return self._open[1]
 
     def _check_layers(self, layers: LayerPlan) -> None:
-        network = layers.architecture
+        tied, blocks = layers.architecture.tie_word_embeddings, layers.architecture.num_layers
         wanted = {layer.index for layer in layers.weight_layers}
         stored = set(self._source.indices)
         if missing := sorted(wanted - stored):
             files = ", ".join(layer_file(index, 0) for index in missing)
             last = max(stored) if stored else None
-            head = "with a tied head" if network.tie_word_embeddings else "and a head of its own"
+            head = "with a tied head" if tied else "and a head of its own"
             raise CheckpointError(
-                f"{self.path}: no weights for layers {missing} ({files}); the model has {network.num_layers} blocks "
+                f"{self.path}: no weights for layers {missing} ({files}); the model has {blocks} blocks "
                 f"{head}, the checkpoint's last layer is {last}"
             )
         extra = [index for index in sorted(stored - wanted) if self.names(index)]
-        if (
-            network.tie_word_embeddings
-            and extra == [len(layers) - 1]
-            and self.names(extra[0]) == ("word_embeddings.weight",)
-        ):
+        if tied and extra == [len(layers) - 1] and self.names(extra[0]) == ("word_embeddings.weight",):
             return  # a tied head's copy of the embedding
         if extra:
             raise CheckpointError(
-                f"{self.path}: has weights for layers {extra} that a model of {network.num_layers} blocks "
-                f"({'tied' if network.tie_word_embeddings else 'untied'} head) does not have; it is of another model"
+                f"{self.path}: has weights for layers {extra} that a model of {blocks} blocks "
+                f"({'tied' if tied else 'untied'} head) does not have; it is of another model"
             )

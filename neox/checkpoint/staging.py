@@ -1,13 +1,13 @@
-"""Writing a checkpoint so that it is either whole or absent: beside first, then hashed, renamed, and named in `latest`.
+"""Atomic saves: a checkpoint is written to a staging directory, hashed, renamed, and named in `latest`.
 
 Order of one save, over all ranks of a run:
 
 1. rank 0: `stage_directory`, then a barrier;
-2. every rank writes its files into `staging_path` and says whether it could; all agree (an all-reduce);
+2. every rank writes its files into `staging_path`, and all ranks learn whether all could;
 3. rank 0: `commit`, or `discard` when any rank failed.
 
-Killed at any point, the directory holds the earlier checkpoints untouched, and what was half written is under a name
-that starts with a dot, which loading ignores and the next save removes.
+If a run is killed at any point, the earlier checkpoints are unchanged. Incomplete files have names that start with
+a dot, which loading ignores and the next save removes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ PENDING = ".latest-pending"
 
 
 def staging_path(save: str | Path, iteration: int) -> Path:
-    """Where an iteration's files are written before they are committed; pure, the same on every rank."""
+    """Return the directory into which an iteration's files are written before they are committed."""
     return Path(save) / f"{_STAGED}{step_directory(iteration)}"
 
 
 def stage_directory(save: str | Path, iteration: int) -> Path:
-    """Make an empty directory to write a checkpoint into, removing what interrupted saves left; call on one rank.
+    """Create an empty staging directory, and remove what interrupted saves left; call on one rank.
 
-    Raises CheckpointError when the directory cannot be written.
+    Raises:
+        CheckpointError: If the directory cannot be written.
     """
     save = Path(save)
     path = staging_path(save, iteration)
@@ -45,7 +46,7 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
         _recover_replaced(save)
         for leftover in save.iterdir():
             if leftover.name.startswith((_STAGED, _DELETED)):
-                _log.info("removing what an interrupted save left: %s", leftover)
+                _log.info("removing incomplete files of an interrupted save: %s", leftover)
                 shutil.rmtree(leftover)
         path.mkdir()
     except OSError as error:
@@ -57,7 +58,7 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
 
 
 def discard(staged: Path) -> None:
-    """Remove a staging directory after a failed save; a second failure is only logged, the save has failed already."""
+    """Remove a staging directory after a failed save; a failure of the removal is only logged."""
     try:
         shutil.rmtree(staged)
     except OSError as error:
@@ -65,11 +66,20 @@ def discard(staged: Path) -> None:
 
 
 def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Path:
-    """Make a staged checkpoint final: fsync, manifest, rename, then `latest`; return its path. Call on one rank.
+    """Make a staged checkpoint final: fsync, manifest, rename, then `latest`; call on one rank.
 
-    records: what `record_share` found on other ranks, so that this one need not hash everything. An earlier checkpoint
-    of the same iteration is replaced. Raises CheckpointError when the disk refuses; the earlier checkpoints and
-    `latest` are then as before, and what was staged is gone.
+    An earlier checkpoint of the same iteration is replaced.
+
+    Args:
+        staged: The staging directory.
+        records: Results of `record_share` on all ranks, so that this one need not hash all files.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: If the disk refuses; the earlier checkpoints and `latest` are then unchanged, and the staging
+            directory is removed.
     """
     save = staged.parent
     name = staged.name.removeprefix(_STAGED)
@@ -92,12 +102,14 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
     except OSError as error:
         if staged.exists():
             _undo(staged)
-        raise CheckpointError(f"{final}: not committed: {error.strerror or error} ({error.filename})") from error
+        raise CheckpointError(
+            f"{final}: could not be committed: {error.strerror or error} ({error.filename})"
+        ) from error
     return final
 
 
 def _undo(staged: Path) -> None:
-    """Take back a commit that failed before its rename."""
+    """Revert a commit that failed before its rename."""
     discard(staged)
     try:
         (staged.parent / PENDING).unlink(missing_ok=True)
@@ -107,19 +119,19 @@ def _undo(staged: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; killed halfway, what is left has a name that loading ignores. Raises CheckpointError."""
-    doomed = path.with_name(f"{_DELETED}{path.name}")
+    """Delete a checkpoint; if interrupted, the rest has a name that loading ignores. Raises CheckpointError."""
+    renamed = path.with_name(f"{_DELETED}{path.name}")
     try:
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        os.rename(path, renamed)
+        shutil.rmtree(renamed)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be deleted: {error.strerror or error}") from error
 
 
 def checkpoint_directories(save: Path) -> list[Path]:
-    """The `global_stepN` directories, newest iteration first.
+    """Return the `global_stepN` directories, newest iteration first.
 
-    A save of the same iteration that was killed between its two renames has left the earlier one under another name.
+    A save of the same iteration that was killed between its two renames leaves the earlier one under another name.
     """
     found: dict[int, Path] = {}
     for path in save.iterdir():
@@ -145,6 +157,6 @@ def _next_sequence(save: Path) -> int:
         try:
             manifest = read_manifest(path)
         except CheckpointError:
-            continue  # a broken manifest is reported when loading; here only the counter matters
+            continue  # reported when loading; only the counter matters here
         sequences.append(manifest.sequence if manifest else 0)
     return max(sequences) + 1

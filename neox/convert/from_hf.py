@@ -25,10 +25,10 @@ from neox.config import NeoXConfig, Precision, RunPlan
 from neox.convert.hf_config import neox_keys
 from neox.convert.name_table import NamePair, name_pairs
 from neox.convert.plain_model import plain_plan
-from neox.convert.to_hf import DTYPES
 from neox.convert.weights_in import HFWeights, read_json
 from neox.errors import ConversionError
 from neox.log import progress
+from neox.ops import DTYPES
 from neox.tokenizer import build_tokenizer
 
 

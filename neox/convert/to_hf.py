@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,9 @@ from neox.convert.verifying import Verification, compare_logits, verification_to
 from neox.convert.weights_out import Export, plan_tensors, write_weights
 from neox.errors import ConversionError
 from neox.log import get_logger
+from neox.ops import DTYPES
 
 _log = get_logger(__name__)
-DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-)
 # Up to here both models fit beside each other in a few GiB and compare within seconds.
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 _VERIFY_TOKENS = 256
@@ -82,7 +79,7 @@ def to_hf(
         damage = beside.submit(damaged_weights, reader.path) if config.checkpoint.checkpoint_verify else None
         export = write_weights(reader, planned, staged, max_shard_bytes=max_shard_bytes)
         if damage is not None and (problems := damage.result()):
-            raise ConversionError(f"{reader.path} is not whole: {'; '.join(problems)}; nothing was kept")
+            raise ConversionError(f"{reader.path} is not complete: {'; '.join(problems)}; nothing was kept")
         hf = hf_config(config, vocab_size=rows, eod=source.tokenizer.eod if source else None, dtype=_name(export.dtype))
         _write_json(staged / "config.json", hf)
         _write_json(staged / "generation_config.json", generation_config(hf["eos_token_id"]))
@@ -105,13 +102,13 @@ def to_hf(
 def _open(input_dir: Path, config: NeoXConfig, on_drift: Any) -> CheckpointReader:
     """Open the checkpoint with the plan of the config's model; the vocabulary's rows come from the tensors."""
     reader = CheckpointReader(input_dir)
-    plan = plain_plan(config, reader.shape(0, "word_embeddings.weight")[0])
+    plan = plain_plan(config, reader.vocabulary_rows)
     check_same_model(input_dir, reader.args, plan)
     return CheckpointReader(input_dir, plan.layers, on_drift=on_drift)
 
 
 def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, trim: bool) -> int:
-    stored = reader.shape(0, "word_embeddings.weight")[0]
+    stored = reader.vocabulary_rows
     known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
     if known is not None and known > stored:
         raise ConversionError(

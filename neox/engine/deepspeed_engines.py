@@ -25,10 +25,10 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT, TransformerLayer, build_layer
+from neox.ops import DTYPES
 from neox.optim import AdamW, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NEVER = 2**31
 
 

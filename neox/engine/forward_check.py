@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.checkpoint import load_file
-from neox.engine.deepspeed_engines import DTYPES, PipelineEngine
+from neox.engine.deepspeed_engines import PipelineEngine
 from neox.engine.engine import Engine
 from neox.errors import CheckpointError
 from neox.log import get_logger
+from neox.ops import DTYPES
 from neox.parallel import gather_last_dim
 
 _log = get_logger(__name__)

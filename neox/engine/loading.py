@@ -23,7 +23,7 @@ from neox.checkpoint import (
     mp_rank_file,
     padding_note,
     saved_layout,
-    why_not_whole,
+    why_incomplete,
 )
 from neox.config import RunPlan
 from neox.engine.collective_errors import all_succeeded, from_first_rank
@@ -107,7 +107,7 @@ def check_local_copy(path: Path, *, hashes: bool) -> None:
             raise CheckpointError(
                 f"{path} does not exist on {mine[0]}: put `load` on a shared disk, or copy it to every machine"
             )
-        if first_here and mine[1] != seen[0][1] and (problems := why_not_whole(path, hashes=hashes)):
+        if first_here and mine[1] != seen[0][1] and (problems := why_incomplete(path, hashes=hashes)):
             raise CheckpointError(f"the copy on {mine[0]} is not complete: {'; '.join(problems)}")
 
     all_succeeded(check, f"checking {path}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
 from neox.checkpoint import OptimizerReader
-from neox.checkpoint.optimizer_forms import Kind
+from neox.checkpoint.optimizer_formats import Kind
 from neox.engine.engine import Engine
 from neox.engine.weights import fill_layer, weight_layers
 from neox.errors import CheckpointError

@@ -17,17 +17,16 @@ from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import build_layer, tied_logits
 from neox.model.positions import RotaryEmbedding
-from neox.ops import PackedWeight, can_pack
+from neox.ops import DTYPES, PackedWeight, can_pack
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
 
 _log = get_logger(__name__)
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
     """Return the plan with the checkpoint's padded vocabulary, which depends on the degrees it was trained with."""
     reader = CheckpointReader(checkpoint)
-    rows = sum(part.shape[0] for part in reader.parts(0, "word_embeddings.weight"))
+    rows = reader.vocabulary_rows
     if rows == plan.padded_vocab_size:
         return plan
     flat = {**plan.config.to_flat(), "padded_vocab_size": rows}
@@ -46,7 +45,7 @@ def load_model(
     """
     plan = plan_for_checkpoint(plan, checkpoint)
     precision = plan.config.generation.inference_precision or plan.precision
-    dtype = _DTYPES[precision]
+    dtype = DTYPES[precision]
     reader = CheckpointReader(checkpoint, plan.layers)
     bounds = plan.stages[grid.pp_rank]
     wanted = set(range(bounds.first, bounds.last))
@@ -86,7 +85,7 @@ def runner_of_layers(
     layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
     """
     stage = stage_of_layers(plan, layers, grid)
-    return _runner(plan, stage, grid, device, _DTYPES[plan.precision])
+    return _runner(plan, stage, grid, device, DTYPES[plan.precision])
 
 
 def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
@@ -107,7 +106,7 @@ def runner_of_forward(
     """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
     are gathered when it is called (ZeRO-3). It has no cache."""
     stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
-    return _runner(plan, stage, grid, device, _DTYPES[plan.precision], recompute=True)
+    return _runner(plan, stage, grid, device, DTYPES[plan.precision], recompute=True)
 
 
 def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:

@@ -6,7 +6,6 @@ from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead, tied_logits
 from neox.model.gpt import GPT
-from neox.model.initial_weights import shard
 from neox.model.loss import lm_loss
 from neox.model.positions import POSITIONS
 
@@ -25,6 +24,5 @@ __all__ = [
     "initialize",
     "lm_loss",
     "run_blocks",
-    "shard",
     "tied_logits",
 ]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import LayerEntry, ParameterSpec
-from neox.parallel import ParallelGrid, derive_seed
+from neox.architecture import LayerEntry
+from neox.parallel import ParallelGrid, derive_seed, shard
 
 
 def draw(
@@ -73,8 +73,3 @@ def initialize_layer(
     for module in layer.modules():
         if hasattr(module, "inv_freq"):
             module.reset()
-
-
-def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return a tensor rank's part of a full parameter, as a view."""
-    return full if spec.partition_dim is None else full.chunk(tp_size, dim=spec.partition_dim)[tp_rank]

@@ -1,5 +1,9 @@
 """Operations on tensors, each fast one beside its torch reference."""
 
+from types import MappingProxyType
+
+import torch
+
 from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import AttentionImpl, core_attention, same_document_pairs
 from neox.ops.linear import linear
@@ -9,8 +13,12 @@ from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.rotary import rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 
+DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+"""Type of a precision's parameters."""
+
 __all__ = [
     "ACTIVATIONS",
+    "DTYPES",
     "NORMS",
     "MASKED_SCORE",
     "AttentionImpl",

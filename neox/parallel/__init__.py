@@ -11,7 +11,7 @@ from neox.parallel.collectives import (
 from neox.parallel.cross_entropy import vocab_parallel_cross_entropy
 from neox.parallel.embedding import VocabParallelEmbedding
 from neox.parallel.grid import ParallelGrid
-from neox.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from neox.parallel.linear import ColumnParallelLinear, RowParallelLinear, shard, shard_range
 from neox.parallel.rng import RNGTracker, derive_seed
 
 __all__ = [
@@ -27,5 +27,7 @@ __all__ = [
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",
     "scatter_last_dim",
+    "shard",
+    "shard_range",
     "vocab_parallel_cross_entropy",
 ]

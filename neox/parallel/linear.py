@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neox.architecture import ParameterSpec
 from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
 from neox.parallel.grid import ParallelGrid
 
@@ -31,10 +32,28 @@ def split_parameter(*shape: int, tp_size: int, device: torch.device | str | None
 
 
 def shard_size(total: int, tp_size: int, what: str) -> int:
-    """Return total / tp_size; ValueError where it does not divide."""
+    """Return total / tp_size. Raises ValueError if it does not divide."""
     if total % tp_size:
         raise ValueError(f"{what} ({total}) is not divisible by the tensor-parallel degree ({tp_size})")
     return total // tp_size
+
+
+def shard_range(spec: ParameterSpec, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return (start, length) of a tensor rank's part along a split parameter's dimension. Raises ValueError."""
+    assert spec.partition_dim is not None
+    part = shard_size(spec.shape[spec.partition_dim], tp_size, spec.name)
+    return tp_rank * part, part
+
+
+def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
+    """Return a tensor rank's part of a full parameter, as a view; replicated parameters are whole on every rank.
+
+    Raises:
+        ValueError: If the split dimension does not divide by `tp_size`.
+    """
+    if spec.partition_dim is None or tp_size == 1:
+        return full
+    return full.narrow(spec.partition_dim, *shard_range(spec, tp_rank, tp_size))
 
 
 class ColumnParallelLinear(nn.Module):

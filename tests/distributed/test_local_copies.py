@@ -22,7 +22,7 @@ def check(directories):
     rank = dist.get_rank()
     socket.gethostname = lambda: f"machine{rank}"
     read = []
-    whole, loading.why_not_whole = loading.why_not_whole, lambda *a, **k: read.append(a) or whole(*a, **k)
+    why, loading.why_incomplete = loading.why_incomplete, lambda *a, **k: read.append(a) or why(*a, **k)
     answers = []
     for pair in directories:
         os.chdir(pair[rank])

@@ -190,7 +190,7 @@ def test_where_nothing_is_to_load(tmp_path):
     broken = tmp_path / "broken" / "global_step1"
     broken.mkdir(parents=True)
     (broken / "layer_00-model_00-model_states.pt").write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         choose_start(tiny_plan(1, save=str(broken.parent), load=str(broken.parent)))
 
 

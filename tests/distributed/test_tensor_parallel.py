@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.model import GPT, lm_loss, shard
-from neox.parallel import ParallelGrid, Topology, gather_last_dim
+from neox.model import GPT, lm_loss
+from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
 from tests.distributed.spawn import run_ranks
 from tests.plans import small_plan
 

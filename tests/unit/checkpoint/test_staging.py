@@ -1,4 +1,4 @@
-"""Commit, `latest`, finding the newest whole checkpoint, and everything that can be wrong with a directory."""
+"""Commit, `latest`, finding the newest complete checkpoint, and everything that can be wrong with a directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from neox.checkpoint import (
     record_share,
     stage_directory,
     staging_path,
-    why_not_whole,
+    why_incomplete,
 )
 from neox.checkpoint import staging as staging_module
 from neox.errors import CheckpointError
@@ -93,7 +93,7 @@ def test_a_damaged_newest_gives_the_one_before_and_says_so(tmp_path, caplog):
     target = newest / layer_file(0, 0)
     flip_bit(target, 9000)
     assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
-    assert "global_step20 is not whole: layer_00" in caplog.text
+    assert "global_step20 is not complete: layer_00" in caplog.text
     assert find_checkpoint(tmp_path, verify=False) == newest  # the user's own choice: sizes alone
     with pytest.raises(CheckpointError, match="sha256 differs"):
         find_checkpoint(tmp_path, 20)
@@ -126,7 +126,7 @@ def test_latest_missing_empty_or_wrong(tmp_path, caplog, latest):
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
     assert find_checkpoint(tmp_path) == tmp_path / "global_step20"
-    assert "taking the newest whole checkpoint" in caplog.text
+    assert "taking the newest complete checkpoint" in caplog.text
 
 
 def test_an_edited_latest_rolls_back(tmp_path):
@@ -206,7 +206,7 @@ def test_checkpoints_without_a_manifest_are_checked_by_their_archives(tmp_path):
     assert find_checkpoint(tmp_path / "neox").name == "global_step20"
     file = tmp_path / "neox" / "global_step20" / layer_file(0, 0)
     flip_bit(file, 8 * (file.stat().st_size // 2))
-    assert "damaged" in why_not_whole(file.parent)[0]
+    assert "damaged" in why_incomplete(file.parent)[0]
     assert find_checkpoint(tmp_path / "neox").name == "global_step10"
     file.write_bytes(file.read_bytes()[:1000])
     assert find_checkpoint(tmp_path / "neox", verify=False).name == "global_step10"
@@ -256,7 +256,7 @@ def test_a_commit_that_fails_takes_itself_back(tmp_path, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(CheckpointError, match="not committed: No space left on device"):
+    with pytest.raises(CheckpointError, match="could not be committed: No space left on device"):
         commit(staged)
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "latest"]

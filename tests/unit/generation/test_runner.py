@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model_is_refused():
     [
         ({"save": "null"}, "neither `load` nor `save` is given.*--set load=DIRECTORY"),
         ({"save": "no/where"}, "save: no/where is not a directory.*--set load=DIRECTORY"),
-        ({"load": GOLDEN / "data"}, r"(?s)no whole checkpoint in .*/data:\n.*--set load=DIRECTORY"),
+        ({"load": GOLDEN / "data"}, r"(?s)no complete checkpoint in .*/data:\n.*--set load=DIRECTORY"),
         ({"load": GOLDEN / RUNS[2], "num_attention_heads": 8}, r"(?s)another model:.*num_attention_heads +4 +8"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The forms in which DeepSpeed's files hold AdamW's state for one model rank.
+"""Formats in which DeepSpeed's files hold AdamW's state for one model rank.
 
-Whole parameters (no ZeRO), whole fp32 copies beside them (fp16 or bf16 without ZeRO), flat partitions cut over data
-ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each cut over data ranks (ZeRO 3).
+Whole parameters (no ZeRO), whole fp32 copies beside them (fp16 or bf16 without ZeRO), flat partitions split over data
+ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each split over data ranks (ZeRO 3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint.names import canonical_parameter
-from neox.checkpoint.reading import load_file
+from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
 
 Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
@@ -36,19 +36,22 @@ class Key(NamedTuple):
 class StageState(Protocol):
     """The optimizer's state of one model rank (one pipeline stage, one tensor rank).
 
-    step: Adam's counter.
+    Attributes:
+        step: Adam's counter.
     """
 
     step: float
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """A parameter's fp32 weights or a moment on this tensor rank, in its shape; None where the weights have no
-        fp32 copy because they are fp32 themselves."""
+        """Return a parameter's fp32 weights or a moment on this tensor rank, in its shape.
+
+        None if there is no fp32 copy because the weights are fp32 themselves.
+        """
         ...
 
 
 def read_order(client_file: Path, client: Mapping[str, Any]) -> list[Key]:
-    """The parameters in a model rank's optimizer, in its order. Raises CheckpointError if the file does not say."""
+    """Return the parameters of a model rank's optimizer, in its order. Raises CheckpointError if unknown."""
     order = client.get(ORDER)
     if order is None:
         raise CheckpointError(f"{client_file}: does not say which parameters its optimizer state belongs to ({ORDER})")
@@ -60,8 +63,14 @@ def open_stage(
 ) -> StageState:
     """Open the optimizer's state of one model rank.
 
-    files: one per data rank, none where the state is whole in the client state's file. shapes: of this rank's
-    parameters on its tensor rank, in the optimizer's order. Raises CheckpointError where there is no state.
+    Args:
+        client_file: The `mp_rank` file.
+        client: Its content.
+        files: One per data rank; none if the state is whole in the client state's file.
+        shapes: Shapes of this rank's parameters on its tensor rank, in the optimizer's order.
+
+    Raises:
+        CheckpointError: If there is no state.
     """
     if not files:
         if client.get("optimizer") is None:
@@ -94,6 +103,7 @@ class WholeState:
                 )
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
+        """Return a parameter's fp32 weights or a moment."""
         if kind != "fp32":
             moment: Tensor | None = self._state[key].get(kind)
             return torch.zeros(self._shapes[key]) if moment is None else moment
@@ -101,9 +111,9 @@ class WholeState:
 
 
 class FlatPartitions:
-    """ZeRO 1 and 2, and bf16 with pipeline stages: each group's parameters in one flat tensor, cut over data ranks.
+    """ZeRO 1 and 2, and bf16 with pipeline stages: each group's parameters in one flat tensor, split over data ranks.
 
-    A parameter lies in one piece per data rank that holds some of it; the files say where.
+    A parameter has one piece on each data rank that holds a part of it; the files say at which position.
     """
 
     def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Mapping[Key, tuple[int, ...]]) -> None:
@@ -118,6 +128,7 @@ class FlatPartitions:
         self.step = adam_step(states[0]["base_optimizer_state"])
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
+        """Return a parameter's fp32 weights or a moment."""
         pieces = [
             self._flat(rank, group, kind)[start : start + length] for rank, group, start, length in self._pieces[key]
         ]
@@ -130,7 +141,7 @@ class FlatPartitions:
 
 
 class ParameterPartitions:
-    """ZeRO 3: every parameter cut over data ranks (padded to equal parts), a rank's parts in flat tensors."""
+    """ZeRO 3: every parameter split over data ranks (padded to equal parts), a rank's parts in flat tensors."""
 
     def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Mapping[Key, tuple[int, ...]]) -> None:
         self._states = states
@@ -147,6 +158,7 @@ class ParameterPartitions:
         self.step = adam_step(states[0]["optimizer_state_dict"])
 
     def get(self, key: Key, kind: Kind) -> Tensor | None:
+        """Return a parameter's fp32 weights or a moment."""
         flat, start, part = self._where[key]
         parts = [self._flat(state, flat, kind)[start : start + part] for state in self._states]
         shape = self._shapes[key]
@@ -158,7 +170,7 @@ class ParameterPartitions:
 
 
 def parse_name(name: str) -> Key:
-    """Layer and name of a parameter as DeepSpeed's modules name it (`sequential.3.x`, `3.x`, `tied_modules.T.x`)."""
+    """Parse a parameter's name in DeepSpeed's modules (`sequential.3.x`, `3.x`, `tied_modules.T.x`)."""
     if match := _TIED.match(name):
         return Key(0, canonical_parameter(match[1]))
     match = _NAME.match(name)
@@ -168,10 +180,13 @@ def parse_name(name: str) -> Key:
 
 
 def adam_step(state: Mapping[str, Any]) -> float:
-    """Adam's counter in an optimizer's state dict. torch counts by parameter, DeepSpeed's own Adam by group or, in
-    some versions, by whatever parameter comes last: the largest is the true one; 0 before the first step.
+    """Return Adam's counter in an optimizer's state dict; 0 before the first step.
 
-    Raises CheckpointError.
+    torch counts by parameter, DeepSpeed's own Adam by group or, in some versions, by the last parameter alone: the
+    largest counter is the right one.
+
+    Raises:
+        CheckpointError: If there is none.
     """
     holders = [*state["state"].values(), *state.get("param_groups", ())]
     steps = [float(holder["step"]) for holder in holders if "step" in holder]
@@ -183,6 +198,6 @@ def adam_step(state: Mapping[str, Any]) -> float:
 
 
 def _moment(state: Mapping[str, Any], number: int, kind: Kind, fp32: Tensor) -> Tensor:
-    """A moment of the tensor of that number; zero before the first step, when there is none yet."""
+    """Return a moment of the tensor of that number; zeros before the first step."""
     found: Tensor | None = state["state"].get(number, {}).get(kind)
     return torch.zeros_like(fp32) if found is None else found

@@ -1,4 +1,4 @@
-"""Reading Adam's state and the fp32 weights out of a checkpoint, parameter by parameter, at any degrees."""
+"""Reading Adam's state and the fp32 weights from a checkpoint, parameter by parameter, at any degrees."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from torch import Tensor
 
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
-from neox.checkpoint.joining import VOCABULARY, fit_vocabulary, join_range, joined_shape, shard, shard_range
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
-from neox.checkpoint.optimizer_forms import Key, Kind, StageState, open_stage, parse_name, read_order
+from neox.checkpoint.optimizer_formats import Key, Kind, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reading import load_file
+from neox.checkpoint.reshard import VOCABULARY, fit_vocabulary, join_range, joined_shape
+from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
+from neox.parallel import shard, shard_range
 
 
 class OptimizerReader:
     """The optimizer's state of a checkpoint that this program or gpt-neox wrote, readable at any degrees.
 
-    layers: the model that reads. Raises CheckpointError when there is no optimizer state, or a file is missing.
+    Args:
+        path: The checkpoint.
+        layers: Layers of the network that reads.
 
-    step: Adam's counter. scaler: fp16's loss scaler (`cur_scale`, ...), None for other precisions.
-    layout: the degrees it was written with. client_state: model rank 0's counters and schedule.
+    Attributes:
+        step: Adam's counter.
+        scaler: fp16's loss scaler (`cur_scale`, ...); None for other precisions.
+        layout: Degrees with which it was written.
+        client_state: Model rank 0's counters and schedule.
+
+    Raises:
+        CheckpointError: If there is no optimizer state, or a file is missing.
     """
 
     def __init__(self, path: Path, layers: LayerPlan) -> None:
@@ -35,13 +44,13 @@ class OptimizerReader:
         self.client_state = self._weights.client_state
         self.layout = saved_layout(path, self.client_state)
         self._by_gpt_neox = WRITER in self.layout
-        self._place: dict[Key, int] = {}
+        self._stage_of: dict[Key, int] = {}
         self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)
         self.scaler = _scaler(path) if self.layout["precision"] == "fp16" else None
 
     def full(self, index: int, name: str, kind: Kind) -> Tensor:
-        """The whole parameter's fp32 weights or moment, the vocabulary fitted to the plan's padding."""
+        """Return a full parameter's fp32 weights or moment, the vocabulary fitted to the plan's padding."""
         spec, parts = self._spec(index, name), self._parts(Key(index, name), kind)
         if parts is None:
             return self._weights.full(index, name).float()
@@ -56,31 +65,31 @@ class OptimizerReader:
         return full
 
     def shard(self, index: int, name: str, kind: Kind, tp_rank: int, tp_size: int) -> Tensor:
-        """Tensor rank `tp_rank`'s part of `full` at degree `tp_size`; reads no more than it needs."""
+        """Return tensor rank `tp_rank`'s part of `full` at degree `tp_size`; only the needed files are read."""
         spec, parts = self._spec(index, name), self._parts(Key(index, name), kind)
         if parts is None:
             return self._weights.shard(index, name, tp_rank, tp_size).float()
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:
-            return shard(spec, self.full(index, name, kind), tp_rank, tp_size)
+            return shard(self.full(index, name, kind), spec, tp_rank, tp_size)
         return join_range(spec, parts, *shard_range(spec, tp_rank, tp_size))
 
     def _parts(self, key: Key, kind: Kind) -> list[Tensor] | None:
-        """One tensor per tensor rank of the files; None where the layer files hold the fp32 weights."""
-        if key not in self._place:
+        """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""
+        if key not in self._stage_of:
             raise CheckpointError(f"{self.path}: no optimizer state for layer {key.layer} {key.name}")
-        parts = [stage.get(key, kind) for stage in self._stages[self._place[key]]]
+        parts = [stage.get(key, kind) for stage in self._stages[self._stage_of[key]]]
         if parts[0] is None:
             return None
         found = [part for part in parts if part is not None]
         if self._by_gpt_neox and kind == "fp32" and len(found) > 1 and self._spec(*key).summed_in_neox:
-            return [torch.stack(found).sum(0)]  # each rank owns a bias there; their gradients, and moments, are equal
+            return [torch.stack(found).sum(0)]  # each rank owns a bias; their gradients and moments are equal
         return found
 
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)
 
     def _open_stages(self) -> list[list[StageState]]:
-        """States by pipeline rank and tensor rank; notes which stage holds which parameter."""
+        """Open the states by pipeline rank and tensor rank, and note which stage holds which parameter."""
         pp, mp, dp = (int(self.layout[key]) for key in ("pp", "mp", "dp"))
         clients, divided = _files(self.path, pp * mp, dp)
         stages: list[list[StageState]] = []
@@ -95,7 +104,7 @@ class OptimizerReader:
                 ranks.append(open_stage(file, client, parts, shapes))
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
-                self._place.setdefault(key, stage)
+                self._stage_of.setdefault(key, stage)
         return stages
 
     def _gpt_neox_order(self, stage: int, files: Sequence[Path]) -> list[Key]:
@@ -106,22 +115,23 @@ class OptimizerReader:
         return stage_order(self.path, stage, group_counts(self.path, pp, mp), self._weights)
 
     def _stored_shape(self, key: Key, tp_size: int) -> tuple[int, ...]:
-        if key.name in VOCABULARY:  # may be padded otherwise than the plan's
+        if key.name in VOCABULARY:  # its padding may differ from the plan's
             return tuple(self._weights.parts(*key)[0].shape)
         return self._spec(*key).shard_shape(tp_size)
 
 
 def saved_layout(path: Path, client_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The layout that a checkpoint's optimizer state was written in; gpt-neox's files do not store it as such.
+    """Return the layout in which a checkpoint's optimizer state was written; for gpt-neox's files it is derived.
 
-    Raises CheckpointError for a state that cannot be read.
+    Raises:
+        CheckpointError: If the state cannot be read.
     """
     layout = client_state.get("layout")
     return layout if isinstance(layout, Mapping) else gpt_neox_layout(path)
 
 
 def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:
-    """Client state files, and optimizer files by data rank, of every model rank. Raises CheckpointError for gaps."""
+    """Return the client state files, and the optimizer files by data rank, of every model rank."""
     clients: dict[int, Path] = {}
     divided: dict[int, dict[int, Path]] = {}
     for file in path.iterdir():
@@ -140,7 +150,7 @@ def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict
 
 
 def _scaler(path: Path) -> dict[str, Any]:
-    """Attributes of fp16's loss scaler, from wherever this form of optimizer keeps it."""
+    """Return the attributes of fp16's loss scaler."""
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     for state in _optimizer_states(path):
         found = state.get("loss_scaler")

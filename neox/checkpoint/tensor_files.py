@@ -1,0 +1,193 @@
+"""Files of tensors: safe reading of `.pt` files, writing in small pieces, and layer files in NeoX's layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, cast
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from neox.architecture import LayerEntry
+from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
+from neox.checkpoint.reshard import neox_shard
+from neox.errors import CheckpointError
+
+# Bytes of one write. A longer one takes the kernel's largest free pages, which on a virtual machine are those that the
+# host has taken back and gives again slowly (ten times the time of the copy, measured); and it holds the file's lock.
+WRITE_BYTES = 128 << 10
+
+
+class SavedScaler:
+    """Stand-in for DeepSpeed's loss scalers: their saved attributes without behaviour."""
+
+    cur_scale: float
+
+
+class SavedFragment:
+    """Stand-in for DeepSpeed's `fragment_address`: position of a parameter's part in a flat buffer, in elements."""
+
+    numel: int
+    start: int
+
+
+_reconstruct = np.zeros(0).__reduce__()[0]
+
+# (callable, name in the pickle). DeepSpeed's types become stand-ins, so that reading needs no deepspeed.
+_ALLOWED: tuple[Any, ...] = (
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (np.ndarray, "numpy.ndarray"),
+    (np.dtype, "numpy.dtype"),
+    type(np.dtype(np.uint32)),
+    type(np.dtype(np.int64)),
+    type(np.dtype(np.float64)),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (SavedScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (SavedScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (SavedFragment, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+
+
+def load_file(path: Path) -> Any:
+    """Load one `.pt` file on the CPU, unpickling only tensors, plain values and the types listed above.
+
+    Tensors are memory-mapped privately: writing into one does not change the file.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated, not a torch file, or holds another type.
+    """
+    try:
+        size = path.stat().st_size
+        mapped = zipfile.is_zipfile(path)  # files older than torch 1.6 are no zip and cannot be mapped
+        with torch.serialization.safe_globals(list(_ALLOWED)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_unpickling_reason(error)}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = "empty" if size == 0 else (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: broken or no torch file ({reason}); use another checkpoint") from error
+
+
+def _unpickling_reason(error: pickle.UnpicklingError) -> str:
+    text = str(error)
+    if "Unsupported global: GLOBAL " in text:
+        name = text.split("Unsupported global: GLOBAL ", 1)[1].split()[0]
+        return f"holds an object of type {name}; only tensors, plain values and the types in neox.checkpoint are read"
+    return "cannot be unpickled; the file is broken, or holds something other than tensors and plain values"
+
+
+class _PiecewiseFile:
+    """A new file for `torch.save`, written in pieces of `WRITE_BYTES`.
+
+    Attributes:
+        failure: First OSError of a write; torch raises another exception in its place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.failure: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: BaseException | TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view[:WRITE_BYTES]) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""
+
+
+def save_file(path: Path, value: Any) -> Path:
+    """Write a value with `torch.save`; return the path. Raises CheckpointError if the disk refuses."""
+    file = None
+    try:
+        with _PiecewiseFile(path) as file:
+            torch.save(value, cast(IO[bytes], file))
+    except (OSError, RuntimeError) as error:
+        cause = file.failure if file is not None and file.failure is not None else error
+        reason = cause.strerror if isinstance(cause, OSError) else str(cause).strip().splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be written: {reason}") from error
+    return path
+
+
+def write_layer(directory: Path, index: int, tp_rank: int, state_dict: Mapping[str, Tensor]) -> Path:
+    """Write one layer's weights on one tensor rank as they are.
+
+    Args:
+        directory: The checkpoint.
+        index: The layer.
+        tp_rank: The tensor rank.
+        state_dict: Its parameters by name. Views are copied first, because torch saves a view's whole storage.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        CheckpointError: If the disk refuses.
+    """
+    return save_file(directory / layer_file(index, tp_rank), {k: _own_storage(v) for k, v in state_dict.items()})
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if whole and tensor.device.type == "cpu":
+        return tensor
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def write_full_layer(directory: Path, layer: LayerEntry, state: Mapping[str, Tensor], tp_size: int) -> None:
+    """Write one layer from full tensors as `tp_size` files; a summed bias goes to rank 0, zeros to the others."""
+    for rank in range(tp_size):
+        split = {p.name: neox_shard(p, state[p.name], rank, tp_size) for p in layer.parameters}
+        write_layer(directory, layer.index, rank, split)
+
+
+def neox_state(layer: LayerEntry, state: Mapping[str, Tensor], tp_rank: int) -> dict[str, Tensor]:
+    """Return a layer's state dict as gpt-neox's files hold it: summed biases are zero on ranks other than 0."""
+    summed = {p.name for p in layer.parameters if p.summed_in_neox} if tp_rank > 0 else set()
+    return {name: torch.zeros_like(value) if name in summed else value for name, value in state.items()}
+
+
+def write_client_state(directory: Path, mp_rank: int, state: Mapping[str, Any]) -> Path:
+    """Write an `mp_rank` file without weights, for checkpoints made by tools. Raises CheckpointError."""
+    return save_file(directory / mp_rank_file(mp_rank), {"module": None, **state})
+
+
+def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
+    """Write the run's keys as YAML into `configs/` of a checkpoint, where gpt-neox keeps its files too.
+
+    Raises:
+        CheckpointError: If the disk refuses.
+    """
+    path = directory / CONFIG
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(json.loads(json.dumps(flat)), sort_keys=True), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+    return path
