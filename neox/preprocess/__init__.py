@@ -1,4 +1,4 @@
-"""Documents to datasets: `preprocess(PreprocessSettings(...))`, on many machines `preprocess_on_rank`."""
+"""Preprocessing of documents to token datasets, in one process tree or on several machines."""
 
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
 from neox.preprocess.run import PreprocessReport, preprocess

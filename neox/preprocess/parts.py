@@ -1,7 +1,7 @@
-"""One run over many processes or machines that share a file system: each rank makes a part, rank 0 joins the parts.
+"""Preprocessing on several machines that share a file system: each rank makes a part, rank 0 concatenates the parts.
 
-A part is a run of its own over neighbouring inputs, so the joined bytes are those of one machine, an interrupted part
-goes on where it was, and a part that is there is not made again.
+A part is a run over neighbouring inputs. So the bytes of the result are those of one machine, an interrupted part is
+resumed, and a complete part is kept.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from neox.data import IndexedDatasetBuilder
 from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.log import get_logger
-from neox.preprocess.journal import only_run
 from neox.preprocess.run import PreprocessReport, finished, preprocess
-from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
+from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, only_run
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.5
-_SECONDS_BETWEEN_NOTES = 60.0
+_LOG_SECONDS = 60.0
 
 
 def split_files(files: Sequence[str], ranks: int) -> list[tuple[str, ...]]:
-    """Divide files into `ranks` runs of neighbours of about equal bytes; with too few files some are empty."""
+    """Divide files into `ranks` groups of neighbours with about equal bytes; with too few files some are empty."""
     sizes = [os.path.getsize(file) for file in files]
     total, before = max(sum(sizes), 1), 0
     groups: list[list[str]] = [[] for _ in range(ranks)]
@@ -39,7 +38,13 @@ def split_files(files: Sequence[str], ranks: int) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of how many processes this is, and how many of them share its machine."""
+    """Position of this process among those of the run.
+
+    Attributes:
+        rank: Number of this process.
+        ranks: Number of processes.
+        local_ranks: Number of processes on this machine.
+    """
 
     rank: int = 0
     ranks: int = 1
@@ -47,17 +52,27 @@ class RankInfo:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> RankInfo:
-        """Read what launchers set (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE or LOCAL_SIZE); without it, one process."""
+        """Read RANK, WORLD_SIZE, and LOCAL_WORLD_SIZE or LOCAL_SIZE of a launcher; without them, one process."""
         ranks = int(environment.get("WORLD_SIZE", "1"))
         local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)
         return RankInfo(int(environment.get("RANK", "0")), ranks, local)
 
 
 def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> PreprocessReport | None:
-    """Make this rank's part; rank 0 waits for the others, joins, and returns the report of the whole (others None).
+    """Make this rank's part; rank 0 waits for the other parts and concatenates them.
 
-    All ranks see the same files under the same paths. Raises what `preprocess` raises; DataError for `restart`, which
-    one rank cannot decide for the others.
+    All ranks must see the same files under the same paths.
+
+    Args:
+        settings: Settings of the whole run.
+        where: Position of this process.
+
+    Returns:
+        Report of the whole run on rank 0, None on other ranks.
+
+    Raises:
+        DataError: As `preprocess`; and for `restart`, which one rank cannot decide for the others.
+        TokenizerError: As `preprocess`.
     """
     rank, ranks = where.rank, where.ranks
     if ranks == 1:
@@ -81,7 +96,7 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
 
 
 def _parts(settings: PreprocessSettings, ranks: int) -> list[PreprocessSettings | None]:
-    """The settings of each rank's part, None where there is no file left for a rank."""
+    """Return the settings of each rank's part, None for a rank without files."""
     groups = split_files(expand_inputs(settings.inputs), ranks)
     return [
         replace(settings, inputs=group, output_prefix=f"{settings.output_prefix}.part{rank:04}of{ranks:04}")
@@ -92,12 +107,12 @@ def _parts(settings: PreprocessSettings, ranks: int) -> list[PreprocessSettings 
 
 
 def _wait_for(parts: Sequence[PreprocessSettings]) -> None:
-    missing, noted = list(parts), time.monotonic()
+    missing, logged = list(parts), time.monotonic()
     while missing := [part for part in missing if finished(part) is None]:
         time.sleep(_POLL_SECONDS)
-        if time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
+        if time.monotonic() - logged > _LOG_SECONDS:
             _log.info("waiting for %d of %d parts, %s first", len(missing), len(parts), missing[0].output_prefix)
-            noted = time.monotonic()
+            logged = time.monotonic()
 
 
 def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], started: float) -> PreprocessReport:
@@ -114,7 +129,7 @@ def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], sta
                 )
             joined = _described(settings, joined_sidecar(sidecars), skipped, text_bytes)
             if not joined.documents:
-                raise DataError(f"the inputs hold no text under {key}: nothing was joined")
+                raise DataError(f"the inputs hold no text under {key}: nothing was written")
             _join_key(settings, parts, key, joined)
             documents[key], tokens[key] = joined.documents, joined.tokens
     for part in parts:
@@ -135,12 +150,12 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
 def _sidecar(prefix: str) -> Sidecar:
     found = read_sidecar(prefix)
     if found is None:
-        raise DataError(f"{prefix}.json has gone: give the same command again")
+        raise DataError(f"{prefix}.json has disappeared: give the same command again")
     return found
 
 
 def _described(settings: PreprocessSettings, joined: Sidecar, skipped: int, text_bytes: int) -> Sidecar:
-    """Describe the whole as one process would have."""
+    """Return the sidecar that one process would have written for the whole."""
     whole = describe_run(settings, expand_inputs(settings.inputs), joined.tokenizer_hash)
-    facts = {**whole, "run": fingerprint(whole), "skipped": skipped, "text_bytes": text_bytes}
-    return replace(joined, settings={**joined.settings, **facts})
+    result = {**whole, "run": fingerprint(whole), "skipped": skipped, "text_bytes": text_bytes}
+    return replace(joined, settings={**joined.settings, **result})

@@ -1,25 +1,89 @@
-"""Worker processes that answer blocks in order, within a bound of bytes, and whose death is noticed."""
+"""Pool of worker processes that encode blocks in order, with bounded memory; dead workers are replaced.
+
+Buffers are sent as they are, without pickling.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
-from neox.corpus import BadInput, LineBlock
-from neox.errors import DataError
+import numpy as np
+import orjson
+
+from neox.corpus import BadInput, LineBlock, Position
+from neox.errors import DataError, NeoXError, TokenizerError
 from neox.log import get_logger
-from neox.preprocess.worker import EncodedBlock, EncodeJob, receive_result, send_block, serve
+from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodedKey, EncodeJob
 
 _log = get_logger(__name__)
 
 
+def serve(connection: Connection) -> None:
+    """Run a worker process: receive a job, then encode blocks until the other side closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # there is one process per core
+    try:
+        job: EncodeJob = connection.recv()
+        try:
+            encoder: BlockEncoder | NeoXError = BlockEncoder(job)
+        except NeoXError as error:
+            encoder = error
+        while True:
+            header = orjson.loads(connection.recv_bytes())
+            block = LineBlock(
+                header["file"], connection.recv_bytes(), Position(*header["start"]), Position(*header["end"])
+            )
+            try:
+                if isinstance(encoder, NeoXError):
+                    raise encoder
+                _send_result(connection, encoder.encode(block))
+            except NeoXError as error:
+                connection.send_bytes(orjson.dumps({"error": str(error)}))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the main process has ended or has no more work
+
+
+def send_block(connection: Connection, block: LineBlock) -> None:
+    """Send a block to a worker."""
+    start, end = block.start, block.end
+    header = {"file": block.file, "start": [start.line, start.offset], "end": [end.line, end.offset]}
+    connection.send_bytes(orjson.dumps(header))
+    connection.send_bytes(block.data)
+
+
+def _send_result(connection: Connection, result: EncodedBlock) -> None:
+    header: dict[str, Any] = {"bad": [[bad.line, bad.offset, bad.reason] for bad in result.bad]}
+    header |= {"accelerator": result.accelerator, "note": result.note}
+    connection.send_bytes(orjson.dumps(header))
+    for key in result.keys:
+        connection.send_bytes(key.ids.data)
+        connection.send_bytes(key.lengths.data)
+
+
+def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> EncodedBlock:
+    """Wait for the result of a block. Raises TokenizerError of the worker; EOFError or OSError if it died."""
+    header = orjson.loads(connection.recv_bytes())
+    if "error" in header:
+        raise TokenizerError(header["error"])
+    keys = tuple(
+        EncodedKey(np.frombuffer(connection.recv_bytes(), job.dtype), np.frombuffer(connection.recv_bytes(), np.int32))
+        for _ in job.keys
+    )
+    bad = tuple(BadInput(block.file, line, offset, reason) for line, offset, reason in header["bad"])
+    return EncodedBlock(block.end, keys, bad, len(block.data), header["accelerator"], header["note"])
+
+
 class _Worker:
-    """One process and our end of its pipe."""
+    """Worker process and its connection."""
 
     def __init__(self) -> None:
         self.job: EncodeJob | None = None
@@ -31,17 +95,17 @@ class _Worker:
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs,), daemon=True)
         process.start()
-        theirs.close()  # so that the death of the process closes the pipe
+        theirs.close()  # then the death of the process closes the pipe
         return process, ours
 
     def encode(self, block: LineBlock, job: EncodeJob) -> EncodedBlock:
-        """Have a block encoded. A worker that dies is replaced and the block tried once more, then DataError."""
+        """Encode a block in the process. A process that dies is replaced once; then DataError is raised."""
         try:
             return self._exchange(block, job)
         except (EOFError, OSError):
             if self.closing:
                 raise
-            _log.warning("a worker %s; starting another, which does its block again", self._how_it_ended())
+            _log.warning("a worker %s: starting another, which repeats its block", self._exit_reason())
             self.connection.close()
             self.job = None
             self.process, self.connection = self._start()
@@ -49,8 +113,8 @@ class _Worker:
             return self._exchange(block, job)
         except (EOFError, OSError) as error:
             raise DataError(
-                f"{block.file}:{block.start.line} to line {block.end.line - 1}: a worker {self._how_it_ended()} on "
-                "these lines, twice. If memory ran out, lower --memory-mb or --workers; the run continues where it was"
+                f"{block.file}:{block.start.line} to line {block.end.line - 1}: a worker {self._exit_reason()} on "
+                "these lines, twice. If memory ran out, lower --memory-mb or --workers; the same command resumes"
             ) from error
 
     def _exchange(self, block: LineBlock, job: EncodeJob) -> EncodedBlock:
@@ -60,25 +124,28 @@ class _Worker:
         send_block(self.connection, block)
         return receive_result(self.connection, block, job)
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         self.process.join(timeout=5)
         code = self.process.exitcode
         return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
 
     def stop(self) -> None:
-        """End the process; a thread that waits for its answer gets EOFError."""
+        """End the process; a thread that waits for its result gets EOFError."""
         self.closing = True
         self.process.terminate()
         self.process.join()
 
 
 class BlockPool:
-    """Encode blocks in several processes, which start at once; use as a context manager, which ends them.
-
-    in_flight_bytes: text that may be between reading and the consumer at any time (a longer block travels alone).
-    """
+    """Pool of worker processes, ended by the context manager."""
 
     def __init__(self, workers: int, in_flight_bytes: int) -> None:
+        """Start the processes.
+
+        Args:
+            workers: Number of processes.
+            in_flight_bytes: Limit of text between reading and the consumer; a longer block is processed alone.
+        """
         self._workers = [_Worker() for _ in range(workers)]
         self._limit, self._in_flight = in_flight_bytes, 0
         self._changed = threading.Condition()
@@ -99,9 +166,14 @@ class BlockPool:
             worker.stop()
 
     def map(self, blocks: Iterator[LineBlock | BadInput], job: EncodeJob) -> Iterator[EncodedBlock | BadInput]:
-        """Do one job. Yield the result of each block, in order; `blocks` is read in a thread, bad inputs pass through.
+        """Yield the result of each block in order; to be called once.
 
-        An exception of the reader or of a worker is raised where its block would have come.
+        Args:
+            blocks: Blocks, read in a thread; bad inputs are passed on.
+            job: Settings of encoding.
+
+        Raises:
+            Exception: An exception of the reader or of a worker, instead of the result of its block.
         """
         threading.Thread(target=self._read, args=(blocks,), daemon=True).start()
         for worker in self._workers:
@@ -142,7 +214,7 @@ class BlockPool:
             self._changed.notify_all()
 
     def _admit(self, size: int) -> bool:
-        """Wait until there is room; False when the pool is closed."""
+        """Wait until the limit allows `size` more bytes; return False if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._in_flight or self._in_flight + size <= self._limit)
             self._in_flight += size

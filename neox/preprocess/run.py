@@ -1,10 +1,11 @@
-"""Inputs to datasets: read, hand out, collect in order, write; and go on where an interrupted run was."""
+"""Preprocessing of documents to token datasets, resumable after any interruption."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,16 +19,24 @@ from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, first_li
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
-from neox.log import get_logger
-from neox.preprocess.display import Display, show_progress
-from neox.preprocess.journal import Journal, RunState, only_run
+from neox.log import Progress, get_logger, progress
+from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
 from neox.preprocess.pool import BlockPool
-from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, share_memory
-from neox.preprocess.worker import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
+from neox.preprocess.settings import (
+    PreprocessSettings,
+    RunState,
+    describe_run,
+    fingerprint,
+    only_run,
+    read_state,
+    share_memory,
+    state_path,
+    write_state,
+)
 from neox.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
-_SECONDS_BETWEEN_JOURNALS = 5.0
+_SECONDS_BETWEEN_STATES = 5.0
 _SAMPLE_BYTES = 1 << 17
 _SMALL_BLOCK = 1 << 17
 _SAMPLE_CHARS = 1 << 16
@@ -35,8 +44,17 @@ _SAMPLE_CHARS = 1 << 16
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What a run made. documents, tokens: for each key. skipped: bad inputs passed over. text_bytes: JSON lines read,
-    decompressed. seconds: of this run. accelerator: used, `off` for none. fresh: False if all was there already."""
+    """Result of a run.
+
+    Attributes:
+        documents: Number of documents of each key.
+        tokens: Number of tokens of each key.
+        skipped: Bad inputs skipped.
+        text_bytes: Decompressed JSON lines read.
+        seconds: Duration of this run.
+        accelerator: Accelerator used, `off` for none.
+        fresh: False if an earlier run had made everything.
+    """
 
     documents: Mapping[str, int]
     tokens: Mapping[str, int]
@@ -48,10 +66,19 @@ class PreprocessReport:
 
 
 def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> PreprocessReport:
-    """Make the datasets of a run; the same bytes for any number of workers, any accelerator and any interruption.
+    """Make the datasets of a run, or finish an interrupted one.
 
-    Raises DataError for bad input beyond the budget, a disk that is full, a worker that dies twice; TokenizerError for
-    a tokenizer that cannot be built. What is done by then is kept, and the same settings go on there.
+    The bytes are the same for any number of workers, any accelerator and any interruption. After an error the data
+    written are kept, and the same settings resume the run.
+
+    Args:
+        settings: Settings of the run.
+        may_be_empty: Whether inputs without text are allowed.
+
+    Raises:
+        DataError: If too many inputs are bad, the disk is full, a worker dies twice on a block, or another run writes
+            the same output.
+        TokenizerError: If the tokenizer cannot be built.
     """
     run = _Run(settings, may_be_empty)
     with only_run(settings.output_prefix):
@@ -59,24 +86,46 @@ def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> P
 
 
 def finished(settings: PreprocessSettings) -> PreprocessReport | None:
-    """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""
+    """Return the report of an equal, complete run; None if there is none."""
     return _Run(settings, may_be_empty=True).finished()
 
 
+class _Display:
+    """Progress display, by bytes of the inputs or, where their number is known, by documents."""
+
+    def __init__(self, bar: Progress, *, by_documents: bool, log_interval: int | None) -> None:
+        self._bar, self._by_documents, self._interval = bar, by_documents, log_interval
+        self._documents = self._logged = 0
+        self._started = time.monotonic()
+
+    def read(self, size: int) -> None:
+        """Count bytes read from an input."""
+        if not self._by_documents:
+            self._bar.update(size)
+
+    def written(self, documents: int) -> None:
+        """Show that so many documents are written in all."""
+        if self._by_documents:
+            self._bar.update(documents - self._documents)
+        self._documents = documents
+        if self._interval and documents - self._logged >= self._interval:
+            self._logged = documents
+            _log.info("%d documents, %.1f documents/s", documents, documents / (time.monotonic() - self._started))
+
+
 class _Run:
-    """The parts of one run that several steps need."""
+    """One run: its settings and everything derived from them."""
 
     def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
         if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
-            raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: each key once, and at least one")
+            raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
         self.settings, self.may_be_empty = settings, may_be_empty
         self.files = expand_inputs(settings.inputs)
         if not self.files:
-            raise DataError("no inputs: give --input with files or directories, commas between them")
+            raise DataError("no inputs: give files or directories with --input, separated by commas")
         if settings.ftfy:
             load_ftfy()
         self.shares = share_memory(settings.workers, settings.memory_mb)
-        self.journal = Journal(settings.output_prefix)
         self.accelerator: str | None = None
 
     @cached_property
@@ -89,7 +138,7 @@ class _Run:
 
     @cached_property
     def name(self) -> str:
-        """The run's fingerprint; hashing a vocabulary takes a while, so it is asked for late."""
+        """Fingerprint of the run; hashing a vocabulary takes a while, so that it is computed on demand."""
         return fingerprint(self.description)
 
     @cached_property
@@ -98,15 +147,16 @@ class _Run:
 
     def go(self) -> PreprocessReport:
         started = time.monotonic()
-        wanted = self.settings
-        if not wanted.restart and (done := self.finished()) is not None:
+        if not self.settings.restart and (done := self.finished()) is not None:
             return done
         try:
             so_far, builders = self._open()
             end = self._collect(builders, so_far)
             return self._finish(builders, end, time.monotonic() - started)
         except OSError as error:
-            raise DataError(f"{error.filename or wanted.output_prefix} cannot be written: {error.strerror}") from error
+            raise DataError(
+                f"{error.filename or self.settings.output_prefix} cannot be written: {error.strerror}"
+            ) from error
 
     def _job(self) -> EncodeJob:
         s = self.settings
@@ -116,67 +166,72 @@ class _Run:
         )
 
     def finished(self) -> PreprocessReport | None:
-        """Return the report of an earlier, equal run whose datasets are all in place; None if there is none."""
-        sidecars = {key: read_sidecar(self.settings.prefix(key)) for key in self.settings.keys}
-        if not all(sidecars.values()) or not all(
-            sidecar
-            and sidecar.settings.get("run") == self.name
-            and sidecar.settings.get("skipped", 0) <= self.settings.skip_bad
-            and Path(f"{self.settings.prefix(key)}.idx").exists()
-            for key, sidecar in sidecars.items()
-        ):
-            return None
-        made = {key: sidecar for key, sidecar in sidecars.items() if sidecar}
-        any_one = next(iter(made.values())).settings
+        """Return the report of an equal, complete run; None if there is none."""
+        made: dict[str, Sidecar] = {}
+        for key in self.settings.keys:
+            prefix = self.settings.prefix(key)
+            sidecar = read_sidecar(prefix)
+            if sidecar is None or not Path(f"{prefix}.idx").exists():
+                return None
+            if sidecar.settings.get("run") != self.name or sidecar.settings.get("skipped", 0) > self.settings.skip_bad:
+                return None
+            made[key] = sidecar
+        first = made[self.settings.keys[0]].settings
         return PreprocessReport(
             {key: sidecar.documents for key, sidecar in made.items()},
             {key: sidecar.tokens for key, sidecar in made.items()},
-            any_one.get("skipped", 0),
-            any_one.get("text_bytes", 0),
+            first.get("skipped", 0),
+            first.get("text_bytes", 0),
             0.0,
             self.settings.accelerator,
             fresh=False,
         )
 
     def _sample(self) -> list[str]:
-        """The first texts of the first input, to check an accelerator with; errors are met again later, in order."""
+        """Return the first texts of the first input, to check an accelerator with; errors in it are reported later."""
         block = first_lines(self.files[0], _SAMPLE_BYTES)
         texts = [text for column in parse_texts(block, self.settings.keys)[0] for text in column] if block else []
         lengths = accumulate(len(text) for text in texts)
         return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
 
     def _open(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
-        """Open the datasets where an interrupted run left them, or anew."""
-        so_far = self.journal.read(self.name) if self.journal.path.exists() and not self.settings.restart else None
+        """Open the datasets in the state of an interrupted run, or new ones."""
+        output = self.settings.output_prefix
+        so_far = None
+        if state_path(output).exists() and not self.settings.restart:
+            so_far = read_state(output, self.name)
         if so_far is not None:
             try:
                 builders = {key: self._builder(key, so_far.builders[key]) for key in self.settings.keys}
             except DataError as error:
-                _log.warning("the interrupted run cannot be continued (%s): starting over", error)
+                _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
             else:
-                _log.info("continuing at %s:%d", self.files[so_far.file], so_far.position.line)
+                _log.info("resuming at %s:%d", self.files[so_far.file], so_far.position.line)
                 return so_far, builders
         return RunState(), {key: self._builder(key, None) for key in self.settings.keys}
 
     def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
         return IndexedDatasetBuilder(self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state)
 
-    def _blocks(self, start: RunState, order: deque[int], shown: Display) -> Iterator[LineBlock | BadInput]:
-        """Read every input from `start` on; the number of the input of each item goes to `order`."""
+    def _blocks(self, start: RunState, order: deque[int], display: _Display) -> Iterator[LineBlock | BadInput]:
+        """Read every input from `start` on; the number of each item's input is appended to `order`."""
         for number in range(start.file, len(self.files)):
             for item in read_blocks(
                 self.files[number],
                 block_bytes=self.shares.block_bytes,
                 max_line_bytes=self.shares.in_flight_bytes,
                 start=start.position if number == start.file else None,
-                consumed=shown.read,
+                consumed=display.read,
             ):
                 order.append(number)
                 yield item
 
-    def _results(self, blocks: Iterator[LineBlock | BadInput]) -> Iterator[EncodedBlock | BadInput]:
-        """Encode blocks, in order. A small first one is done here, by the tokenizer itself: its ids are on disk before
-        workers have started and loaded an accelerator."""
+    def _results(self, blocks: Iterator[LineBlock | BadInput]) -> Generator[EncodedBlock | BadInput]:
+        """Encode blocks in order.
+
+        A small first block is encoded here, by the tokenizer itself: its ids are on disk before workers have started
+        and loaded an accelerator.
+        """
         job, first = self._job(), next(blocks, None)
         if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and job.accelerator in ("auto", "off"):
             encoder = BlockEncoder(replace(job, accelerator="off"), self.tokenizer)
@@ -187,62 +242,60 @@ class _Run:
                 yield from pool.map(chain([first], blocks), job)
 
     def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: RunState) -> RunState:
-        """Write results as they come; note the progress every few seconds, and when something goes wrong."""
+        """Write results as they come, and the state every few seconds and after an error."""
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
-        at, noted = start, float("-inf")  # the first lines are on disk, and noted, at once
+        at, written = start, float("-inf")  # the first state is written at once
         order: deque[int] = deque()
-        with (
-            show_progress(self.files, self.settings.num_documents, self.settings.log_interval) as shown,
-            closing(self._results(self._blocks(start, order, shown))) as results,
-        ):
-            try:
-                for result in results:
-                    file = order.popleft()
-                    if isinstance(result, BadInput):
-                        budget.add(result)
-                        continue
-                    self._tell(result)
-                    for bad in result.bad:
-                        budget.add(bad)
-                    states = {}
-                    for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
-                        builder.add_documents(encoded.ids, encoded.lengths)
-                        states[key] = builder.progress
-                    read = at.text_bytes + result.text_bytes
-                    at = RunState("", file, result.end, budget.skipped, read, states)
-                    shown.written(next(iter(builders.values())).num_documents)
-                    if time.monotonic() - noted > _SECONDS_BETWEEN_JOURNALS:
-                        self._note(at, builders)
-                        noted = time.monotonic()
-            except BaseException:
-                self._note_if_possible(at, builders)
-                raise
+        documents = self.settings.num_documents
+        total = documents or sum(os.path.getsize(file) for file in self.files)
+        with progress("tokenizing", total, "documents" if documents else "B") as bar:
+            display = _Display(bar, by_documents=bool(documents), log_interval=self.settings.log_interval)
+            with closing(self._results(self._blocks(start, order, display))) as results:
+                try:
+                    for result in results:
+                        file = order.popleft()
+                        if isinstance(result, BadInput):
+                            budget.add(result)
+                            continue
+                        if self.accelerator is None and result.note:
+                            _log.warning(result.note)
+                        self.accelerator = self.accelerator or result.accelerator
+                        for bad in result.bad:
+                            budget.add(bad)
+                        states = {}
+                        for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
+                            builder.add_documents(encoded.ids, encoded.lengths)
+                            states[key] = builder.progress
+                        read = at.text_bytes + result.text_bytes
+                        at = RunState("", file, result.end, budget.skipped, read, states)
+                        display.written(next(iter(builders.values())).num_documents)
+                        if time.monotonic() - written > _SECONDS_BETWEEN_STATES:
+                            self._write_state(at, builders)
+                            written = time.monotonic()
+                except BaseException:
+                    self._write_last_state(at, builders)
+                    raise
         return replace(at, skipped=budget.skipped)
 
-    def _tell(self, result: EncodedBlock) -> None:
-        """Say once what tokenizes, where that is not what a user expects."""
-        if self.accelerator is None and result.note:
-            _log.warning(result.note)
-        self.accelerator = self.accelerator or result.accelerator
-
-    def _note(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+    def _write_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
-            builder.state()  # on disk first
-        self.journal.write(replace(at, run=self.name))
+            builder.state()  # the data must be on disk first
+        write_state(self.settings.output_prefix, at, self.name)
 
-    def _note_if_possible(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+    def _write_last_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+        """Write the state after an error, if possible; without data, remove the partial files."""
         try:
             if not at.builders:
                 for builder in builders.values():
                     builder.discard()
                 return
-            self._note(at, builders)
-            _log.warning("stopped at %s:%d; the same command goes on there", self.files[at.file], at.position.line)
+            self._write_state(at, builders)
+            _log.warning("stopped at %s:%d: the same command resumes there", self.files[at.file], at.position.line)
         except (OSError, DataError) as error:
-            _log.warning("the progress could not be noted (%s)", error)
+            _log.warning("the state of the run could not be written (%s)", error)
 
     def _finish(self, builders: Mapping[str, IndexedDatasetBuilder], end: RunState, seconds: float) -> PreprocessReport:
-        """Put the datasets in place, each with its sidecar."""
+        """Finalize the datasets and write their sidecars."""
         report = PreprocessReport(
             {key: builder.num_documents for key, builder in builders.items()},
             {key: builder.num_tokens for key, builder in builders.items()},
@@ -254,16 +307,16 @@ class _Run:
         if not any(report.documents.values()) and not self.may_be_empty:
             for builder in builders.values():
                 builder.discard()
-            self.journal.remove()
+            state_path(self.settings.output_prefix).unlink(missing_ok=True)
             raise DataError(f"the inputs hold no text under {' or '.join(self.settings.keys)}: nothing was written")
-        facts = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
+        result = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
         for key, builder in builders.items():
             builder.finalize()
-            write_sidecar(self.settings.prefix(key), self._sidecar(key, builder, facts))
-        self.journal.remove()
+            write_sidecar(self.settings.prefix(key), self._sidecar(key, builder, result))
+        state_path(self.settings.output_prefix).unlink(missing_ok=True)
         return report
 
-    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, facts: Mapping[str, object]) -> Sidecar:
+    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, result: Mapping[str, object]) -> Sidecar:
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,
             tokenizer_hash=self.tokenizer.content_hash,
@@ -271,6 +324,6 @@ class _Run:
             eod=self.tokenizer.eod,
             append_eod=self.settings.append_eod,
             inputs=self.files,
-            settings={**self.description, **facts, "key": key},
+            settings={**self.description, **result, "key": key},
             **builder.progress,
         )

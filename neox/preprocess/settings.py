@@ -1,29 +1,35 @@
-"""What is asked of a preprocessing run, and what follows from it: files, memory, and a name for the result."""
+"""Settings of a preprocessing run, its identity, and the state from which it resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from neox.corpus import Position
+from neox.data import BuilderState
 from neox.errors import DataError
+from neox.files import lock_file, write_text
+from neox.log import get_logger
 from neox.tokenizer import Tokenizer, build_tokenizer
 
+_log = get_logger(__name__)
 _MIB = 1 << 20
 _PROCESS_MIB = 160  # a process with its imports and a vocabulary of 50,000
-_COPIES = 20  # bytes of memory for each byte of text on its way: raw, lines, strings, ids, ids again
-_COPIES_OF_A_PIECE = 130  # the same, for a piece of text that a tokenizer has to take at once
+_COPIES = 20  # bytes of memory per byte of text in progress: raw, lines, strings, ids, ids again
+_COPIES_OF_A_PIECE = 130  # the same, for a piece of text that a tokenizer encodes at once
 _LARGEST_BLOCK = 4 * _MIB
 _SMALLEST_BLOCK = 256 << 10
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The arguments of `build_tokenizer`, so that each process builds its own."""
+    """Arguments of `build_tokenizer`, so that each process builds its own tokenizer."""
 
     tokenizer_type: str
     vocab_file: str | None = None
@@ -31,7 +37,7 @@ class TokenizerSpec:
     special_in_text: bool | None = None
 
     def build(self) -> Tokenizer:
-        """Build the tokenizer; raises what `build_tokenizer` raises."""
+        """Build the tokenizer. Raises TokenizerError as `build_tokenizer`."""
         return build_tokenizer(
             self.tokenizer_type, self.vocab_file, self.merge_file, special_in_text=self.special_in_text
         )
@@ -39,13 +45,23 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """One run from inputs to `OUTPUT_PREFIX_KEY_document.{bin,idx,json}`.
+    """Settings of a run from inputs to `OUTPUT_PREFIX_KEY_document.{bin,idx,json}`.
 
-    inputs: files or directories, in order. keys: JSON keys, each a dataset of its own.
-    workers: processes; 0 means all cores. memory_mb: for all of them together; 0 means 3 GiB and 256 MiB a worker.
-    skip_bad: bad inputs that may be passed over. accelerator: `auto`, `off` or its name.
-    restart: forget an interrupted run, and make finished data again.
-    num_documents: how many there are, where known, for the progress display.
+    Attributes:
+        inputs: Files or directories, in order.
+        output_prefix: Path of the outputs without `_KEY_document`.
+        tokenizer: The tokenizer.
+        keys: JSON keys of texts; each makes a dataset.
+        append_eod: Whether to end each document with the end-of-document id.
+        ftfy: Whether to repair broken Unicode.
+        impl: Layout of the datasets.
+        workers: Processes; 0 means one for each core.
+        memory_mb: Memory of all processes in MiB; 0 means 3 GiB and 256 MiB for each worker.
+        skip_bad: Number of bad inputs that may be skipped.
+        accelerator: One of `neox.tokenizer.flat.ACCELERATORS`.
+        restart: Whether to discard an interrupted run, and to write complete data again.
+        num_documents: Number of documents, if known, for the progress display.
+        log_interval: Documents between two log lines; None writes none.
     """
 
     inputs: tuple[str, ...]
@@ -64,15 +80,20 @@ class PreprocessSettings:
     log_interval: int | None = None
 
     def prefix(self, key: str) -> str:
-        """The dataset of one key."""
+        """Return the prefix of the dataset of a key."""
         return f"{self.output_prefix}_{key}_document"
 
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """workers: processes. block_bytes: text handed to a worker at once. in_flight_bytes: text that may be anywhere
-    between reading and writing; a longer line is refused. piece_bytes: text that a tokenizer has to take at once, for
-    want of a place to cut it; a longer piece is refused."""
+    """Limits that keep a run within its memory.
+
+    Attributes:
+        workers: Number of processes.
+        block_bytes: Text given to a worker at once.
+        in_flight_bytes: Text between reading and writing; a longer line is a bad input.
+        piece_bytes: Text that a tokenizer encodes at once because it cannot be cut; a longer one is a bad input.
+    """
 
     workers: int
     block_bytes: int
@@ -81,7 +102,7 @@ class MemoryShares:
 
 
 def share_memory(workers: int, memory_mb: int) -> MemoryShares:
-    """Divide the memory; DataError if it cannot hold that many workers."""
+    """Divide the memory of `PreprocessSettings`. Raises DataError if it is too small for the workers."""
     workers = workers or len(os.sched_getaffinity(0))
     if workers < 0 or memory_mb < 0:
         raise DataError(f"workers ({workers}) and memory ({memory_mb} MiB) cannot be negative")
@@ -98,7 +119,7 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
 
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
-    """Everything that decides the bytes of the result, as plain JSON; inputs by path, size and time of change."""
+    """Return everything that determines the result's bytes, as JSON; inputs by path, size and modification time."""
     return {
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
         "keys": list(settings.keys),
@@ -111,5 +132,77 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
 
 
 def fingerprint(description: Mapping[str, Any]) -> str:
-    """A short name for a description: equal runs have equal ones."""
+    """Return a hash of a description; equal runs have equal ones."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run on disk: everything before `position` of input number `file` is done.
+
+    Attributes:
+        run: Fingerprint of the run, set when the state is written.
+        file: Number of the input.
+        position: Line of the input.
+        skipped: Bad inputs skipped.
+        text_bytes: Bytes of text read.
+        builders: State of the dataset of each key.
+    """
+
+    run: str = ""
+    file: int = 0
+    position: Position = field(default_factory=Position)
+    skipped: int = 0
+    text_bytes: int = 0
+    builders: Mapping[str, BuilderState] = field(default_factory=dict)
+
+
+def state_path(output_prefix: str) -> Path:
+    """Return `OUTPUT_PREFIX.progress.json`."""
+    return Path(f"{output_prefix}.progress.json")
+
+
+def read_state(output_prefix: str, run: str) -> RunState | None:
+    """Read the state of the interrupted run with a fingerprint.
+
+    Returns:
+        The state; None if there is none or, with a warning, if it is unreadable or belongs to another run.
+    """
+    path = state_path(output_prefix)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        state = RunState(**{**fields, "position": Position(**fields["position"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("%s cannot be read (%s): starting over", path, error)
+        return None
+    if state.run != run:
+        _log.warning("%s is of an interrupted run with other inputs or settings: starting over", path)
+        return None
+    return state
+
+
+def write_state(output_prefix: str, state: RunState, run: str) -> None:
+    """Write the state atomically; the data it describes must be on disk."""
+    write_text(state_path(output_prefix), json.dumps(asdict(replace(state, run=run))))
+
+
+@contextmanager
+def only_run(output_prefix: str) -> Iterator[None]:
+    """Lock the output for this process. Raises DataError if another run is writing it."""
+    path = Path(f"{output_prefix}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115 (closed below; only errors of opening are caught)
+    except OSError as error:
+        raise DataError(f"{output_prefix} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            lock_file(file, wait=False)
+        except BlockingIOError:
+            raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""Encoding of blocks of JSON lines to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+
+from neox.corpus import BadInput, LineBlock, Position, parse_texts
+from neox.errors import TokenizerError, install_command
+from neox.preprocess.settings import TokenizerSpec
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
+from neox.tokenizer.words import cut_reason
+
+_CHECKED_CHARS = 2048  # the tokenizer is about a hundred times slower than an accelerator, so checks must be small
+_CHECKED_AMONG = 16
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Settings of encoding, the same for every worker.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        accelerator: One of `neox.tokenizer.flat.ACCELERATORS`.
+        keys: JSON keys of texts.
+        append_eod: Whether to end each document with the end-of-document id.
+        ftfy: Whether to repair broken Unicode.
+        dtype: Of the ids.
+        sample: Texts to check the accelerator with, so that all workers choose the same one.
+        piece_bytes: Limit of text that a tokenizer encodes at once; a longer piece is a bad input.
+    """
+
+    tokenizer: TokenizerSpec
+    accelerator: str
+    keys: tuple[str, ...]
+    append_eod: bool
+    ftfy: bool
+    dtype: str
+    sample: tuple[str, ...] = ()
+    piece_bytes: int = 1 << 24
+
+
+@dataclass(frozen=True)
+class EncodedKey:
+    """Documents of one key in a block.
+
+    Attributes:
+        ids: Ids of all documents [all tokens].
+        lengths: Tokens of each document, int32 [documents].
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """Encoded block.
+
+    Attributes:
+        end: Start of the next block.
+        keys: Documents of each key.
+        bad: Bad lines.
+        text_bytes: Size of the block.
+        accelerator: Accelerator used; None before it is chosen.
+        note: Faster accelerators that are not used, and why; None if there is nothing to say.
+    """
+
+    end: Position
+    keys: tuple[EncodedKey, ...]
+    bad: tuple[BadInput, ...]
+    text_bytes: int
+    accelerator: str | None
+    note: str | None
+
+
+class BlockEncoder:
+    """Encoder of blocks in this process."""
+
+    def __init__(self, job: EncodeJob, tokenizer: Tokenizer | None = None) -> None:
+        """Choose an accelerator.
+
+        Args:
+            job: Settings of encoding.
+            tokenizer: The tokenizer of the job (default: it is built).
+
+        Raises:
+            TokenizerError: If the tokenizer or a required accelerator is not available.
+        """
+        self.job = job
+        self.tokenizer = tokenizer or job.tokenizer.build()
+        self.dtype = np.dtype(job.dtype)
+        self.fix = load_ftfy() if job.ftfy else None
+        choice = choose_encoder(self.tokenizer, job.accelerator, job.sample)
+        self.encoder, self.note = choice.encoder, choice.note
+
+    def encode(self, block: LineBlock) -> EncodedBlock:
+        """Encode each document of a block; documents without ids are left out."""
+        columns, bad = parse_texts(block, self.job.keys, self._problem if self.encoder.needs_cuts else None)
+        keys = tuple(self._encode_key(texts) for texts in columns)
+        return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
+
+    def _problem(self, text: str) -> str | None:
+        """Return why a text needs too much memory at once; None if it does not."""
+        allowed = self.job.piece_bytes
+        if 4 * len(text) <= allowed:
+            return None
+        size = longest_piece(text, allowed // 8, may_cut=self._may_cut)
+        if size <= allowed:
+            return None
+        return (
+            f"{size:,} bytes of text without a position where they may be cut, more than the {allowed:,} that memory "
+            "allows (--memory-mb; the accelerator fastokens, if it supports the tokenizer, needs no such position)"
+        )
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        return cut_reason(self.tokenizer) is None
+
+    def _encode_key(self, texts: list[str]) -> EncodedKey:
+        if self.fix is not None:
+            texts = [fixed for text in texts if (fixed := self.fix(text))]
+        if not texts:
+            return EncodedKey(np.empty(0, self.dtype), np.empty(0, np.int32))
+        ids, lengths = self.encoder.encode_flat(texts)
+        self._check_one(texts, len(ids))
+        lengths = lengths[lengths > 0]
+        if self.job.append_eod:
+            return EncodedKey(*_closed(ids, lengths, self.tokenizer.eod, self.dtype))
+        return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32))
+
+    def _check_one(self, texts: Sequence[str], seed: int) -> None:
+        """Compare one short document of each block, if it has one, with the tokenizer's own ids."""
+        if self.encoder.name == "off":
+            return
+        start = seed % len(texts)
+        short = (text for text in texts[start : start + _CHECKED_AMONG] if len(text) <= _CHECKED_CHARS)
+        difference = first_difference(self.encoder, self.tokenizer, list(islice(short, 1)))
+        if difference is not None:
+            raise TokenizerError(f"{difference}. Run again with --accelerator off --restart")
+
+
+def _closed(ids: np.ndarray, lengths: np.ndarray, eod: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Append the end-of-document id to each document."""
+    lengths = lengths + 1
+    last = np.cumsum(lengths) - 1
+    out = np.empty(len(ids) + len(lengths), dtype)
+    keep = np.ones(len(out), bool)
+    keep[last] = False
+    out[keep] = ids
+    out[last] = eod
+    return out, lengths.astype(np.int32)
+
+
+def load_ftfy() -> Callable[[str], str]:
+    """Return `ftfy.fix_text`. Raises TokenizerError if the package is missing."""
+    try:
+        import ftfy
+    except ImportError as error:
+        raise TokenizerError(f"--ftfy needs the package ftfy: {install_command('requirements-corpus.txt')}") from error
+    return ftfy.fix_text
