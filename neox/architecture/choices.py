@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.parameter import ParameterSpec
@@ -92,7 +92,9 @@ POSITIONS: Mapping[str, Positions] = MappingProxyType({"rotary": Positions(rotat
 ATTENTION: Mapping[str, Attention] = MappingProxyType({"global": Attention(_self_attention, lambda length: length)})
 
 if TYPE_CHECKING:
-    ActivationName = NormName = PositionsName = str
+    ActivationName: TypeAlias = str
+    NormName: TypeAlias = str
+    PositionsName: TypeAlias = str
 else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
     NormName = Literal[tuple(NORMS)]

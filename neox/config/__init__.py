@@ -2,15 +2,14 @@
 
 from neox.config.architecture import architecture_keys, architecture_of, architecture_settings, saved_architecture
 from neox.config.deepspeed_json import deepspeed_json
-from neox.config.inference import for_inference
-from neox.config.inference_memory import inference_memory_problem
+from neox.config.fit import inference_memory_problem
 from neox.config.loader import Draft, draft_config, load_config
+from neox.config.neox_config import NeoXConfig, for_inference
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import Capabilities, saved_precision
 from neox.config.report import format_plan, memory_problem, plan_as_dict
 from neox.config.resolve import further_problems, resolve
-from neox.config.sections import NeoXConfig
 from neox.config.validation import missing_for_training, static_problems
 
 __all__ = [

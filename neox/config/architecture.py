@@ -1,19 +1,19 @@
-"""From the YAML's keys to an `Architecture`, and which kernel each block's attention runs."""
+"""Derivation of the `Architecture`, its layer plan and attention kernels from the YAML's keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from neox.architecture import Architecture
+from neox.architecture import Architecture, LayerPlan, build_layer_plan
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
-from neox.config.sections import NeoXConfig
 from neox.errors import ConfigError
 
 _SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
-FLASH = "flash"
+FLASH: Final = "flash"
 """The attention kind that names a kernel: on paper it is `global`."""
 
 
@@ -132,3 +132,16 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"
     kinds = attention_kinds(config.model.attention_config, config.model.num_layers or 0)
     return tuple(FLASH if kind == FLASH else plain for kind in kinds)
+
+
+def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
+    """Return the layer plan of a configuration that `static_problems` finds nothing wrong with."""
+    return build_layer_plan(
+        architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
+    )
+
+
+def padded_vocabulary(config: NeoXConfig, vocab_size: int, tp_size: int) -> int:
+    """Return the rows of the embedding over `tp_size` tensor ranks: vocab_size rounded up, or padded_vocab_size."""
+    multiple = config.model.make_vocab_size_divisible_by * tp_size
+    return config.tokenizer.padded_vocab_size or -(-vocab_size // multiple) * multiple

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import BatchPlan, Precision, Topology
-from neox.config.sections.neox_config import NeoXConfig
 
 # DeepSpeed takes unknown top-level keys in silence, so these are the only ones written.
 TOP_LEVEL_KEYS = frozenset(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import BatchPlan, Topology
-from neox.config.sections.neox_config import NeoXConfig
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from neox.config.flat import Problem, doubtful_paths, in_file_order, spread_extra_args, texts, without
 from neox.config.keys import ALIASES
-from neox.config.sections.neox_config import NeoXConfig, is_text_key
+from neox.config.neox_config import NeoXConfig, is_text_key
 from neox.config.validation import static_problems
 from neox.config.yaml_file import parse_value, read_file
 from neox.errors import ConfigError

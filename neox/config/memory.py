@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neox.architecture import ACTIVATIONS, POSITIONS, LayerPlan
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
-from neox.config.sections import NeoXConfig
 from neox.config.stages import held_parameters
 
 # DeepSpeed's default for reduce_bucket_size, in elements.

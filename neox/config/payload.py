@@ -6,9 +6,9 @@ import base64
 import binascii
 import json
 
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import RunPlan
 from neox.config.resolve import resolve
-from neox.config.sections import NeoXConfig
 from neox.errors import ConfigError
 
 

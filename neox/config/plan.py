@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from neox.architecture import Architecture, LayerPlan
-from neox.config.sections import NeoXConfig
+from neox.config.neox_config import NeoXConfig
 
 Precision = Literal["fp32", "fp16", "bf16"]
 AttentionImpl = Literal["eager", "fused", "flash"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from neox.config.neox_config import NeoXConfig
 from neox.config.plan import Precision
-from neox.config.sections import NeoXConfig
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 

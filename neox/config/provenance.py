@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.config.grid_and_batch import MICRO, STEPS, TOTAL
+from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.plan import RunPlan
-from neox.config.sections import NeoXConfig
-from neox.config.sections.neox_config import section_classes
 
 
 def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
+from neox.config.neox_config import section_classes
 from neox.config.sections.base import any_of, conditions_of
-from neox.config.sections.neox_config import section_classes
 
 PAGE = Path("configs/neox_arguments.md")
 SCHEMA = Path("configs/neox_config.schema.json")

@@ -5,15 +5,33 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from neox.config.figures import figures
-from neox.config.fit import GIB, Fit, check_fit
-from neox.config.inference_memory import inference_bytes, inference_memory_problem
+from neox.architecture import training_flops_per_token
+from neox.config.fit import GIB, Fit, check_fit, inference_bytes, inference_memory_problem
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
 from neox.config.provenance import all_values, deepspeed_sources, derived_values
+
+# Dense bf16 peak of one H100 SXM, assumed where peak_theoretical_tflops is not given.
+ASSUMED_PEAK_TFLOPS = 989.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """tokens are per optimizer step and whole run; flops_per_token counts forward and backward, without recompute.
+
+    bubble: part of a step that a pipeline stage idles. days is None without train_iters.
+    """
+
+    tokens_per_step: int
+    tokens: int | None
+    flops_per_token: int
+    bubble: float
+    peak_tflops: float
+    mfu: float
+    days: float | None
 
 
 def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
@@ -58,6 +76,19 @@ def format_plan(plan: RunPlan, *, training: bool = True) -> str:
     if training:
         lines.append("deepspeed " + json.dumps(_plain(plan.deepspeed), indent=2))
     return "\n".join(lines)
+
+
+def figures(plan: RunPlan) -> Figures:
+    """Return a plan's figures."""
+    steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
+    per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
+    iterations = plan.config.training.train_iters
+    tokens = None if iterations is None else per_step * iterations
+    peak = plan.config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
+    mfu = plan.config.logging.expected_mfu
+    operations = training_flops_per_token(plan.layers, plan.config.model.seq_length or 0)
+    days = None if tokens is None else tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
+    return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)
 
 
 def memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:

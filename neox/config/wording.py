@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from neox.config.sections import NeoXConfig
+from neox.config.neox_config import NeoXConfig
 
 WITHOUT_SAVED_OPTIMIZER = (
     "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
+from neox.config.sections.data import split_shares
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
 
-def split_shares(split: str) -> list[float]:
-    """Return the shares of train, validation and test, which add up to 1.
-
-    Args:
-        split: NeoX's `split`: three numbers with commas or slashes between them; missing ones are 0.
-
-    Raises:
-        DataError: If a part is no number or negative, or all are 0.
-    """
-    separator = "," if "," in split else "/"
-    try:
-        parts = ([float(part) for part in split.split(separator)] + [0.0, 0.0])[:3]
-    except ValueError:
-        parts = []
-    if not parts or min(parts) < 0 or not 0 < sum(parts) < math.inf:
-        raise DataError(f'"split" is {split!r}; it is up to three shares like "969, 30, 1", at least one above 0')
-    total = sum(parts)
-    return [part / total for part in parts]
-
-
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
-    """Divide documents [0, documents) by NeoX's `split`, with its rounding. Raises DataError as `split_shares`."""
+    """Divide documents [0, documents) by NeoX's `split`, with its rounding. Raises ConfigError as `split_shares`."""
     edges = [0]
     for share in split_shares(split):
         edges.append(edges[-1] + round(share * documents))

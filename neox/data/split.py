@@ -11,9 +11,10 @@ from typing import IO, Any
 import numpy as np
 import zstandard
 
+from neox.config.sections.data import split_shares
 from neox.corpus import BadInput, SkipBudget, expand_inputs, read_blocks
 from neox.data.builder import IndexedDatasetBuilder
-from neox.data.gpt_dataset import split_documents, split_shares
+from neox.data.gpt_dataset import split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.sidecar import read_sidecar, write_sidecar
 from neox.errors import DataError
@@ -89,7 +90,8 @@ def split_lines(
         Number of documents of each part.
 
     Raises:
-        DataError: If an output exists, `split` is invalid, or more inputs are bad than may be skipped.
+        ConfigError: If `split` is invalid.
+        DataError: If an output exists, or more inputs are bad than may be skipped.
     """
     bounds = np.cumsum(split_shares(split))[:-1]
     draws = _drawn(bounds, seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from neox.config import reference
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
-from neox.config.sections.neox_config import known_keys, section_classes
+from neox.config.neox_config import known_keys, section_classes
 
 ROOT = Path(__file__).parents[2]
 

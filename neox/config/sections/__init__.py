@@ -4,7 +4,6 @@ from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
-from neox.config.sections.neox_config import NeoXConfig
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.training import (
     CheckpointConfig,
@@ -21,7 +20,6 @@ __all__ = [
     "GenerationConfig",
     "LoggingConfig",
     "ModelConfig",
-    "NeoXConfig",
     "OptimizerConfig",
     "ParallelismConfig",
     "RunnerConfig",

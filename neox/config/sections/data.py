@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
+from neox.errors import ConfigError
 
 
 class DataConfig(Section):
@@ -81,3 +83,22 @@ class TokenizerConfig(Section):
     padded_vocab_size: int | None = Field(None, ge=1)
     """Rows of the embedding. Derived from the vocabulary where unset; otherwise at least the vocabulary's size, and a
     multiple of model_parallel_size."""
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """Return the fractions for training, validation and test of NeoX's `split`: `969, 30, 1`, `90/5/5` or `1`.
+
+    Further parts are ignored, as in gpt-neox (a configuration with more than three is refused by `validation`).
+
+    Raises:
+        ConfigError: A part is negative or no number, or all are 0.
+    """
+    try:
+        parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        parts = []
+    train, valid, test = (*parts, 0.0, 0.0, 0.0)[:3]
+    total = train + valid + test
+    if min(train, valid, test) < 0 or not 0 < total < inf:
+        raise ConfigError(f"`split: {split}` should be one to three numbers that are not negative, such as 969,30,1")
+    return train / total, valid / total, test / total

@@ -78,7 +78,7 @@ class GenerationConfig(Section):
     `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
 
     eval_stride: int | None = Field(None, ge=1)
-    """Tokens scored per window of a perplexity, after seq_length tokens of context; no overlap where unset."""
+    """Tokens by which the windows of a perplexity advance, each seq_length long; no overlap where unset."""
 
     eval_num_fewshot: int | None = Field(None, ge=0)
     """Examples shown before each question of harness tasks; the task's own number where unset."""

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neox.config.keys import UNSUPPORTED
+from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
-from neox.config.sections.neox_config import NeoXConfig
 from neox.config.validation.network import network_problems
 from neox.config.validation.run import run_problems
 
-__all__ = ["missing_for_training", "notes", "static_problems"]
+__all__ = ["missing_for_training", "notes_without_effect", "static_problems"]
 
 
 def static_problems(config: NeoXConfig) -> list[str]:
@@ -25,7 +25,7 @@ def static_problems(config: NeoXConfig) -> list[str]:
     return [*_unsupported_problems(config), *network_problems(config), *run_problems(config)]
 
 
-def notes(config: NeoXConfig) -> list[str]:
+def notes_without_effect(config: NeoXConfig) -> list[str]:
     """Return a message for each given key that changes nothing here."""
     return [*_unsupported_notes(config), *_idle_notes(config), *_save_notes(config)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import chain
 
+from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
-from neox.config.sections.neox_config import NeoXConfig
-from neox.config.splits import split_problem
+from neox.config.sections.data import split_shares
+from neox.errors import ConfigError
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
 _MOST_CHECKPOINTS = 100_000
@@ -154,9 +156,13 @@ def _data(config: NeoXConfig) -> Iterator[str]:
     if data.data_path is not None and data.train_data_paths is not None:
         other = config.describe_setting("train_data_paths")
         yield f"{config.source_prefix('data_path')}`data_path` and {other} both name training data; keep one"
-    problem = split_problem(data.split)
-    if problem is not None and data.train_data_paths is None:
-        yield config.problem("split", problem)
+    if data.train_data_paths is None:
+        try:
+            split_shares(data.split)
+        except ConfigError as error:
+            yield f"{config.source_prefix('split')}{error}"
+        if len(re.split("[,/]", data.split.rstrip(",/ "))) > 3:
+            yield config.problem("split", "has more than three parts; they are training, validation and test")
 
 
 def _data_weights(config: NeoXConfig) -> Iterator[str]:

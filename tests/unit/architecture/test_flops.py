@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.architecture import training_flops_per_token
-from neox.config.figures import figures
+from neox.config.report import figures
 from tests.plans import small_plan
 
 

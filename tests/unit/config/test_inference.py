@@ -28,3 +28,9 @@ def test_a_files_count_of_ranks_is_trainings_and_the_command_lines_is_this_runs(
     flat = {**OF_96, "global_num_gpus": 96}
     assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "a.yml:1"})).runner.global_num_gpus is None
     assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "--set"})).runner.global_num_gpus == 96
+
+
+def test_aliases_of_what_is_left_out_go_too():
+    keys = {**SIZES, "batch_size": 4, "gas": 8, "train_batch_size": 1536}
+    plan = resolve(for_inference(NeoXConfig.from_flat(keys)), 3, 100)
+    assert (plan.batch.train_micro_batch_size_per_gpu, plan.batch.gradient_accumulation_steps) == (4, 1)

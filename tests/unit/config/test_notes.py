@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from neox.config import NeoXConfig, resolve
+from neox.config.neox_config import key_sections, section_classes
 from neox.config.reference import blocks_of
 from neox.config.sections.base import conditions_of
-from neox.config.sections.neox_config import key_sections, section_classes
-from neox.config.validation import notes as notes_of
+from neox.config.validation import notes_without_effect
 
 
 def notes(**keys: Any) -> list[str]:
-    return notes_of(NeoXConfig.from_flat(keys, {key: f"a.yml:{line}" for line, key in enumerate(keys, start=1)}))
+    return notes_without_effect(
+        NeoXConfig.from_flat(keys, {key: f"a.yml:{line}" for line, key in enumerate(keys, start=1)})
+    )
 
 
 @pytest.mark.parametrize(

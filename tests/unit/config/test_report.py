@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from neox.config import NeoXConfig, format_plan, load_config, memory_problem, plan_as_dict, resolve
-from neox.config.figures import figures
 from neox.config.fit import GIB, check_fit, usable_bytes
-from neox.config.report import imbalance, memory_with, stage_ranks
+from neox.config.report import figures, imbalance, memory_with, stage_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from neox.config import format_plan, inference_memory_problem, load_config, resolve
-from neox.config.inference_memory import inference_bytes
+from neox.config.fit import inference_bytes
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -21,19 +21,21 @@ from neox.config.flat import (
     translate_aliases,
 )
 from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
-from neox.config.sections.base import Section
-from neox.config.sections.data import DataConfig, TokenizerConfig
-from neox.config.sections.deepspeed import DeepSpeedConfig
-from neox.config.sections.generation import GenerationConfig
-from neox.config.sections.model import ModelConfig
-from neox.config.sections.runner import ParallelismConfig, RunnerConfig
-from neox.config.sections.training import (
+from neox.config.sections import (
     CheckpointConfig,
+    DataConfig,
+    DeepSpeedConfig,
+    GenerationConfig,
     LoggingConfig,
+    ModelConfig,
     OptimizerConfig,
+    ParallelismConfig,
+    RunnerConfig,
     ScheduleConfig,
+    TokenizerConfig,
     TrainingConfig,
 )
+from neox.config.sections.base import Section
 from neox.errors import ConfigError
 
 # What a type error means, in the words of someone who writes YAML.
@@ -134,12 +136,17 @@ class NeoXConfig(Section):
 
         Args:
             changes: Key -> new value.
-            without: Keys that are left at their defaults.
+            without: Keys that are left at their defaults. Aliases of both go too.
             source: Where the new values came from.
         """
-        flat = {key: value for key, value in self._given.items() if key not in without} | dict(changes)
-        kept = {path: where for path, where in self._sources.items() if path.partition(".")[0] not in changes}
-        return NeoXConfig.from_flat(flat, kept | dict.fromkeys(changes, source))
+        replaced = {*changes, *without}
+        given = {
+            key: value
+            for key, value in self._given.items()
+            if not replaced & {key, alias_target(key).partition(".")[0]}
+        }
+        kept = {path: where for path, where in self._sources.items() if path.partition(".")[0] in given}
+        return NeoXConfig.from_flat(given | dict(changes), kept | dict.fromkeys(changes, source))
 
     def given(self, key: str) -> bool:
         """Whether a flat key (or dotted path) was given rather than left at its default."""
@@ -188,6 +195,19 @@ class NeoXConfig(Section):
     def problem(self, key: str, text: str, value: Any = None) -> str:
         """Return the message `file:line: key: value` and `text`. value: the key's where None."""
         return f"{self.source_prefix(key)}`{key}: {yaml_text(self.value(key) if value is None else value)}` {text}"
+
+
+def for_inference(config: NeoXConfig) -> NeoXConfig:
+    """Return a training configuration as generation and evaluation read it: on any number of ranks.
+
+    The batch of training is left out. `global_num_gpus` in a file counts the ranks of training and is left out too;
+    given on the command line it counts these.
+    """
+    without = ["train_batch_size", "gradient_accumulation_steps"]
+    if config.source("global_num_gpus") != "--set":
+        without.append("global_num_gpus")
+    micro = "train_micro_batch_size_per_gpu"
+    return config.updated({} if config.source(micro) != "default" else {micro: 1}, without=without)
 
 
 def yaml_text(value: Any) -> str:
