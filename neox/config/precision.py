@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import Precision
@@ -29,6 +30,23 @@ class Capabilities:
     fp16: bool | None = None
     devices: str = "the hosts"
     saved: Precision | None = None
+
+    @staticmethod
+    def of_hosts(answers: Sequence[Mapping[str, Any]]) -> Capabilities:
+        """Return what every host multiplies natively.
+
+        Args:
+            answers: `neox.launch.hosts.native_formats` of each host.
+        """
+        kinds = "/".join(sorted({str(answer["devices"]) for answer in answers}))
+        owner = "this host's" if len(answers) == 1 else f"the {len(answers)} hosts'"
+        return Capabilities(_every(answers, "bf16"), _every(answers, "fp16"), f"{owner} {kinds}")
+
+
+def _every(answers: Sequence[Mapping[str, Any]], name: str) -> bool | None:
+    """Return whether all hosts can; None where that is not known of all, and no host is known not to."""
+    known = {answer[name] for answer in answers}
+    return False if False in known else None if None in known or not known else True
 
 
 UNKNOWN_HOSTS = Capabilities()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
-from neox.config import NeoXConfig, RunPlan, decode_payload, for_inference, load_config, resolve
+from neox.config import (
+    Capabilities,
+    NeoXConfig,
+    RunPlan,
+    decode_payload,
+    for_inference,
+    load_config,
+    resolve,
+    saved_precision,
+)
 from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import CheckpointError, ConfigError
+from neox.launch.hosts import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
 from neox.tokenizer import Tokenizer, build_tokenizer
@@ -48,7 +59,9 @@ def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
         raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
     chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
     config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.overrides, *chosen]))
-    return resolve(config, 1, tokenizer_of(config).vocab_size)
+    capabilities = Capabilities.of_hosts([native_formats()])
+    saved = saved_precision(config, training=False)
+    return resolve(config, 1, tokenizer_of(config).vocab_size, replace(capabilities, saved=saved))
 
 
 def one_process(config: NeoXConfig) -> NeoXConfig:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from neox.errors import LaunchError
 from neox.launch.spec import Host, SlotId
@@ -19,6 +20,9 @@ _log = get_logger(__name__)
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?")
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
+# Flags of /proc/cpuinfo, one of which is enough, and the least compute capability of a GPU.
+_CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+_LEAST_CAPABILITY = {"bf16": 8.0, "fp16": 5.3}
 
 
 def is_this_machine(name: str) -> bool:
@@ -202,13 +206,38 @@ def _present() -> int:
 
 def smallest_memory() -> int | None:
     """Return the memory of this machine's smallest GPU in bytes, or None where nvidia-smi reports none."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in answer.split() if line.isdecimal()]
+    sizes = [int(word) for word in _nvidia_smi("memory.total") if word.isdecimal()]
     return min(sizes) * 2**20 if sizes else None
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    """Return a field of every GPU as nvidia-smi says it; nothing where it does not run."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
+def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """Return what the devices of this machine multiply natively.
+
+    Args:
+        cpuinfo: The kernel's description of the CPU, which counts where this process sees no GPU.
+
+    Returns:
+        `devices`: "GPUs" or "CPU"; `bf16`, `fp16`: True or False, None where it is not known.
+    """
+    known: dict[str, Any] = {"devices": "CPU", "bf16": None, "fp16": None}
+    if count_accelerators():
+        known["devices"] = "GPUs"
+        versions = [float(word) for word in _nvidia_smi("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
+        return known | {name: min(versions) >= least for name, least in _LEAST_CAPABILITY.items() if versions}
+    try:
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    return known | {name: bool(native & {*flags[1].split()}) for name, native in _CPU_FLAGS.items() if flags}
 
 
 def port_problem(port: int) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from neox.errors import run_script
 from neox.launch.agent_files import agent_directory, secrets_file
-from neox.launch.hosts import count_accelerators, port_problem
+from neox.launch.hosts import count_accelerators, native_formats, port_problem
 from neox.launch.spec import code_root
 
 PROBE_MARK = "@probe "
@@ -55,6 +55,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "deepspeed": _version("deepspeed"),
         "code": code_hash(code_root()),
         "accelerators": count_accelerators(),
+        "formats": native_formats(),
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: _path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),

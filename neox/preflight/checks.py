@@ -19,6 +19,7 @@ from neox.config import (
     missing_for_training,
     saved_architecture,
 )
+from neox.config.precision import newest_checkpoint
 from neox.config.wording import WITHOUT_SAVED_OPTIMIZER, place, said
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
@@ -191,7 +192,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
         return [] if own else [f"{place(config, key)}`{key}: {directory}` is no directory: nothing to load"]
     if not own and not any(any(load.glob(sign)) for sign in ("*global_step*", "*.pt", _CHECKPOINT_CONFIG)):
         return [f"{place(config, key)}`{key}: {directory}` holds no checkpoint: no global_stepN directory"]
-    chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else _newest(load)
+    chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else newest_checkpoint(load)
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
         return [f"{place(config, 'iteration')}`iteration: {keys.iteration}`: {load} has {found}"]
@@ -217,14 +218,6 @@ def _network_problems(checkpoint: Path, config: NeoXConfig, where: str) -> list[
     )
     advice = "give the checkpoint's values, or another directory"
     return [f"{where}{checkpoint} is of another model: {'; '.join(differing)}; {advice}"] if differing else []
-
-
-def _newest(load: Path) -> Path:
-    """Return the checkpoint that `latest` names; the directory itself where it has none."""
-    try:
-        return load / (load / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return load
 
 
 def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:

@@ -13,13 +13,15 @@ from typing import Any
 
 import yaml
 
-from neox.config import NeoXConfig, RunPlan, encode_payload, format_plan, plan_as_dict
+from neox.config import Capabilities, NeoXConfig, RunPlan, encode_payload, format_plan, plan_as_dict
+from neox.config.precision import settle_precision
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.command_line import INFERENCE, find_script, parse_arguments, refuse_lone_tool
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
+from neox.launch.hosts import native_formats
 from neox.launch.placement import Placement, choose_hosts, host_groups, place_ranks, ranks_of_hosts
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
@@ -87,7 +89,9 @@ class _Run:
         """Print the plan; problems are warnings."""
         placement, warnings = choose_hosts(self.config, self.arguments)
         script = find_script(self.arguments.script)
-        plan, missing = build_plan(self.config, placement, script, dry_run=True)
+        asks = self.config.model.precision == "auto" and placement.is_local
+        capabilities = Capabilities.of_hosts([native_formats()]) if asks else Capabilities()
+        plan, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
         path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
         unable = launcher_problem(placement.hosts, self.runner, path)
         spec = self._spec(placement, script, ("--payload", encode_payload(plan)), self._run_directory())
@@ -116,7 +120,14 @@ class _Run:
         script = find_script(self.arguments.script)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        plan, problems = build_plan(self.config, placement, script, dry_run=False)
+        over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
+        before_plan = over_ssh and self.config.model.precision == "auto"
+        capabilities = Capabilities()
+        if before_plan:
+            capabilities = self._check_hosts(self._spec(placement, script, (), Path.cwd()))
+        elif placement.is_local:
+            capabilities = Capabilities.of_hosts([native_formats()])
+        plan, problems = build_plan(self.config, placement, script, capabilities, dry_run=False)
         unable = launcher_problem(placement.hosts, self.runner, self.environment["PATH"])
         if problems:
             raise ConfigError([*problems, *([unable] if unable else [])])
@@ -125,11 +136,10 @@ class _Run:
         with ExitStack() as held:
             directory = reserve(self._run_directory(), self.save, script.name, held)
             spec = self._spec(placement, script, ("--payload", encode_payload(plan)), directory)
-            if chosen_launcher(spec.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check:
-                reports, table = self._examine_hosts(spec)
-                if any(report.problems for report in reports):
-                    raise LaunchError(f"nothing was started:\n{table}")
-            for note in plan.notes:
+            notes = plan.notes
+            if over_ssh and not before_plan:
+                notes += tuple(settle_precision(plan.config, self._check_hosts(spec))[1])
+            for note in notes:
                 print(f"note: {note}", file=sys.stderr)
             commands = self._commands(spec)
             lines = [f"# on {line['host']}\n{line['command']}" for line in commands["commands"]]
@@ -164,6 +174,13 @@ class _Run:
             "commands": [vars(line) for line in host_commands(spec, launcher)],
             "deepspeed_launcher": join(deepspeed_command(spec)),
         }
+
+    def _check_hosts(self, spec: LaunchSpec) -> Capabilities:
+        """Check every host and return what all multiply natively. Raises LaunchError for a host with a problem."""
+        reports, table = self._examine_hosts(spec)
+        if any(report.problems for report in reports):
+            raise LaunchError(f"nothing was started:\n{table}")
+        return Capabilities.of_hosts([report.answer["formats"] for report in reports])
 
     def _examine_hosts(self, spec: LaunchSpec) -> tuple[list[HostReport], str]:
         """Check every host, with the paths of this configuration; return the reports, and as a table."""

@@ -6,7 +6,17 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from neox.config import Draft, NeoXConfig, RunPlan, draft_config, for_inference, further_problems, resolve
+from neox.config import (
+    Capabilities,
+    Draft,
+    NeoXConfig,
+    RunPlan,
+    draft_config,
+    for_inference,
+    further_problems,
+    resolve,
+    saved_precision,
+)
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.placement import Placement, choose_hosts, master_port_problem
@@ -49,13 +59,16 @@ def _other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
     return further_problems(draft, placement.world_size, vocabulary(draft.config)[0])
 
 
-def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_run: bool) -> tuple[RunPlan, list[str]]:
+def build_plan(
+    config: NeoXConfig, placement: Placement, script: Path, capabilities: Capabilities, *, dry_run: bool
+) -> tuple[RunPlan, list[str]]:
     """Resolve a configuration and check what the run needs.
 
     Args:
         config: The configuration.
         placement: Hosts and slots.
         script: The script that ranks run; what one of the user's own needs is not known.
+        capabilities: What the hosts multiply natively.
         dry_run: Whether nothing will be started.
 
     Returns:
@@ -83,8 +96,12 @@ def build_plan(config: NeoXConfig, placement: Placement, script: Path, *, dry_ru
         problems += [*checkpoint_problems(config, training=training), *task_problems(config, script.stem, tokenizer)]
     if training or script.stem == "evaluate":
         problems += missing_packages(config)
+    if config.model.precision == "auto":
+        capabilities = replace(capabilities, saved=saved_precision(config, training=training))
+        if not dry_run and capabilities.bf16 is capabilities.saved is None:
+            problems.append(config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32"))
     try:
-        plan = resolve(config, world, size)
+        plan = resolve(config, world, size, capabilities)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
     if runs_model:

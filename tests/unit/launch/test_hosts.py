@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from neox.errors import LaunchError
-from neox.launch.hosts import check_host_name, read_hostfile, select_hosts, smallest_memory
+from neox.launch import hosts
+from neox.launch.hosts import check_host_name, native_formats, read_hostfile, select_hosts, smallest_memory
 from neox.launch.spec import Host
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1, 2, 3)), Host("c", (0, 1)))
@@ -121,3 +122,37 @@ def test_smallest_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: 
 def test_memory_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert smallest_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "bf16", "fp16"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16\n", True, False),
+        ("flags\t\t: fpu amx_bf16 amx_tile avx512_fp16\n", True, True),
+        ("flags\t\t: fpu avx2 avx512f\nflags\t\t: fpu avx512_bf16\n", False, False),
+        ("Features\t: fp asimd asimdhp bf16\n", True, True),
+        ("model name\t: unknown\n", None, None),
+        (None, None, None),
+    ],
+)
+def test_formats_of_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, bf16: bool | None, fp16: bool | None
+) -> None:
+    monkeypatch.setattr(hosts, "count_accelerators", lambda: 0)
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert native_formats(tmp_path / "cpuinfo") == {"devices": "CPU", "bf16": bf16, "fp16": fp16}
+
+
+@pytest.mark.parametrize(
+    ("says", "bf16", "fp16"), [("9.0\n8.0\n", True, True), ("9.0\n7.5\n", False, True), ("[N/A]\n", None, None)]
+)
+def test_formats_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, bf16: bool | None, fp16: bool | None
+) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(hosts, "count_accelerators", lambda: 2)
+    assert native_formats() == {"devices": "GPUs", "bf16": bf16, "fp16": fp16}

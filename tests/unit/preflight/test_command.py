@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from neox.config import Capabilities
 from neox.errors import LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
@@ -47,5 +48,26 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         arguments = parse_arguments([script, str(file), "--dry-run"])
         config = read_config(arguments)
         placement, _ = choose_hosts(config, arguments)
-        plan, _ = build_plan(config, placement, find_script(script), dry_run=True)
+        plan, _ = build_plan(config, placement, find_script(script), Capabilities(), dry_run=True)
         assert plan.grid.world_size == world
+
+
+def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
+    file = tmp_path / "model.yml"
+    file.write_text(json.dumps({**SIZES, "precision": "auto"}))
+    arguments = parse_arguments(["train.py", str(file), "--dry-run", "--hosts", "1", "--gpus", "1"])
+    config = read_config(arguments)
+    placement, _ = choose_hosts(config, arguments)
+
+    def plan(*asked: dict[str, object], dry_run: bool) -> tuple[str, bool]:
+        plan, problems = build_plan(
+            config, placement, find_script("train.py"), Capabilities.of_hosts(asked), dry_run=dry_run
+        )
+        return plan.precision, any("precision: auto" in problem for problem in problems)
+
+    modern, old = {"devices": "GPUs", "bf16": True, "fp16": True}, {"devices": "CPU", "bf16": False, "fp16": False}
+    assert plan(dry_run=True) == ("bf16", False)
+    assert plan(dry_run=False) == ("bf16", True)
+    assert plan(modern, modern, dry_run=False) == ("bf16", False)
+    assert plan(modern, old, dry_run=False) == ("fp32", False)
+    assert plan({**modern, "bf16": None}, dry_run=False) == ("bf16", True)
