@@ -1,13 +1,13 @@
-"""Look into datasets, check them, join and divide them.
+"""Inspect, verify, merge and split token datasets.
 
     python tools/dataset.py info PREFIX ...                 documents, tokens, lengths, dtype, tokenizer
     python tools/dataset.py show PREFIX --documents 0,5-7   ids or, with --vocab-file, text; --samples as in training
     python tools/dataset.py verify PREFIX ...               sizes, pointers, ids, end-of-document, sidecar
     python tools/dataset.py merge PREFIX ... --output-prefix OUT
     python tools/dataset.py split INPUT ... --output-prefix OUT --split 969,30,1
-    python tools/dataset.py count INPUT ...                 documents for each source
+    python tools/dataset.py count INPUT ...                 documents of each source
 
-PREFIX is a path without .bin and .idx; INPUT may also be .jsonl, .jsonl.zst and whatever else preprocessing reads.
+PREFIX is a path without .bin and .idx; INPUT may also be .jsonl, .jsonl.zst or any other input of preprocessing.
 """
 
 from __future__ import annotations
@@ -32,74 +32,56 @@ BAR = 40
 
 
 def parser() -> argparse.ArgumentParser:
-    """One sub-command for each job."""
+    """Return the parser, with a sub-command for each job."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(required=True, metavar="COMMAND")
-    _add_info(commands)
-    _add_show(commands)
-    _add_verify(commands)
-    _add_merge(commands)
-    _add_split(commands)
-    _add_count(commands)
-    return p
 
+    c = commands.add_parser("info", help="size, lengths and tokenizer of datasets")
+    c.add_argument("prefixes", nargs="+", metavar="PREFIX")
+    c.add_argument("--json", action="store_true", help="one JSON object for each dataset")
+    c.set_defaults(run=info)
 
-def _add_info(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("info", help="what a dataset holds")
-    p.add_argument("prefixes", nargs="+", metavar="PREFIX")
-    p.add_argument("--json", action="store_true", help="one JSON object for each dataset")
-    p.set_defaults(run=info)
-
-
-def _add_show(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("show", help="documents, or samples as training sees them")
-    p.add_argument("prefix", metavar="PREFIX")
-    which = p.add_mutually_exclusive_group()
+    c = commands.add_parser("show", help="documents, or samples as in training")
+    c.add_argument("prefix", metavar="PREFIX")
+    which = c.add_mutually_exclusive_group()
     which.add_argument("--documents", metavar="LIST", help="numbers from 0, such as 0,5-7 (default: 0)")
     which.add_argument("--samples", metavar="LIST", help="numbers of training samples from 0")
-    p.add_argument("--seq-length", type=int, default=2048, help="of the samples")
-    p.add_argument("--seed", type=int, default=1234, help="of the samples")
-    p.add_argument("--num-samples", type=int, default=1, help="of the run: train_iters times train_batch_size")
-    p.add_argument("--split", default="969, 30, 1", help="samples are those of its first part")
-    p.add_argument("--ids", action="store_true", help="show ids although a tokenizer is given")
-    _add_tokenizer(p)
-    p.set_defaults(run=show)
+    c.add_argument("--seq-length", type=int, default=2048, help="of the samples")
+    c.add_argument("--seed", type=int, default=1234, help="of the samples")
+    c.add_argument("--num-samples", type=int, default=1, help="of the run: train_iters times train_batch_size")
+    c.add_argument("--split", default="969, 30, 1", help="samples are those of its first part")
+    c.add_argument("--ids", action="store_true", help="show ids although a tokenizer is given")
+    _add_tokenizer(c)
+    c.set_defaults(run=show)
 
+    c = commands.add_parser("verify", help="read all data and report defects")
+    c.add_argument("prefixes", nargs="+", metavar="PREFIX")
+    c.add_argument("--vocab-size", type=int, help="limit of the ids (default: the tokenizer's, or the sidecar's)")
+    c.add_argument("--eod", type=int, help="id with which documents must end (default: the sidecar's)")
+    _add_tokenizer(c)
+    c.set_defaults(run=verify)
 
-def _add_verify(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("verify", help="read everything and say what is wrong")
-    p.add_argument("prefixes", nargs="+", metavar="PREFIX")
-    p.add_argument("--vocab-size", type=int, help="ids must be below it (default: the tokenizer's, or the sidecar's)")
-    p.add_argument("--eod", type=int, help="documents must end with this id (default: the sidecar's)")
-    _add_tokenizer(p)
-    p.set_defaults(run=verify)
+    c = commands.add_parser("merge", help="concatenate datasets")
+    c.add_argument("prefixes", nargs="+", metavar="PREFIX")
+    c.add_argument("--output-prefix", required=True)
+    c.set_defaults(run=merge)
 
+    c = commands.add_parser("split", help="divide documents into separate train, valid and test sets")
+    c.add_argument("inputs", nargs="+", metavar="INPUT", help="one dataset, or files of documents")
+    c.add_argument("--output-prefix", required=True, help="_train, _valid and _test are appended")
+    c.add_argument("--split", default="969, 30, 1")
+    c.add_argument("--seed", type=int, default=1234)
+    c.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
+    c.set_defaults(run=split)
 
-def _add_merge(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("merge", help="join datasets, in order")
-    p.add_argument("prefixes", nargs="+", metavar="PREFIX")
-    p.add_argument("--output-prefix", required=True)
-    p.set_defaults(run=merge)
-
-
-def _add_split(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("split", help="divide documents into train, valid and test sets of their own")
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="one dataset, or files of documents")
-    p.add_argument("--output-prefix", required=True, help="_train, _valid and _test are added")
-    p.add_argument("--split", default="969, 30, 1")
-    p.add_argument("--seed", type=int, default=1234)
-    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
-    p.set_defaults(run=split)
-
-
-def _add_count(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("count", help="documents for each source")
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="datasets, or files of documents")
-    p.add_argument("--jsonl-key", default="text")
-    p.add_argument("--source-key", default="pile_set_name", help="the key in `meta` that names the source")
-    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
-    p.add_argument("--json", action="store_true")
-    p.set_defaults(run=count)
+    c = commands.add_parser("count", help="documents of each source")
+    c.add_argument("inputs", nargs="+", metavar="INPUT", help="datasets, or files of documents")
+    c.add_argument("--jsonl-key", default="text")
+    c.add_argument("--source-key", default="pile_set_name", help="key in `meta` that names the source")
+    c.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
+    c.add_argument("--json", action="store_true")
+    c.set_defaults(run=count)
+    return p
 
 
 def _add_tokenizer(p: argparse.ArgumentParser) -> None:
@@ -109,14 +91,14 @@ def _add_tokenizer(p: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the flags name; None without --vocab-file, except for the type that needs no file."""
+    """Return the tokenizer of the flags; None without --vocab-file, except for the type that needs no file."""
     if args.vocab_file is None and args.tokenizer_type != "CharLevelTokenizer":
         return None
     return build_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
 
 
 def info(args: argparse.Namespace) -> int:
-    """Print what each dataset holds."""
+    """Print the statistics of each dataset."""
     for prefix in args.prefixes:
         stats = dataset_stats(prefix)
         print(json.dumps(asdict(stats)) if args.json else describe(stats))
@@ -124,7 +106,7 @@ def info(args: argparse.Namespace) -> int:
 
 
 def describe(stats: DatasetStats) -> str:
-    """Statistics as lines for people."""
+    """Format the statistics of a dataset as text."""
     lines = [
         stats.prefix,
         f"  {stats.documents:,} documents, {stats.tokens:,} tokens, {stats.data_bytes:,} bytes of {stats.dtype}, "
@@ -134,14 +116,14 @@ def describe(stats: DatasetStats) -> str:
     ]
     sidecar = stats.sidecar
     if sidecar is None:
-        lines.append("  tokenizer: not known (no .json beside the data)")
+        lines.append("  tokenizer: unknown (there is no .json)")
     else:
         end = f"documents end with id {sidecar.eod}" if sidecar.append_eod else "no end-of-document id appended"
         lines.append(
             f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, largest here {sidecar.max_id:,}, "
             f"hash {sidecar.tokenizer_hash[:12]}; {end}"
         )
-        lines.append(f"  made from: {', '.join(sidecar.inputs) or 'not known'}")
+        lines.append(f"  made from: {', '.join(sidecar.inputs) or 'unknown'}")
     most = max((bin.documents for bin in stats.histogram), default=1)
     for bin in stats.histogram:
         length = f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,} - {bin.high:,}"
@@ -151,14 +133,15 @@ def describe(stats: DatasetStats) -> str:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print documents or samples, as text where a tokenizer is given."""
+    """Print documents or samples, as text if a tokenizer is given."""
     data, tokenizer = IndexedDataset(args.prefix), tokenizer_of(args)
     if tokenizer is not None:
         check_fits(data, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
     if args.samples is not None:
         train = split_documents(args.split, len(data))[0]
-        source = GPTDataset(data, train, args.num_samples, args.seq_length, args.seed)
-        what, numbers = "sample", listed(args.samples, source.num_samples)
+        samples = GPTDataset(data, train, args.num_samples, args.seq_length, args.seed)
+        source: GPTDataset | IndexedDataset = samples
+        what, numbers = "sample", listed(args.samples, samples.num_samples)
     else:
         source, what, numbers = data, "document", listed(args.documents or "0", len(data))
     for number in numbers:
@@ -169,7 +152,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def listed(text: str, count: int) -> list[int]:
-    """Numbers below `count` from a list such as `0,5-7`."""
+    """Return the numbers of a list such as `0,5-7`. Raises DataError for numbers from `count` on."""
     numbers: list[int] = []
     try:
         for part in text.split(","):
@@ -178,19 +161,18 @@ def listed(text: str, count: int) -> list[int]:
     except ValueError:
         raise DataError(f"{text!r} is not a list of numbers such as 0,5-7") from None
     if not numbers or max(numbers) >= count:
-        raise DataError(f"{text!r} asks for something that is not there; there are {count:,}, numbered from 0")
+        raise DataError(f"{text!r} has numbers that do not exist; there are {count:,}, numbered from 0")
     return numbers
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check each dataset; exit code 1 when any has a problem."""
+    """Verify each dataset; the exit code is 1 if any has a defect."""
     tokenizer, broken = tokenizer_of(args), 0
     size = args.vocab_size if tokenizer is None or args.vocab_size is not None else tokenizer.vocab_size
     for prefix in args.prefixes:
         try:
-            found = verify_dataset(
-                prefix, vocab_size=size, eod=args.eod, tokenizer_hash=tokenizer and tokenizer.content_hash
-            )
+            digest = None if tokenizer is None else tokenizer.content_hash
+            found = verify_dataset(prefix, vocab_size=size, eod=args.eod, tokenizer_hash=digest)
         except DataError as error:
             print(f"{prefix}: BROKEN\n  {error}")
             broken += 1
@@ -204,7 +186,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Join datasets, and their sidecars where all have one."""
+    """Concatenate datasets, and their sidecars if all have one."""
     merge_datasets(args.prefixes, args.output_prefix)
     stats = dataset_stats(args.output_prefix)
     print(f"{args.output_prefix}: {stats.documents:,} documents, {stats.tokens:,} tokens")
@@ -212,10 +194,10 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def split(args: argparse.Namespace) -> int:
-    """Divide one dataset, or files of documents."""
+    """Split one dataset, or files of documents."""
     if any(idx_path(name).exists() for name in args.inputs):
         if len(args.inputs) > 1:
-            raise DataError("one dataset at a time can be divided; merge several first")
+            raise DataError("only one dataset can be split at a time; merge several first")
         counts = split_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
     else:
         counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
@@ -240,7 +222,8 @@ def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
-    return args.run(args)
+    code: int = args.run(args)
+    return code
 
 
 if __name__ == "__main__":

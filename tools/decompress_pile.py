@@ -1,9 +1,9 @@
-"""Decompress the Pile's shards (or any .zst files), each verified, each in place only when it is whole.
+"""Decompress the Pile's shards, or any .zst files, with verification.
 
     python tools/decompress_pile.py --input pile/train pile/val.jsonl.zst pile/test.jsonl.zst --output pile_plain
 
-The same command goes on after an interruption: whole shards are kept. tools/preprocess_data.py reads .jsonl.zst as it
-is; decompress only what another program needs.
+The same command resumes after an interruption: complete files are kept. tools/preprocess_data.py reads .jsonl.zst
+directly, so that decompression is needed for other programs only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from neox.log import progress, setup_logging
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--input", nargs="+", required=True, help=".zst files, or directories that hold them")
-    p.add_argument("--output", help="directory for the plain files (left out: only verify)")
+    p.add_argument("--input", nargs="+", required=True, help=".zst files, or directories of them")
+    p.add_argument("--output", help="directory of the decompressed files (default: only verify)")
     p.add_argument("--workers", type=int, default=0, help="shards at a time (default: one for each core)")
     return p
 
@@ -38,7 +38,7 @@ def main() -> int:
     seconds = time.monotonic() - started
     fresh = [each for each in done if each.fresh]
     for each in done:
-        print(f"{each.target or each.source}: {each.size:,} bytes{'' if each.fresh else ', was there'}")
+        print(f"{each.target or each.source}: {each.size:,} bytes{'' if each.fresh else ', existed'}")
     size = sum(each.size for each in fresh)
     print(f"{len(fresh)} of {len(done)} files in {seconds:.1f} s, {size / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
     return 0

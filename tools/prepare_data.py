@@ -1,11 +1,11 @@
-"""Fetch corpora by name and turn them into token ids: `DATA_DIR/NAME/NAME_text_document.{bin,idx,json}`.
+"""Download corpora by name and convert them to token datasets, `DATA_DIR/NAME/NAME_text_document.{bin,idx,json}`.
 
     python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
     python tools/prepare_data.py pile_subset=/data/pile/00.jsonl.zst wikipedia=/data/wiki --combine mix
 
-A corpus is one of the known names, the name of a folder of files in the data directory (`wikipedia`, `webtext`), or
-NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs of a known name. Downloads and
-tokenizing go on where they were interrupted.
+A corpus is a known name, the name of a directory in the data directory (`wikipedia`, `webtext`), or
+NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs of a known name. The same command resumes
+interrupted downloads and tokenization.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from neox.tokenizer import TOKENIZER_TYPES
 
 
 def parser() -> argparse.ArgumentParser:
-    """gpt-neox's flags, and ours behind them."""
+    """Return the parser: gpt-neox's flags and ours."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("dataset", nargs="*", default=["enron"], help=f"known: {', '.join(CORPORA)} (default: enron)")
     p.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
-    p.add_argument("-d", "--data-dir", default="data", help="where everything goes (default: data)")
-    p.add_argument("-v", "--vocab-file", help="default for GPT2BPETokenizer: fetched to DATA_DIR/gpt2-vocab.json")
-    p.add_argument("-m", "--merge-file", help="default for GPT2BPETokenizer: fetched to DATA_DIR/gpt2-merges.txt")
-    p.add_argument("-f", "--force-redownload", action="store_true", help="fetch what is there already")
+    p.add_argument("-d", "--data-dir", default="data", help="directory of all files (default: data)")
+    p.add_argument("-v", "--vocab-file", help="default for GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-vocab.json")
+    p.add_argument("-m", "--merge-file", help="default for GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-merges.txt")
+    p.add_argument("-f", "--force-redownload", action="store_true", help="download existing files again")
     p.add_argument("--combine", metavar="NAME", help="one dataset of this name from all corpora, in the order given")
     p.add_argument("--sha256", action="append", default=[], metavar="FILE=DIGEST", help="of a download (repeatable)")
-    p.add_argument("--download-only", action="store_true", help="fetch, and stop there")
+    p.add_argument("--download-only", action="store_true", help="only download")
     p.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
     p.add_argument("--memory-mb", type=int, default=0, help="as in preprocess_data.py")
-    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     return p
 
 
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def read_digests(given: list[str]) -> dict[str, str]:
-    """Read FILE=DIGEST pairs."""
+    """Parse FILE=DIGEST pairs. Raises DataError for other text."""
     pairs = dict(pair.rpartition("=")[::2] for pair in given)
     if not all(pairs) or not all(len(digest) == 64 for digest in pairs.values()):
         raise DataError("--sha256 takes FILE=DIGEST with the 64 hex digits of `sha256sum`")
@@ -89,24 +89,24 @@ def read_digests(given: list[str]) -> dict[str, str]:
 
 
 def fetch(corpus: NamedCorpus, folder: Path, digests: dict[str, str], force: bool) -> tuple[str, ...]:
-    """Fetch what is not local, and return the files in order."""
+    """Download the sources that are URLs; return the files of all sources in order."""
     clashes = clashing_names(corpus.sources)
     if clashes:
-        raise DataError(f"{corpus.name}: several sources are called {', '.join(clashes)}; fetch them apart")
+        raise DataError(f"{corpus.name}: several sources are called {', '.join(clashes)}; download them separately")
     files = []
     for source in corpus.sources:
         if not is_url(source):
             files.append(source)
             continue
         name = local_name(source)
-        with progress(f"fetching {name}", unit="B") as bar:
+        with progress(f"downloading {name}", unit="B") as bar:
             path = download(source, folder / name, sha256=digests.get(name), force=force, received=bar.update)
         files.append(str(path))
     return tuple(files)
 
 
 def tokenizer_files(args: argparse.Namespace, data_dir: Path) -> TokenizerSpec:
-    """Return the tokenizer; GPT-2's own files are fetched where none are given."""
+    """Return the tokenizer; without files, GPT-2's own are downloaded for GPT2BPETokenizer."""
     vocab, merges = args.vocab_file, args.merge_file
     if args.tokenizer == "GPT2BPETokenizer":
         vocab = vocab or str(download(GPT2_VOCAB, data_dir / "gpt2-vocab.json"))

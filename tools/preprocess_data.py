@@ -1,10 +1,10 @@
-"""Turn documents into token ids that training can map: `PREFIX_text_document.{bin,idx,json}`.
+r"""Convert documents to token datasets, `PREFIX_text_document.{bin,idx,json}`.
 
-    python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \\
+    python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \
         --tokenizer-type HFTokenizer --vocab-file 20B_tokenizer.json --append-eod --workers 8
 
 On several machines: `python deepy.py preprocess_data.py -H hostfile --input ...`; each slot takes a share of them.
-An interrupted run goes on where it was when the same command is given again.
+The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from neox.tokenizer.flat import ACCELERATORS
 
 
 def parser() -> argparse.ArgumentParser:
-    """gpt-neox's flags, and ours behind them."""
+    """Return the parser: gpt-neox's flags and ours."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = p.add_argument_group("input")
-    data.add_argument("--input", required=True, help="files or directories, commas between them")
-    data.add_argument("--jsonl-keys", nargs="+", default=["text"], help="JSON keys; each makes a dataset of its own")
-    data.add_argument("--num-docs", type=int, help="number of documents, where known, for the progress display")
-    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    data.add_argument("--input", required=True, help="files or directories, separated by commas")
+    data.add_argument("--jsonl-keys", nargs="+", default=["text"], help="JSON keys; each makes a dataset")
+    data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
+    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
     tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
-    tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode first")
+    tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode")
     tokens.add_argument(
         "--special-in-text",
         action=argparse.BooleanOptionalAction,
@@ -46,14 +46,16 @@ def parser() -> argparse.ArgumentParser:
     out = p.add_argument_group("output")
     out.add_argument("--output-prefix", required=True, help="path without _text_document.bin")
     out.add_argument("--dataset-impl", default="mmap", choices=["mmap", "cached", "lazy"])
-    out.add_argument("--restart", action="store_true", help="forget an interrupted run; make finished data again")
+    out.add_argument("--restart", action="store_true", help="discard an interrupted run; write complete data again")
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
     run.add_argument(
         "--memory-mb", type=int, default=0, help="for all processes together (default: 3072 and 256 for each worker)"
     )
-    run.add_argument("--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest that is right")
-    run.add_argument("--log-interval", type=int, metavar="N", help="a line of log every N documents")
+    run.add_argument(
+        "--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest with the same ids"
+    )
+    run.add_argument("--log-interval", type=int, metavar="N", help="write a log line every N documents")
     return p
 
 
@@ -61,7 +63,7 @@ def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # note the progress first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
     report = preprocess_on_rank(
         PreprocessSettings(
             inputs=tuple(path for path in args.input.split(",") if path),
@@ -81,12 +83,12 @@ def main() -> int:
         ),
         RankInfo.of(os.environ),
     )
-    if report is None:  # rank 0 tells
+    if report is None:  # rank 0 reports
         return 0
     for key, documents in report.documents.items():
         print(f"{args.output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
     if not report.fresh:
-        print("made by an earlier run with the same inputs and settings (--restart makes it again)")
+        print("already complete, from a run with the same inputs and settings (--restart writes it again)")
         return 0
     rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
     skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""

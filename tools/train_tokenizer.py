@@ -18,9 +18,9 @@ from neox.tokenizer import TOKENIZER_KINDS, train_tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; the second name of some is gpt-neox's."""
+    """Return the parser; second names are gpt-neox's."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, commas between them")
+    p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, separated by commas")
     p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
     p.add_argument("--vocab-size", "--vocab_size", "-v", type=int, required=True)
     p.add_argument(
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
-    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="pass over up to N bad inputs")
+    p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     p.add_argument("--sample", type=float, default=1.0, help="share of the documents to train on (default: all)")
     p.add_argument("--max-mb", type=float, help="stop after so many MB of text: bounds time and memory")
     p.add_argument("--seed", type=int, default=1234, help="of --sample")
@@ -55,7 +55,16 @@ def main() -> int:
 def chosen_texts(
     inputs: Sequence[str], key: str, skip_bad: int, share: float, max_mb: float | None, seed: int
 ) -> Iterator[str]:
-    """Yield the texts to train on: the same documents for the same seed."""
+    """Yield the texts to train on.
+
+    Args:
+        inputs: Files or directories.
+        key: JSON key of the text.
+        skip_bad: Number of bad inputs that may be skipped.
+        share: Share of the documents, drawn with `seed`.
+        max_mb: Million characters after which to stop; None reads everything.
+        seed: Of the draw.
+    """
     chance = random.Random(seed)
     left = float("inf") if max_mb is None else max_mb * 1e6
     with progress("reading", unit="characters") as bar:

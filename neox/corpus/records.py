@@ -130,9 +130,9 @@ def _parse(
             try:
                 record = _load(data, first=line == 1)
                 texts = [_text(record, key) for key in keys]
-                for text in texts if problem is not None else ():
-                    if (found := problem(text)) is not None:
-                        raise _BadRecord(found)
+                reasons = map(problem, texts) if problem is not None else ()
+                if (reason := next(filter(None, reasons), None)) is not None:
+                    raise _BadRecord(reason)
                 yield record, texts
             except _BadRecord as error:
                 yield BadInput(block.file, line, offset, str(error))

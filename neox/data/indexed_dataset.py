@@ -1,11 +1,11 @@
-"""Memory-mapped token datasets (`.bin` and `.idx`), and the two layouts of their index.
+r"""Memory-mapped token datasets (`.bin` and `.idx`), and the two layouts of their index.
 
 A dataset is a flat array of token ids, `PREFIX.bin`, and an index, `PREFIX.idx`. All integers are little-endian.
 
-mmap (Megatron-LM, gpt-neox): `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1, then
+mmap (Megatron-LM, gpt-neox): `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1, then
     int32 sizes (tokens), int64 pointers (bytes into `.bin`), int64 document index (document d is the sequences from
     index[d] up to index[d + 1]).
-cached and lazy (fairseq): `TNTIDX\\0\\0`, u64 version 1, u64 dtype code, u64 element size, u64 sequences, u64 sizes,
+cached and lazy (fairseq): `TNTIDX\0\0`, u64 version 1, u64 dtype code, u64 element size, u64 sequences, u64 sizes,
     u64 documents + 1, then int64 dimension offsets, data offsets (elements into `.bin`), sizes, document index.
 """
 

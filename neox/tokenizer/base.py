@@ -68,9 +68,11 @@ class CharLevelTokenizer(Tokenizer):
     pad = 1
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
         runs = bytes(i if 0 < i < 256 else 0 for i in ids).split(b"\0")
         return "\ufffd".join(run.decode("utf-8", "replace") for run in runs)
 

@@ -62,6 +62,7 @@ class PlainEncoder:
         return cut_reason(self._tokenizer) is None
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
         parts, lengths = [np.empty(0, np.uint32)], np.zeros(len(texts), dtype=np.int64)
         for batch in self._batches(texts):
             for (i, _), ids in zip(batch, self._tokenizer.encode_batch([piece for _, piece in batch]), strict=True):
@@ -106,6 +107,7 @@ class FastokensEncoder:
         self._split_special = not tokenizer.special_in_text
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
         ids, offsets = self._backend.encode_batch_flat(list(texts), True, self._split_special)
         return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.uint64).astype(np.int64))
 

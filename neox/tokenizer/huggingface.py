@@ -42,12 +42,15 @@ class HFTokenizer(Tokenizer):
         self.pad = backend.token_to_id(PADDING)
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return self.backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def to_json(self) -> str:

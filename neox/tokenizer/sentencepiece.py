@@ -41,14 +41,17 @@ class SPMTokenizer(Tokenizer):
             )
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         ids: list[list[int]] = self._processor.encode(list(texts))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
         return str(self._processor.decode([int(i) for i in ids]))
 
     def _content(self) -> Any:

@@ -40,12 +40,15 @@ class TiktokenTokenizer(Tokenizer):
         self.eod = self._encoding.eot_token
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
         return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         return self._encoding.encode_ordinary_batch(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
         return self._encoding.decode([int(i) for i in ids])
 
     def _content(self) -> Any:

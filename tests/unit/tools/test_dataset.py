@@ -74,7 +74,7 @@ def test_show_documents_and_samples(tool):
     text = tool("show", DATA, "--samples", "0", "--seq-length", 128, "--num-samples", 240)[1]
     assert len(text.splitlines()[1].split()) == 129
     for bad in ("1648", "x", "5-4", ""):
-        with pytest.raises(DataError, match=r"not a list|not there"):
+        with pytest.raises(DataError, match=r"not a list|do not exist"):
             tool("show", DATA, "--documents", bad or ",")
 
 

@@ -59,7 +59,7 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "1 bad inputs skipped" in done.stdout
     assert f"skipped {bad}:2" in done.stderr
-    assert "made by an earlier run" in tool("preprocess_data", "--input", bad, *base, "--skip-bad", "1").stdout
+    assert "already complete" in tool("preprocess_data", "--input", bad, *base, "--skip-bad", "1").stdout
 
 
 @pytest.mark.parametrize("kind", ["byte-level-bpe", "gpt2"])
