@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from neox.config.flat import texts
 from neox.config.loader import find_file, merge_files
 from neox.errors import ConfigError
 
@@ -14,5 +15,5 @@ def read_flat(files: Sequence[str | Path]) -> dict[str, Any]:
     """All keys of the files, unvalidated, with `-` as `_`. Raises ConfigError for missing files and duplicate keys."""
     values, _, problems = merge_files([find_file(file) for file in files])
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(texts(problems))
     return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,9 +84,8 @@ def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(directory), output_loading_info=True, local_files_only=True
-        )
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(str(directory), output_loading_info=True, local_files_only=True)
     finally:
         hf_logging.set_verbosity(verbosity)
         if bars:

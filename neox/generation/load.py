@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from neox.config import NeoXConfig, RunPlan, resolve
 from neox.generation.request import context_length
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
-from neox.model import build_layer, tied_logits
+from neox.model import Embedding, build_layer, tied_logits
+from neox.model.block import TransformerLayer
 from neox.model.positions import RotaryEmbedding
 from neox.ops import DTYPES, PackedWeight, can_pack
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
@@ -73,7 +75,7 @@ def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: Pa
                 module.register_parameter("weight", None)
     if not _has_tied_head(plan, grid):
         return stage
-    multiply = PackedWeight(layers[0].word_embeddings.weight)
+    multiply = PackedWeight(cast(Embedding, layers[0]).word_embeddings.weight)
     return replace(stage, head=lambda hidden: multiply(copy_to_tensor_ranks(hidden, grid), None, None))
 
 
@@ -97,7 +99,9 @@ def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: Parall
     head: Callable[[Tensor], Tensor] | None = kinds.get("head")
     if _has_tied_head(plan, grid):
         head = partial(_tied_head, layers[0], grid)
-    return Stage(blocks=blocks, embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head)
+    return Stage(
+        blocks=cast(list[TransformerLayer], blocks), embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head
+    )
 
 
 def runner_of_forward(
@@ -135,7 +139,7 @@ def _runner(
 
 
 def _tied_head(embedding: nn.Module, grid: ParallelGrid, hidden: Tensor) -> Tensor:
-    return tied_logits(hidden, embedding.word_embeddings.weight, grid)
+    return tied_logits(hidden, cast(Embedding, embedding).word_embeddings.weight, grid)
 
 
 def load_layer(

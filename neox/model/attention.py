@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.softmax_scale = float(layer_scaling)
         self.scale = 1.0 / (math.sqrt(self.head_dim) * layer_scaling)
-        options = {"multiply": linear, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"multiply": linear, "device": device, "dtype": dtype}
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, **options)
         encoding = POSITIONS[architecture.positions]
         self.rotary_emb = None if encoding is None else encoding(architecture, device)
@@ -110,7 +111,7 @@ class SelfAttention(nn.Module):
 
     def position_tables(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
         """Return what blocks need of the tokens' positions [S] or [B, S]: the same for every block."""
-        return None if self.rotary_emb is None else self.rotary_emb.tables(positions, dtype)
+        return None if self.rotary_emb is None else cast(Any, self.rotary_emb).tables(positions, dtype)
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType({"global": SelfAttention})

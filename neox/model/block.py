@@ -6,6 +6,7 @@ Legend: B batch, S sequence, H hidden, W inner width of the MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class MLP(nn.Module):
         hidden, width, name = architecture.hidden_size, architecture.mlp_width, architecture.activation
         self.activation = ACTIVATIONS[name]
         wide = width * ACTIVATIONS_ON_PAPER[name].width_factor
-        options = {"multiply": linear, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"multiply": linear, "device": device, "dtype": dtype}
         self.dense_h_to_4h = ColumnParallelLinear(hidden, wide, grid, **options)
         self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, **options)
 
@@ -117,7 +118,7 @@ class TransformerLayer(nn.Module):
         """
         attention_out, mlp_out = self.attention.dense, self.mlp.dense_4h_to_h
         attended, expanded = attention_out.partial(attended), mlp_out.partial(inner)
-        bias_a, bias_m = attention_out.bias, mlp_out.bias
+        bias_a, bias_m = cast(Tensor, attention_out.bias), cast(Tensor, mlp_out.bias)  # projections of a block have one
         if self.training and self.hidden_dropout > 0.0:
             ones = torch.ones_like(attended)
             mask_a, mask_m = F.dropout(ones, self.hidden_dropout), F.dropout(ones, self.hidden_dropout)

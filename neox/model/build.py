@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,7 +32,7 @@ def build_layer(
     """
     entry = plan.layers[index]
     network, training, vocab = plan.architecture, plan.config.training, plan.layers.padded_vocab_size
-    where = {"device": device, "dtype": dtype}
+    where: dict[str, Any] = {"device": device, "dtype": dtype}
     layer: nn.Module
     if entry.kind == "identity":
         return nn.Identity()

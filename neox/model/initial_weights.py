@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def initialize_layer(
     for spec in entry.parameters:
         target = parameters[spec.name]
         # Again here: `to_empty` makes new parameters, without the mark of the constructor.
-        target.model_parallel = spec.partition_dim is not None and grid.tp_size > 1
+        cast(Any, target).model_parallel = spec.partition_dim is not None and grid.tp_size > 1
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
@@ -72,4 +73,4 @@ def initialize_layer(
         target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
     for module in layer.modules():
         if hasattr(module, "inv_freq"):
-            module.reset()
+            cast(Any, module).reset()

@@ -123,7 +123,7 @@ class AdamW(torch.optim.AdamW):
         means: list[Tensor] = []
         squares: list[Tensor] = []
         steps: list[Tensor] = []
-        self._init_group(group, parameters, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]
+        self._init_group(group, parameters, grads, means, squares, [], steps)
         if not parameters:
             return
         torch._foreach_add_(steps, 1)

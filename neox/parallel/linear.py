@@ -8,6 +8,7 @@ what multiplies: `F.linear`, or an equal of it. arXiv:1909.08053, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,15 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [..., I], weight [O, I], bias [O] or None) -> [..., O]."""
 
 
-def split_parameter(*shape: int, tp_size: int, device: torch.device | str | None, dtype: torch.dtype | None):
+def split_parameter(
+    *shape: int, tp_size: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter:
     """Return an empty parameter of this rank's shape, marked `model_parallel` where it is one of several parts.
 
     DeepSpeed's gradient norm counts unmarked parameters on the first tensor rank only.
     """
     parameter = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-    parameter.model_parallel = tp_size > 1
+    cast(Any, parameter).model_parallel = tp_size > 1
     return parameter
 
 
