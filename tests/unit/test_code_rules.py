@@ -13,7 +13,7 @@ TREES = {
 MUTATORS = {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "add", "remove", "discard"}
 EMPTY = {"[]", "{}", "list()", "dict()", "set()", "defaultdict(list)", "deque()", "Counter()"}
 # The launcher; the start of a rank; the start of a worker process, which limits the threads of the libraries it loads.
-USES_ENVIRONMENT = ("neox/launch/", "neox/engine/distributed.py", "neox/preprocess/worker.py")
+USES_ENVIRONMENT = ("neox/launch/", "neox/engine/distributed.py", "neox/preprocess/pool.py")
 # Until they are rewritten:
 LONG = {"neox/config/unsupported/kernels.py"}
 INNER_IMPORTS = {"neox/preflight/checks.py"}
