@@ -14,7 +14,7 @@ from neox.checkpoint.names import mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import Key
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.tensor_files import load_file
-from neox.config.wording import WITHOUT_SAVED_OPTIMIZER
+from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
 from neox.errors import CheckpointError
 
 WRITER = "written by"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import RunPlan, resolve
 from neox.generation.request import context_length
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
@@ -31,9 +31,8 @@ def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
     rows = reader.vocabulary_rows
     if rows == plan.padded_vocab_size:
         return plan
-    flat = {**plan.config.to_flat(), "padded_vocab_size": rows}
-    sources = {**plan.config.sources(), "padded_vocab_size": str(checkpoint)}
-    return resolve(NeoXConfig.from_flat(flat, sources), plan.grid.world_size, plan.vocab_size)
+    config = plan.config.updated({"padded_vocab_size": rows}, source=str(checkpoint))
+    return resolve(config, plan.grid.world_size, plan.vocab_size)
 
 
 def load_model(

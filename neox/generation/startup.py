@@ -67,8 +67,7 @@ def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
 def one_process(config: NeoXConfig) -> NeoXConfig:
     """Return the configuration for one process, whatever number of ranks it trains on."""
     config = for_inference(config)
-    flat = {key: value for key, value in config.to_flat().items() if key not in _MULTI_PROCESS_KEYS}
-    return NeoXConfig.from_flat(flat, config.sources())
+    return config.updated({}, without=_MULTI_PROCESS_KEYS)
 
 
 def tokenizer_of(config: NeoXConfig) -> Tokenizer:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from neox.config import NeoXConfig, static_problems
 from neox.config.plan import Topology
 from neox.config.sections.runner import RunnerConfig
-from neox.config.wording import said
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts import (
     check_host_name,
@@ -199,7 +198,7 @@ def _overruled_counts(config: NeoXConfig, placement: Placement) -> list[str]:
     total, each = config.runner.global_num_gpus, config.runner.num_gpus
     if placement.why != "global_num_gpus" or each in (None, total):
         return []
-    keys = said(config, "num_gpus", each), said(config, "global_num_gpus", total)
+    keys = config.describe_setting("num_gpus"), config.describe_setting("global_num_gpus")
     advice = "`--set global_num_gpus=None` unsets it"
     return ["{} has no effect: without a hostfile {} counts the ranks; ".format(*keys) + advice]
 

@@ -20,7 +20,7 @@ from neox.config import (
     saved_architecture,
 )
 from neox.config.precision import newest_checkpoint
-from neox.config.wording import WITHOUT_SAVED_OPTIMIZER, place, said
+from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
 from neox.launch.hosts import smallest_memory
@@ -123,7 +123,7 @@ def missing_packages(config: NeoXConfig) -> list[str]:
         (bool(harness), "eval_tasks", "lm_eval", "requirements-eval.txt"),
     )
     return [
-        f"{place(config, key)}`{key}` needs the package {package}, which is not installed: "
+        f"{config.source_prefix(key)}`{key}` needs the package {package}, which is not installed: "
         f"{install_command(file)}, or unset {key}"
         for asked, key, package, file in wanted
         if asked and find_spec(package) is None
@@ -189,16 +189,16 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     load = Path(directory)
     own = training and keys.save is not None and load.absolute() == Path(keys.save).absolute()  # a first start, maybe
     if not load.is_dir():
-        return [] if own else [f"{place(config, key)}`{key}: {directory}` is no directory: nothing to load"]
+        return [] if own else [config.problem(key, "is no directory: nothing to load")]
     if not own and not any(any(load.glob(sign)) for sign in ("*global_step*", "*.pt", _CHECKPOINT_CONFIG)):
-        return [f"{place(config, key)}`{key}: {directory}` holds no checkpoint: no global_stepN directory"]
+        return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
     chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else newest_checkpoint(load)
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
-        return [f"{place(config, 'iteration')}`iteration: {keys.iteration}`: {load} has {found}"]
+        return [config.problem("iteration", f"is not in {load}, which has {found}")]
     if training and (problem := _optimizer_problem(chosen, config)) is not None:
-        return [f"{place(config, key)}{problem}"]
-    return _network_problems(chosen, config, place(config, key))
+        return [f"{config.source_prefix(key)}{problem}"]
+    return _network_problems(chosen, config, config.source_prefix(key))
 
 
 def _network_problems(checkpoint: Path, config: NeoXConfig, where: str) -> list[str]:
@@ -211,7 +211,7 @@ def _network_problems(checkpoint: Path, config: NeoXConfig, where: str) -> list[
     finetune = False if config.checkpoint.finetune else None  # then positions, attention and head may differ
     settings = architecture_settings(config)
     differing = dict.fromkeys(
-        f"{key} is {saved[key]} there, {said(config, key, settings[key])} here"
+        f"{key} is {saved[key]} there, {config.describe_setting(key)} here"
         for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
         for key in architecture_keys(difference.field)
         if saved[key] != settings[key]

@@ -8,6 +8,11 @@ from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
 
+WITHOUT_SAVED_OPTIMIZER = (
+    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
+)
+"""What to do about an optimizer state that cannot be loaded, for messages."""
+
 
 class OptimizerParams(Section):
     """Numbers of the optimizer."""

@@ -59,7 +59,8 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         assert "holds no checkpoint" in checkpoint_problems(config(**keys), training=training)[0]
     write_checkpoint(load, 5)
     (problem,) = checkpoint_problems(config(load=str(load), iteration=4), training=True)
-    assert problem == f"--set: `iteration: 4`: {load} has global_step5"
+    for words in ("--set: `iteration: 4`", str(load), "global_step5"):
+        assert words in problem
 
 
 def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
