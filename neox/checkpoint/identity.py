@@ -40,7 +40,7 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> list[Difference]:
+def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool = False) -> list[Difference]:
     """Compare a checkpoint's network with the plan's over what the checkpoint stores.
 
     Degrees, precision and vocabulary padding may differ.
@@ -49,15 +49,15 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> list
         path: The checkpoint, for messages.
         args: What it stores of its model (`CheckpointReader.args`).
         plan: The run that loads it.
+        finetune: Whether positions, attention and head may differ.
 
     Returns:
-        The fields that differ and may: positions, attention and head under `finetune: true`.
+        The fields that differ and may.
 
     Raises:
         CheckpointError: With a table of the fields that differ and may not.
     """
     saved, wanted = saved_architecture(args), plan.architecture
-    finetune = plan.config.checkpoint.finetune
     refused = wanted.differences(saved, finetune=False if finetune else None)
     if refused:
         rows = [("field", "checkpoint", "this run"), *((_described(d), str(d.saved), str(d.wanted)) for d in refused)]
@@ -68,7 +68,7 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan) -> list
         raise CheckpointError(
             f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint"
         )
-    return wanted.differences(saved, finetune=True)
+    return wanted.differences(saved)
 
 
 def _described(difference: Difference) -> str:

@@ -140,6 +140,9 @@ def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+_EMBEDDING = "word_embeddings.weight"
+
+
 class CheckpointReader:
     """The weights and the client state in one `global_stepN` directory.
 
@@ -151,19 +154,29 @@ class CheckpointReader:
         layers: Layers of the network that reads; None for a checkpoint of an unknown network, of which only stored
             parts can then be read.
         on_drift: What to do if replicated parameters differ between tensor ranks.
+        other_head: Whether the head may be tied on one side only, as in fine-tuning: an untied head that is not stored
+            starts as the embedding, a stored one that is not wanted is left out.
 
     Raises:
         CheckpointError: From every method, if something is missing, broken or does not fit `layers`.
     """
 
-    def __init__(self, path: str | Path, layers: LayerPlan | None = None, *, on_drift: OnDrift = "refuse") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        layers: LayerPlan | None = None,
+        *,
+        on_drift: OnDrift = "refuse",
+        other_head: bool = False,
+    ) -> None:
         self.path = Path(path)
         self.layers = layers
         self._on_drift: OnDrift = on_drift
         self._source = open_source(self.path)
         self._open: tuple[int, list[Mapping[str, Tensor]]] | None = None
+        self._head_from_embedding = False
         if layers is not None:
-            self._check_layers(layers)
+            self._check_layers(layers, other_head)
 
     @property
     def tp_size(self) -> int:
@@ -249,6 +262,8 @@ class CheckpointReader:
 
         The result may be a view of the mapped file: clone it before writing into it.
         """
+        if self._is_embedding(index):
+            return self.full(0, _EMBEDDING)
         spec = self.spec(index, name)
         where = str(self.path / layer_file(index, 0))
         full = join(spec, self.parts(index, name), where=where, on_drift=self._on_drift)
@@ -264,6 +279,8 @@ class CheckpointReader:
         A `summed_in_neox` bias is the whole sum on every rank. Only the parts that are needed are read.
         """
         spec = self.spec(index, name)
+        if self._is_embedding(index):
+            return shard(self.full(index, name), spec, tp_rank, tp_size)
         parts = self.parts(index, name)
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:  # another padding, or another model
             return shard(self.full(index, name), spec, tp_rank, tp_size)
@@ -323,10 +340,17 @@ class CheckpointReader:
             self._open = (index, [self._source.state(index, rank) for rank in range(self.tp_size)])
         return self._open[1]
 
-    def _check_layers(self, layers: LayerPlan) -> None:
+    def _is_embedding(self, index: int) -> bool:
+        """Return whether a layer is a head that the checkpoint does not hold and that starts as the embedding."""
+        return self._head_from_embedding and self.layers is not None and index == len(self.layers) - 1
+
+    def _check_layers(self, layers: LayerPlan, other_head: bool) -> None:
         tied, blocks = layers.architecture.tie_word_embeddings, layers.architecture.num_layers
         wanted = {layer.index for layer in layers.weight_layers}
-        stored = set(self._source.indices)
+        stored, last_layer = set(self._source.indices), len(layers) - 1
+        if other_head:
+            self._head_from_embedding = last_layer in wanted - stored
+            wanted, stored = wanted - {last_layer}, stored - {last_layer}
         if missing := sorted(wanted - stored):
             files = ", ".join(layer_file(index, 0) for index in missing)
             last = max(stored) if stored else None
@@ -336,7 +360,7 @@ class CheckpointReader:
                 f"{head}, the checkpoint's last layer is {last}"
             )
         extra = [index for index in sorted(stored - wanted) if self.names(index)]
-        if tied and extra == [len(layers) - 1] and self.names(extra[0]) == ("word_embeddings.weight",):
+        if tied and extra == [last_layer] and self.names(last_layer) == (_EMBEDDING,):
             return  # a tied head's copy of the embedding
         if extra:
             raise CheckpointError(

@@ -6,6 +6,7 @@ import copy
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def _directory_identity(path: Path) -> tuple[int, int] | None:
 
 def _read_model(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
     # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
-    read = read_weights_fp32 if "precision" in start.changed else read_weights
+    finetune = plan.config.checkpoint.finetune
+    read = read_weights_fp32 if "precision" in start.changed else partial(read_weights, other_head=finetune)
     all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
 
 
@@ -160,8 +162,9 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
-    reader = CheckpointReader(path, plan.layers)
-    check_same_model(path, reader.args, plan)
+    reader = CheckpointReader(path, plan.layers, other_head=keys.finetune)
+    for difference in check_same_model(path, reader.args, plan, finetune=keys.finetune):
+        _log.warning("finetune: %s is %s in %s, %s here", difference.field, difference.saved, path, difference.wanted)
     if note := padding_note(reader.args, plan):
         _log.warning("%s", note)
     if keys.finetune:

@@ -57,9 +57,11 @@ def write_weights(
         raise failure
 
 
-def read_weights(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
+def read_weights(
+    model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path, *, other_head: bool = False
+) -> None:
     """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit."""
-    reader = CheckpointReader(path, layers)
+    reader = CheckpointReader(path, layers, other_head=other_head)
     for index, layer in weight_layers(model):
         fill_layer(layer, reader.layer_shard(index, grid.tp_rank, grid.tp_size))
 

@@ -152,3 +152,20 @@ def test_a_tied_checkpoint_may_hold_a_copy_of_the_embedding(tmp_path):
     assert torch.equal(
         CheckpointReader(tmp_path, layers).full(0, "word_embeddings.weight"), weights[0, "word_embeddings.weight"]
     )
+
+
+@pytest.mark.parametrize("parallelism", ["row", "column"])
+def test_finetuning_may_tie_or_untie_the_head(tmp_path, parallelism):
+    untied = small_plan(output_layer_parallelism=parallelism)
+    tied = small_plan(no_weight_tying=False)
+    weights = seeded_weights(untied)
+    with_head = write_checkpoint(tmp_path / "untied", untied, weights, tp_size=2)
+    without = write_checkpoint(tmp_path / "tied", tied, weights, tp_size=2)
+    assert CheckpointReader(with_head, tied, other_head=True).layer_shard(len(tied) - 1, 0, 1) == {}
+    reader, head, name = CheckpointReader(without, untied, other_head=True), len(untied) - 1, "final_linear.weight"
+    embedding = weights[0, "word_embeddings.weight"]
+    assert torch.equal(reader.full(head, name), embedding)
+    parts = [reader.layer_shard(head, rank, 2)[name] for rank in range(2)]
+    assert torch.equal(torch.cat(parts, dim=0 if parallelism == "column" else 1), embedding)
+    with pytest.raises(CheckpointError):
+        CheckpointReader(with_head, tied)
