@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from neox.architecture import Architecture
 from neox.model.cache import LayerCache
 from neox.model.positions import POSITIONS, Tables
 from neox.ops import AttentionImpl, core_attention, linear
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
 
 class SelfAttention(nn.Module):
@@ -31,8 +31,7 @@ class SelfAttention(nn.Module):
         impl: Kernel.
         dropout: Probability of dropping an attention weight in training.
         layer_scaling: NeoX's query-key layer scaling: the block's number from 1, or 1 for off.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        **options: Device and type of the parameters.
 
     Raises:
         ValueError: The heads cannot be divided.
@@ -46,8 +45,7 @@ class SelfAttention(nn.Module):
         impl: AttentionImpl,
         dropout: float = 0.0,
         layer_scaling: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         hidden, heads = architecture.hidden_size, architecture.num_attention_heads
@@ -63,11 +61,10 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.softmax_scale = float(layer_scaling)
         self.scale = 1.0 / (math.sqrt(self.head_dim) * layer_scaling)
-        options: dict[str, Any] = {"multiply": linear, "device": device, "dtype": dtype}
-        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, **options)
+        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, multiply=linear, **options)
         encoding = POSITIONS[architecture.positions]
-        self.rotary_emb = None if encoding is None else encoding(architecture, device)
-        self.dense = RowParallelLinear(hidden, hidden, grid, **options)
+        self.rotary_emb = None if encoding is None else encoding(architecture, options.get("device"))
+        self.dense = RowParallelLinear(hidden, hidden, grid, multiply=linear, **options)
 
     def forward(
         self,
@@ -111,7 +108,7 @@ class SelfAttention(nn.Module):
 
     def position_tables(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
         """Return what blocks need of the tokens' positions [S] or [B, S]: the same for every block."""
-        return None if self.rotary_emb is None else cast(Any, self.rotary_emb).tables(positions, dtype)
+        return None if self.rotary_emb is None else self.rotary_emb.tables(positions, dtype)
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType({"global": SelfAttention})

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, H hidden, W inner width of the MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from neox.model.attention import ATTENTION
 from neox.model.cache import KVCache, LayerCache
 from neox.model.positions import Tables
 from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, reduce_over_tensor_ranks
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions, reduce_over_tensor_ranks
 
 
 class MLP(nn.Module):
@@ -28,17 +28,14 @@ class MLP(nn.Module):
         self,
         architecture: Architecture,
         grid: ParallelGrid,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         hidden, width, name = architecture.hidden_size, architecture.mlp_width, architecture.activation
         self.activation = ACTIVATIONS[name]
         wide = width * ACTIVATIONS_ON_PAPER[name].width_factor
-        options: dict[str, Any] = {"multiply": linear, "device": device, "dtype": dtype}
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, wide, grid, **options)
-        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, **options)
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, wide, grid, multiply=linear, **options)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, multiply=linear, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the inner activations, before the output projection `dense_4h_to_h`: [B, S, H] -> [B, S, W/tp]."""
@@ -59,8 +56,7 @@ class TransformerLayer(nn.Module):
         attention_dropout: Of attention weights.
         hidden_dropout: Of what is added to the residual.
         layer_scaling: Divide scores by the block's number and multiply in the softmax (`SelfAttention`).
-        device: Of the parameters.
-        dtype: Of the parameters.
+        **options: Device and type of the parameters.
     """
 
     def __init__(
@@ -73,25 +69,23 @@ class TransformerLayer(nn.Module):
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
         layer_scaling: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
         self.parallel_residual = architecture.parallel_residual
         self.hidden_dropout = hidden_dropout
-        self.input_layernorm = build_norm(architecture, device=device, dtype=dtype)
+        self.input_layernorm = build_norm(architecture, **options)
         self.attention = ATTENTION[architecture.attention[number]](
             architecture,
             grid,
             impl=impl,
             dropout=attention_dropout,
             layer_scaling=number + 1 if layer_scaling else 1,
-            device=device,
-            dtype=dtype,
+            **options,
         )
-        self.post_attention_layernorm = build_norm(architecture, device=device, dtype=dtype)
-        self.mlp = MLP(architecture, grid, device=device, dtype=dtype)
+        self.post_attention_layernorm = build_norm(architecture, **options)
+        self.mlp = MLP(architecture, grid, **options)
 
     def forward(
         self,
@@ -114,24 +108,24 @@ class TransformerLayer(nn.Module):
     def _reduced_together(self, attended: Tensor, inner: Tensor) -> Tensor:
         """Return the sum of both output projections with one all-reduce for both tensor-parallel partial results.
 
-        Dropout multiplies the summands by the mask of their sum, which is drawn alike on all ranks.
+        Dropout multiplies each summand by the mask of their sum, which is drawn alike on all ranks.
         """
-        attention_out, mlp_out = self.attention.dense, self.mlp.dense_4h_to_h
-        attended, expanded = attention_out.partial(attended), mlp_out.partial(inner)
-        bias_a, bias_m = cast(Tensor, attention_out.bias), cast(Tensor, mlp_out.bias)  # projections of a block have one
-        if self.training and self.hidden_dropout > 0.0:
-            ones = torch.ones_like(attended)
-            mask_a, mask_m = F.dropout(ones, self.hidden_dropout), F.dropout(ones, self.hidden_dropout)
-            attended, expanded = attended * mask_a, expanded * mask_m
-            bias_a, bias_m = bias_a * mask_a, bias_m * mask_m
-        return reduce_over_tensor_ranks(attended + expanded, self.grid) + (bias_a + bias_m)
+        partials, biases = [], []
+        for projection, x in ((self.attention.dense, attended), (self.mlp.dense_4h_to_h, inner)):
+            partial = projection.partial(x)
+            bias: Tensor | None = projection.bias
+            if self.training and self.hidden_dropout > 0.0:
+                mask = F.dropout(torch.ones_like(partial), self.hidden_dropout)
+                partial, bias = partial * mask, None if bias is None else bias * mask
+            partials.append(partial)
+            if bias is not None:
+                biases.append(bias)
+        return reduce_over_tensor_ranks(partials[0] + partials[1], self.grid) + sum(biases)
 
 
-def build_norm(
-    architecture: Architecture, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> nn.Module:
+def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> nn.Module:
     """Return one of the network's norms over hidden states."""
-    return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, device=device, dtype=dtype)
+    return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, **options)
 
 
 def run_blocks(

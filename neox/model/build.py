@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -14,7 +12,7 @@ from neox.model.block import TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
 from neox.model.initial_weights import initialize_layer
 from neox.ops import AttentionImpl
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, TensorOptions
 
 
 def build_layer(
@@ -32,12 +30,12 @@ def build_layer(
     """
     entry = plan.layers[index]
     network, training, vocab = plan.architecture, plan.config.training, plan.layers.padded_vocab_size
-    where: dict[str, Any] = {"device": device, "dtype": dtype}
+    options: TensorOptions = {"device": device, "dtype": dtype}
     layer: nn.Module
     if entry.kind == "identity":
         return nn.Identity()
     if entry.kind == "embedding":
-        layer = Embedding(vocab, network.hidden_size, grid, dropout=training.hidden_dropout, **where)
+        layer = Embedding(vocab, network.hidden_size, grid, dropout=training.hidden_dropout, **options)
     elif entry.kind == "block":
         number = index - BLOCK_OFFSET
         layer = TransformerLayer(
@@ -48,15 +46,15 @@ def build_layer(
             attention_dropout=training.attention_dropout,
             hidden_dropout=training.hidden_dropout,
             layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-            **where,
+            **options,
         )
     elif entry.kind == "norm":
-        layer = FinalNorm(network, **where)
+        layer = FinalNorm(network, **options)
     elif entry.tied_to is not None:
         layer = TiedHead(grid)
     else:
         parallelism = plan.config.model.output_layer_parallelism
-        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, **where)
+        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, **options)
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer

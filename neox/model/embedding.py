@@ -5,9 +5,8 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
     RowParallelLinear,
+    TensorOptions,
     VocabParallelEmbedding,
     copy_to_tensor_ranks,
     reduce_scatter_last_dim,
@@ -35,13 +35,12 @@ class Embedding(nn.Module):
         grid: ParallelGrid,
         *,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
         self.dropout = dropout
-        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, grid, device=device, dtype=dtype)
+        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, grid, **options)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.dropout(self.word_embeddings(tokens), self.dropout, self.training)
@@ -53,12 +52,10 @@ class FinalNorm(nn.Module):
     def __init__(
         self,
         architecture: Architecture,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.norm = build_norm(architecture, device=device, dtype=dtype)
+        self.norm = build_norm(architecture, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
@@ -79,15 +76,12 @@ class Head(nn.Module):
         grid: ParallelGrid,
         *,
         parallelism: Literal["row", "column"],
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
         split = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
-        self.final_linear = split(
-            hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, device=device, dtype=dtype
-        )
+        self.final_linear = split(hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, **options)
 
     @property
     def weight(self) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from neox.architecture import LayerEntry
-from neox.parallel import ParallelGrid, derive_seed, shard
+from neox.model.positions import RotaryEmbedding
+from neox.parallel import ParallelGrid, derive_seed, mark_split, shard
 
 
 def draw(
@@ -63,7 +63,7 @@ def initialize_layer(
     for spec in entry.parameters:
         target = parameters[spec.name]
         # Again here: `to_empty` makes new parameters, without the mark of the constructor.
-        cast(Any, target).model_parallel = spec.partition_dim is not None and grid.tp_size > 1
+        mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
@@ -72,5 +72,5 @@ def initialize_layer(
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden)
         target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
     for module in layer.modules():
-        if hasattr(module, "inv_freq"):
-            cast(Any, module).reset()
+        if isinstance(module, RotaryEmbedding):
+            module.reset()

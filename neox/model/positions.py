@@ -5,7 +5,7 @@ Legend: B batch, S sequence, N heads here, D head dim, R rotary dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -42,5 +42,5 @@ class RotaryEmbedding(nn.Module):
         return rotate(queries_keys, *tables)
 
 
-POSITIONS: Mapping[str, Callable[..., nn.Module] | None] = MappingProxyType({"rotary": RotaryEmbedding, "none": None})
-"""Name -> module (architecture, device) with `tables` and `forward` as `RotaryEmbedding` has them, or None."""
+POSITIONS: Mapping[str, type[RotaryEmbedding] | None] = MappingProxyType({"rotary": RotaryEmbedding, "none": None})
+"""Name -> class with the methods of `RotaryEmbedding`, or None where nothing is done to queries and keys."""

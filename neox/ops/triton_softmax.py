@@ -19,8 +19,8 @@ MAX_LENGTH = 2**16
 """A row is one block of registers: longer ones would spill."""
 
 
-@triton.jit
-def _forward_kernel(scores, weights, scale, length, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward_kernel(scores: Any, weights: Any, scale: Any, length: Any, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     seen = columns <= row % length
@@ -30,8 +30,8 @@ def _forward_kernel(scores, weights, scale, length, BLOCK: tl.constexpr):
     tl.store(weights + row * length + columns, y.to(weights.dtype.element_ty), mask=columns < length)
 
 
-@triton.jit
-def _backward_kernel(weights, grad, out, scale, length, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_kernel(weights: Any, grad: Any, out: Any, scale: Any, length: Any, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     seen = columns <= row % length

@@ -1,4 +1,4 @@
-"""Where a rank stands and what it may say: topology, grid, split layers, random streams. Knows torch, not DeepSpeed."""
+"""Process groups, layers split over tensor ranks, and random streams."""
 
 from neox.config.plan import Topology
 from neox.parallel.collectives import (
@@ -9,9 +9,16 @@ from neox.parallel.collectives import (
     scatter_last_dim,
 )
 from neox.parallel.cross_entropy import vocab_parallel_cross_entropy
-from neox.parallel.embedding import VocabParallelEmbedding
 from neox.parallel.grid import ParallelGrid
-from neox.parallel.linear import ColumnParallelLinear, RowParallelLinear, shard, shard_range
+from neox.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorOptions,
+    VocabParallelEmbedding,
+    mark_split,
+    shard,
+    shard_range,
+)
 from neox.parallel.rng import RNGTracker, derive_seed
 
 __all__ = [
@@ -19,11 +26,13 @@ __all__ = [
     "ParallelGrid",
     "RNGTracker",
     "RowParallelLinear",
+    "TensorOptions",
     "Topology",
     "VocabParallelEmbedding",
     "copy_to_tensor_ranks",
     "derive_seed",
     "gather_last_dim",
+    "mark_split",
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",
     "scatter_last_dim",

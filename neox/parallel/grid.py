@@ -1,4 +1,4 @@
-"""Where this rank stands: its coordinates, its process groups and its random streams, in one frozen value."""
+"""Coordinates, process groups and random streams of one rank, in one frozen value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neox.parallel.rng import RNGTracker, derive_seed
 
 @dataclass(frozen=True)
 class ParallelGrid:
-    """One rank's place in a `Topology`, built once and passed by argument.
+    """One rank of a `Topology`, built once and passed as an argument.
 
     Groups are None where they would hold this rank alone and nothing was initialised (`single`); code that communicates
     asks for the size first. model_group: the ranks of one whole model (pipe x tensor).
@@ -92,6 +92,6 @@ class ParallelGrid:
         Default stream: equal over tensor ranks (dropout of replicated tensors), different over stages and data ranks.
         Tracker's stream (`rng.fork`): different on every rank (dropout of split tensors). Initial weights use neither.
         """
-        place = (self.pp_rank, self.dp_rank)
-        torch.manual_seed(derive_seed(seed, "default", *place))
-        self.rng.seed(derive_seed(seed, "tensor", *place, self.tp_rank))
+        coordinates = (self.pp_rank, self.dp_rank)
+        torch.manual_seed(derive_seed(seed, "default", *coordinates))
+        self.rng.seed(derive_seed(seed, "tensor", *coordinates, self.tp_rank))

@@ -1,0 +1,162 @@
+"""Layers split over tensor ranks: linear by output features (column) or input features (row), and the embedding.
+
+Legend: I input features, O output features, V vocabulary. Weights are [O, I] as in `nn.Linear`, held as this rank's
+part; constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neox.architecture import ParameterSpec
+from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
+from neox.parallel.grid import ParallelGrid
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [..., I], weight [O, I], bias [O] or None) -> [..., O]: `F.linear`, or an equal of it."""
+
+
+class TensorOptions(TypedDict, total=False):
+    """Where parameters are made, and of which type: torch's defaults where left out."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def mark_split(parameter: nn.Parameter, split: bool) -> nn.Parameter:
+    """Mark whether a parameter is one of several tensor ranks' parts, and return it.
+
+    DeepSpeed's gradient norm counts unmarked parameters on the first tensor rank only.
+    """
+    parameter.model_parallel = split  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_size(total: int, tp_size: int, what: str) -> int:
+    """Return total / tp_size. Raises ValueError if it does not divide."""
+    if total % tp_size:
+        raise ValueError(f"{what} ({total}) is not divisible by the tensor-parallel degree ({tp_size})")
+    return total // tp_size
+
+
+def shard_range(spec: ParameterSpec, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return (start, length) of a tensor rank's part along a split parameter's dimension. Raises ValueError."""
+    assert spec.partition_dim is not None
+    part = shard_size(spec.shape[spec.partition_dim], tp_size, spec.name)
+    return tp_rank * part, part
+
+
+def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
+    """Return a tensor rank's part of a full parameter, as a view; replicated parameters are whole on every rank.
+
+    Raises:
+        ValueError: If the split dimension does not divide by `tp_size`.
+    """
+    if spec.partition_dim is None or tp_size == 1:
+        return full
+    return full.narrow(spec.partition_dim, *shard_range(spec, tp_rank, tp_size))
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the outputs split: [..., I] replicated -> [..., O/tp].
+
+    Args:
+        in_features: I.
+        out_features: O, over all tensor ranks.
+        grid: Process groups.
+        bias: Whether there is a bias.
+        multiply: Computes the product.
+        **options: Device and type of the parameters.
+
+    Raises:
+        ValueError: O cannot be divided over the tensor ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid: ParallelGrid,
+        *,
+        bias: bool = True,
+        multiply: Multiply = F.linear,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__()
+        self.grid, self.multiply, split = grid, multiply, grid.tp_size > 1
+        here = shard_size(out_features, grid.tp_size, "output features")
+        self.weight = mark_split(nn.Parameter(torch.empty(here, in_features, **options)), split)
+        self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply: [..., I] -> [..., O/tp]."""
+        return self.multiply(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the inputs split: [..., I/tp] -> [..., O] replicated.
+
+    There is one bias, replicated and added once after the sum over ranks. (gpt-neox holds one per tensor rank under
+    `gpt_j_residual`, whose sum is the model's bias.) Arguments as for `ColumnParallelLinear`, but I is divided.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid: ParallelGrid,
+        *,
+        bias: bool = True,
+        multiply: Multiply = F.linear,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__()
+        self.grid, self.multiply = grid, multiply
+        here = shard_size(in_features, grid.tp_size, "input features")
+        self.weight = mark_split(nn.Parameter(torch.empty(out_features, here, **options)), grid.tp_size > 1)
+        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply and reduce: [..., I/tp] -> [..., O]."""
+        if self.grid.tp_size == 1:
+            return self.multiply(x, self.weight, self.bias)
+        y = reduce_over_tensor_ranks(self.partial(x), self.grid)
+        return y if self.bias is None else y + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""
+        return self.multiply(x, self.weight, None)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding with rows [V/tp, H] on each rank: tokens [B, S] -> [B, S, H] replicated.
+
+    Args:
+        num_embeddings: V, a multiple of the tensor-parallel degree.
+        embedding_dim: H.
+        grid: Process groups.
+        **options: Device and type of the weight.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        here = shard_size(num_embeddings, grid.tp_size, "vocabulary")
+        self.first = grid.tp_rank * here
+        self.weight = mark_split(nn.Parameter(torch.empty(here, embedding_dim, **options)), grid.tp_size > 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up: [B, S] -> [B, S, H]."""
+        if self.grid.tp_size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_over_tensor_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.grid)
