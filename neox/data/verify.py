@@ -68,11 +68,9 @@ def verify_dataset(
         vocab_size = sidecar.vocab_size if vocab_size is None else vocab_size
         eod = sidecar.eod if eod is None and sidecar.append_eod else eod
     counts = _pass_over(data, vocab_size, eod)
-    problems = [*_id_problems(counts, vocab_size), *_end_problems(counts, eod)]
-    problems += [] if sidecar is None else _sidecar_problems(sidecar, data, counts, tokenizer_hash)
     return Verification(
         str(prefix),
-        tuple(problems),
+        tuple(_problems(data, sidecar, counts, vocab_size, eod, tokenizer_hash)),
         tuple(_notes(data, sidecar, counts, vocab_size, eod)),
         data.num_documents,
         data.num_tokens,
@@ -117,39 +115,36 @@ def _check_ends(counts: _Counts, first: int, sizes: np.ndarray, tokens: np.ndarr
     counts.inner_ends += int(np.count_nonzero(tokens == eod)) - int(ended.sum())
 
 
-def _id_problems(counts: _Counts, vocab_size: int | None) -> Iterator[str]:
+def _problems(
+    data: IndexedDataset,
+    sidecar: Sidecar | None,
+    counts: _Counts,
+    vocab_size: int | None,
+    eod: int | None,
+    tokenizer_hash: str | None,
+) -> Iterator[str]:
     if counts.bad_ids:
         limit = "below 0" if vocab_size is None else f"outside 0 to {vocab_size - 1}"
         yield f"{counts.bad_ids:,} ids are {limit}, the first, {counts.first_bad_id}, in document {counts.first_bad:,}"
-
-
-def _end_problems(counts: _Counts, eod: int | None) -> Iterator[str]:
     if counts.without_end:
         yield (
             f"{counts.without_end:,} documents do not end with the end-of-document id {eod}, the first is document "
             f"{counts.first_without_end:,}"
         )
-
-
-def _sidecar_problems(sidecar: Sidecar, data: IndexedDataset, counts: _Counts, tokenizer_hash: str | None) -> list[str]:
-    claims = (
+    if sidecar is None:
+        return
+    for what, claim, real in (
         ("documents", sidecar.documents, data.num_documents),
         ("tokens", sidecar.tokens, data.num_tokens),
         ("as its largest id", sidecar.max_id, counts.max_id),
-    )
-    problems = [
-        f"the .json has {claim:,} {what}, the files have {real:,}" for what, claim, real in claims if claim != real
-    ]
+    ):
+        if claim != real:
+            yield f"the .json has {claim:,} {what}, the files have {real:,}"
     if sidecar.crc32 is not None and sidecar.crc32 != counts.crc32:
-        problems.append(
-            f"the ids have changed since they were written: checksum {counts.crc32:08x}, not {sidecar.crc32:08x}"
-        )
+        yield f"the ids have changed since they were written: checksum {counts.crc32:08x}, not {sidecar.crc32:08x}"
     if tokenizer_hash is not None and tokenizer_hash != sidecar.tokenizer_hash:
-        problems.append(
-            f"it was made with another tokenizer: {sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}, not "
-            f"{tokenizer_hash[:12]}"
-        )
-    return problems
+        made_with = f"{sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}"
+        yield f"it was made with another tokenizer: {made_with}, not {tokenizer_hash[:12]}"
 
 
 def _notes(

@@ -11,7 +11,7 @@ import numpy as np
 
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.errors import TokenizerError, install_command
-from neox.preprocess.settings import TokenizerSpec
+from neox.preprocess.settings import PreprocessSettings
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
 from neox.tokenizer.words import cut_reason
@@ -25,24 +25,16 @@ class EncodeJob:
     """Settings of encoding, the same for every worker.
 
     Attributes:
-        tokenizer: The tokenizer.
-        accelerator: One of `neox.tokenizer.flat.ACCELERATORS`.
-        keys: JSON keys of texts.
-        append_eod: Whether to end each document with the end-of-document id.
-        ftfy: Whether to repair broken Unicode.
+        settings: Settings of the run.
         dtype: Of the ids.
         sample: Texts to check the accelerator with, so that all workers choose the same one.
         piece_bytes: Limit of text that a tokenizer encodes at once; a longer piece is a bad input.
     """
 
-    tokenizer: TokenizerSpec
-    accelerator: str
-    keys: tuple[str, ...]
-    append_eod: bool
-    ftfy: bool
+    settings: PreprocessSettings
     dtype: str
-    sample: tuple[str, ...] = ()
-    piece_bytes: int = 1 << 24
+    sample: tuple[str, ...]
+    piece_bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,15 +85,15 @@ class BlockEncoder:
             TokenizerError: If the tokenizer or a required accelerator is not available.
         """
         self.job = job
-        self.tokenizer = tokenizer or job.tokenizer.build()
+        self.tokenizer = tokenizer or job.settings.tokenizer.build()
         self.dtype = np.dtype(job.dtype)
-        self.fix = load_ftfy() if job.ftfy else None
-        choice = choose_encoder(self.tokenizer, job.accelerator, job.sample)
+        self.fix = load_ftfy() if job.settings.ftfy else None
+        choice = choose_encoder(self.tokenizer, job.settings.accelerator, job.sample)
         self.encoder, self.note = choice.encoder, choice.note
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each document of a block; documents without ids are left out."""
-        columns, bad = parse_texts(block, self.job.keys, self._problem if self.encoder.needs_cuts else None)
+        columns, bad = parse_texts(block, self.job.settings.keys, self._problem if self.encoder.needs_cuts else None)
         keys = tuple(self._encode_key(texts) for texts in columns)
         return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
 
@@ -130,7 +122,7 @@ class BlockEncoder:
         ids, lengths = self.encoder.encode_flat(texts)
         self._check_one(texts, len(ids))
         lengths = lengths[lengths > 0]
-        if self.job.append_eod:
+        if self.job.settings.append_eod:
             return EncodedKey(*_closed(ids, lengths, self.tokenizer.eod, self.dtype))
         return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32))
 

@@ -76,7 +76,7 @@ def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> 
         raise TokenizerError(header["error"])
     keys = tuple(
         EncodedKey(np.frombuffer(connection.recv_bytes(), job.dtype), np.frombuffer(connection.recv_bytes(), np.int32))
-        for _ in job.keys
+        for _ in job.settings.keys
     )
     bad = tuple(BadInput(block.file, line, offset, reason) for line, offset, reason in header["bad"])
     return EncodedBlock(block.end, keys, bad, len(block.data), header["accelerator"], header["note"])

@@ -158,13 +158,6 @@ class _Run:
                 f"{error.filename or self.settings.output_prefix} cannot be written: {error.strerror}"
             ) from error
 
-    def _job(self) -> EncodeJob:
-        s = self.settings
-        sample = tuple(self._sample())
-        return EncodeJob(
-            s.tokenizer, s.accelerator, s.keys, s.append_eod, s.ftfy, self.dtype.str, sample, self.shares.piece_bytes
-        )
-
     def finished(self) -> PreprocessReport | None:
         """Return the report of an equal, complete run; None if there is none."""
         made: dict[str, Sidecar] = {}
@@ -232,9 +225,11 @@ class _Run:
         A small first block is encoded here, by the tokenizer itself: its ids are on disk before workers have started
         and loaded an accelerator.
         """
-        job, first = self._job(), next(blocks, None)
-        if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and job.accelerator in ("auto", "off"):
-            encoder = BlockEncoder(replace(job, accelerator="off"), self.tokenizer)
+        job = EncodeJob(self.settings, self.dtype.str, tuple(self._sample()), self.shares.piece_bytes)
+        first, accelerator = next(blocks, None), self.settings.accelerator
+        if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and accelerator in ("auto", "off"):
+            plain = replace(self.settings, accelerator="off")
+            encoder = BlockEncoder(replace(job, settings=plain), self.tokenizer)
             yield replace(encoder.encode(first), accelerator=None)
             first = next(blocks, None)
         if first is not None:
