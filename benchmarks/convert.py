@@ -44,12 +44,12 @@ def make_checkpoint(directory: Path, megabytes: int, tp_size: int) -> tuple[dict
 
     from neox.checkpoint import write_client_state, write_full_layer
     from neox.config import NeoXConfig
-    from neox.convert.plain_model import plain_plan
+    from neox.convert.verification import single_rank_plan
 
     per_block = 4 * 12 * HIDDEN * HIDDEN
     num_layers = max(1, (megabytes * 10**6 - 8 * VOCAB * HIDDEN) // per_block)
     keys = config_keys(num_layers)
-    layers = plain_plan(NeoXConfig.from_flat(keys), VOCAB).layers
+    layers = single_rank_plan(NeoXConfig.from_flat(keys), VOCAB).layers
     directory.mkdir(parents=True)
     for layer in layers.weight_layers:
         generator = torch.Generator().manual_seed(layer.index)

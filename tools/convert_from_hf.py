@@ -1,4 +1,4 @@
-"""Import a Hugging Face GPT-NeoX directory (Pythia, GPT-NeoX-20B, our own exports) as a NeoX checkpoint.
+"""Import a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint.
 
     tools/convert_from_hf.py --input_dir pythia-160m --output_dir checkpoints/pythia-160m
 

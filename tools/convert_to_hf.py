@@ -1,4 +1,4 @@
-"""Export a NeoX checkpoint as a Hugging Face GPT-NeoX directory.
+"""Export a checkpoint as a Hugging Face directory.
 
 tools/convert_to_hf.py --input_dir CKPT/global_step1000 --config_file configs/my.yml --output_dir my-model
 """
@@ -12,7 +12,7 @@ import _checkout  # noqa: F401
 
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
-from neox.convert import read_flat, refuse_inexpressible, to_hf, upload
+from neox.convert import to_hf, upload
 from neox.errors import ConversionError, run_script
 from neox.log import setup_logging
 
@@ -42,25 +42,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def saved_config(checkpoint: Path) -> Path:
-    """The config that a checkpoint of ours carries, or that `convert_from_hf.py` wrote beside it."""
+    """Return the config inside a checkpoint, or the one that `convert_from_hf.py` wrote beside it."""
     path, imported = checkpoint / CONFIG, checkpoint.parent / "config.yml"
     if not path.is_file():
         if imported.is_file():
             return imported
-        raise ConversionError(f"{path} does not exist (gpt-neox's checkpoints carry none): give --config_file")
+        raise ConversionError(f"{path} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
     return path
 
 
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    if args.config_file:
-        refuse_inexpressible(read_flat(args.config_file))  # all reasons together, before anything else is looked for
-    checkpoint = checkpoint_at(Path(args.input_dir))
-    files = args.config_file or [saved_config(checkpoint)]
-    refuse_inexpressible(read_flat(files))
+    files = args.config_file or [saved_config(checkpoint_at(Path(args.input_dir)))]
     result = to_hf(
-        checkpoint,
+        args.input_dir,
         load_config(files, overrides=args.set),
         args.output_dir,
         precision=None if args.precision == "auto" else args.precision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import nextafter
 from typing import Any, NamedTuple, Self
 
 _FINETUNE = {"finetune": True}
@@ -58,6 +59,13 @@ class Architecture:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_fraction(self) -> float:
+        """The fraction of each head that is rotated: int(head_dim * fraction) is `rotary_ndims`."""
+        fraction = self.rotary_ndims / self.head_dim
+        exact = int(self.head_dim * fraction) == self.rotary_ndims
+        return fraction if exact else nextafter(fraction, 1.0)  # the quotient was rounded down
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON can hold them."""

@@ -1,6 +1,12 @@
 """What the user asked for, and what follows from it. No torch here."""
 
-from neox.config.architecture import architecture_keys, architecture_of, architecture_settings, saved_architecture
+from neox.config.architecture import (
+    architecture_keys,
+    architecture_of,
+    architecture_settings,
+    saved_architecture,
+    yaml_keys,
+)
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.fit import inference_memory_problem
 from neox.config.loader import Draft, draft_config, load_config
@@ -42,4 +48,5 @@ __all__ = [
     "saved_architecture",
     "saved_precision",
     "static_problems",
+    "yaml_keys",
 ]

@@ -110,6 +110,29 @@ def architecture_of(config: NeoXConfig) -> Architecture:
     )
 
 
+def yaml_keys(architecture: Architecture) -> dict[str, Any]:
+    """Return the YAML keys of an architecture: `architecture_of` is the inverse, as far as keys can express it."""
+    keys: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "seq_length": architecture.max_positions,
+        "max_position_embeddings": architecture.max_positions,
+        "norm": architecture.norm,
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "pos_emb": architecture.positions,
+        "no_weight_tying": not architecture.tie_word_embeddings,
+        "gpt_j_residual": architecture.parallel_residual,
+        "activation": "gelu" if architecture.activation == "gelu_tanh" else architecture.activation,
+        "bias_gelu_fusion": architecture.activation == "gelu_tanh",
+    }
+    if architecture.positions == "rotary":
+        keys |= {"rotary_pct": architecture.rotary_fraction, "rotary_emb_base": int(architecture.rotary_base)}
+    if set(architecture.attention) != {"global"}:
+        keys["attention_config"] = list(architecture.attention)
+    return keys
+
+
 def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint's settings tell about its architecture.
 

@@ -1,17 +1,18 @@
-"""A Hugging Face GPT-NeoX directory (Pythia, 20B, our own exports) as a NeoX checkpoint."""
+"""Import of a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
-from neox.architecture import LayerPlan
+from neox.architecture import Architecture, LayerPlan
 from neox.checkpoint import (
     commit,
     discard,
@@ -21,12 +22,11 @@ from neox.checkpoint import (
     write_full_layer,
 )
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.config import NeoXConfig, Precision, RunPlan
-from neox.convert.hf_config import neox_keys
-from neox.convert.name_table import NamePair, name_pairs
-from neox.convert.plain_model import plain_plan
-from neox.convert.weights_in import HFWeights, read_json
+from neox.config import NeoXConfig, Precision, RunPlan, architecture_of, yaml_keys
+from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
+from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
+from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
 from neox.log import progress
 from neox.ops import DTYPES
 from neox.tokenizer import build_tokenizer
@@ -34,7 +34,7 @@ from neox.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class FromHFResult:
-    """What an import made: the committed checkpoint, the config of its model, and the number of parameters."""
+    """Finished import: the committed checkpoint, the YAML file of its model and its number of parameters."""
 
     checkpoint: Path
     config_file: Path
@@ -50,22 +50,31 @@ def from_hf(
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer beside it.
 
-    One layer is in memory at a time. model_parallel_size: tensor ranks of the files (any degree loads them).
-    precision: of the weights; None keeps the source's. Raises ConversionError with what cannot be expressed or is
-    missing, CheckpointError when the disk refuses.
+    One layer is in memory at a time.
+
+    Args:
+        hf_dir: Directory with `config.json` and weights.
+        output_dir: Directory of checkpoints.
+        model_parallel_size: Tensor ranks of the files; every degree can load them.
+        precision: Of the weights; None keeps the source's.
+
+    Raises:
+        ConversionError: For what cannot be expressed here, and for missing, unknown or broken weights.
+        CheckpointError: If the disk refuses.
     """
     source, output = Path(hf_dir), Path(output_dir)
-    keys = neox_keys(read_json(source / "config.json"))
-    weights = HFWeights(source)
-    embedding = _key(weights, "gpt_neox.embed_in.weight")
-    rows = weights.get(embedding).shape[0]
-    config = NeoXConfig.from_flat(keys)
-    plan = plain_plan(config, rows)
-    pairs = _paired(weights, plan.layers)
+    family, architecture, settings = read_family(read_json(source / "config.json"))
+    keys = _config_keys(architecture, settings)
+    weights = HFWeights(source, family)
+    (embedding,) = family.tensors["embedding"]["word_embeddings"].modules
+    stored = weights.find(f"{embedding}.weight")
+    rows = weights.get(stored).shape[0] if stored else settings.vocab_size
+    plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
+    tensors = _stored_keys(weights, plan.layers)
     _check_degree(plan.layers, model_parallel_size)
     staged = stage_directory(output, 0)
     try:
-        _write_layers(weights, pairs, plan.layers, staged, model_parallel_size, precision)
+        _write_layers(weights, tensors, plan.layers, staged, model_parallel_size, precision)
         client_state = {"iteration": 0, **_identity(plan, source, model_parallel_size)}
         for rank in range(model_parallel_size):
             write_client_state(staged, rank, client_state)
@@ -76,74 +85,105 @@ def from_hf(
     return FromHFResult(checkpoint, _write_config(source, output, keys, rows), plan.layers.numel)
 
 
-def _paired(weights: HFWeights, layers: LayerPlan) -> dict[NamePair, str]:
-    """Our parameters and the keys that hold them. Raises ConversionError listing missing and unknown keys."""
-    pairs = {pair: _key(weights, pair.hf) for pair in name_pairs(layers)}
-    missing = [pair.hf for pair, key in pairs.items() if key not in weights.names]
-    known = set(pairs.values())
+def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSettings]:
+    """Return the family, architecture and settings of a `config.json`.
+
+    Raises:
+        ConversionError: For an unknown family or values that are not supported, with every reason.
+    """
+    model_type = hf.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConversionError(
+            f"config.json: model_type {model_type} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    return family, *family.read_config(hf)
+
+
+def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
+    """Return YAML keys of an imported model. Raises ConversionError for fields that no key can express."""
+    keys = yaml_keys(architecture)
+    differences = architecture_of(NeoXConfig.from_flat(keys)).differences(asdict(architecture))
+    if differences:
+        lines = [f"{d.field}: {d.saved} in the Hugging Face model, only {d.wanted} is supported" for d in differences]
+        raise ConversionError("this Hugging Face model cannot be expressed here:\n  " + "\n  ".join(lines))
+    return {
+        **keys,
+        "output_layer_parallelism": "column",
+        "attention_dropout": settings.attention_dropout,
+        "hidden_dropout": settings.hidden_dropout,
+        "precision": settings.dtype,
+    }
+
+
+def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, list[str]]:
+    """Return the stored keys of each parameter. Raises ConversionError listing missing and unknown keys."""
+    found: dict[TensorMapping, list[str]] = {}
+    missing: list[str] = []
+    known: set[str] = set()
+    for mapping in weights.family.mappings(layers):
+        stored = [weights.find(key) for key in mapping.keys]
+        missing += [key for key, at in zip(mapping.keys, stored, strict=True) if at is None]
+        found[mapping] = [at for at in stored if at is not None]
+        known.update(found[mapping])
     if layers.architecture.tie_word_embeddings:
-        known |= {"embed_out.weight", "lm_head.weight"}  # a tied head's copy of the embedding
-    unknown = sorted(weights.names - known)
+        known |= weights.family.head_keys()  # a copy of the embedding
+    unknown = sorted(weights.keys - known)
     if missing or unknown:
         lines = [f"missing: {', '.join(missing[:10])}"] if missing else []
         lines += [f"unknown: {', '.join(unknown[:10])}"] if unknown else []
         listed = "\n  ".join(lines)
-        raise ConversionError(f"{weights.directory}: not the weights its config.json describes\n  {listed}")
-    return pairs
-
-
-def _key(weights: HFWeights, name: str) -> str:
-    """The key under which a directory holds what the name table calls `name` (a bare GPTNeoXModel has no prefix)."""
-    for candidate in (name, name.removeprefix("gpt_neox."), name.replace("embed_out.", "lm_head.")):
-        if candidate in weights.names:
-            return candidate
-    return name
+        raise ConversionError(f"{weights.directory}: the weights are not those that config.json describes\n  {listed}")
+    return found
 
 
 def _check_degree(layers: LayerPlan, tp_size: int) -> None:
-    bad = sorted(
-        {
-            f"{p.name} ({p.shape[p.partition_dim]})"
-            for layer in layers.weight_layers
-            for p in layer.parameters
-            if p.partition_dim is not None and p.shape[p.partition_dim] % tp_size
-        }
-    )
-    if layers.architecture.num_attention_heads % tp_size:
-        bad.append(f"attention heads ({layers.architecture.num_attention_heads})")
+    heads = layers.architecture.num_attention_heads
+    bad = {
+        f"{p.name} ({p.shape[p.partition_dim]})"
+        for layer in layers.weight_layers
+        for p in layer.parameters
+        if p.partition_dim is not None and p.shape[p.partition_dim] % tp_size
+    }
+    if heads % tp_size:
+        bad.add(f"num_attention_heads ({heads})")
     if bad:
-        raise ConversionError(f"model_parallel_size {tp_size} does not divide {', '.join(bad)}")
+        raise ConversionError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(bad))}")
 
 
 def _write_layers(
     weights: HFWeights,
-    pairs: Mapping[NamePair, str],
+    tensors: Mapping[TensorMapping, list[str]],
     layers: LayerPlan,
     directory: Path,
     tp_size: int,
     precision: Precision | None,
 ) -> None:
+    architecture = layers.architecture
+    by_layer: dict[int, list[TensorMapping]] = {}
+    for mapping in tensors:
+        by_layer.setdefault(mapping.layer, []).append(mapping)
     with progress("import", layers.numel, unit="parameters") as bar:
         for layer in layers.weight_layers:
             state: dict[str, Tensor] = {}
-            for pair, key in pairs.items():
-                if pair.layer != layer.index:
-                    continue
-                tensor = weights.get(key)
-                state[pair.name] = tensor.to(DTYPES[precision]) if precision else tensor
-            for parameter in layer.parameters:
-                found = tuple(state[parameter.name].shape)
-                if found != parameter.shape:
-                    raise ConversionError(
-                        f"{weights.directory}: layer {layer.index} {parameter.name} has shape {list(found)}, "
-                        f"config.json says {list(parameter.shape)}"
-                    )
+            shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
+            for mapping in by_layer[layer.index]:
+                stored = {key: weights.get(key) for key in tensors[mapping]}
+                wanted = to_hf_layout(torch.empty(shapes[mapping.name], device="meta"), mapping.source, architecture)
+                for (key, tensor), part in zip(stored.items(), wanted, strict=True):
+                    if tensor.shape != part.shape:
+                        raise ConversionError(
+                            f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a "
+                            f"model with {list(part.shape)}"
+                        )
+                full = from_hf_layout(list(stored.values()), mapping.source, architecture)
+                state[mapping.name] = full.to(DTYPES[precision]) if precision else full
             write_full_layer(directory, layer, state, tp_size)
             bar.update(layer.numel)
 
 
 def _identity(plan: RunPlan, source: Path, tp_size: int) -> dict[str, dict[str, Any]]:
-    """What the client state says about the model, less the facts about a run: there was none."""
+    """Return the model's entries of the client state, without those of a training run."""
     state = identity_state(plan)
     state[ARGS]["model_parallel_size"] = tp_size
     del state[ARGS]["tokenizer_type"]
@@ -156,7 +196,7 @@ def _identity(plan: RunPlan, source: Path, tp_size: int) -> dict[str, dict[str, 
 
 
 def _write_config(source: Path, output: Path, keys: Mapping[str, Any], rows: int) -> Path:
-    """Write the model's keys as YAML, with the tokenizer where there is one, ready to finetune from."""
+    """Write the model's keys as YAML, with the tokenizer if there is one, ready to finetune from."""
     flat = dict(keys)
     tokenizer = source / "tokenizer.json"
     if tokenizer.is_file():
@@ -164,6 +204,6 @@ def _write_config(source: Path, output: Path, keys: Mapping[str, Any], rows: int
         flat |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(output / "tokenizer.json")}
     flat |= {"load": str(output), "finetune": True}
     path = output / "config.yml"
-    head = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
-    path.write_text(head + yaml.safe_dump(flat, sort_keys=False), encoding="utf-8")
+    header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
+    path.write_text(header + yaml.safe_dump(flat, sort_keys=False), encoding="utf-8")
     return path

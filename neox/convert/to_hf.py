@@ -1,32 +1,29 @@
-"""A NeoX checkpoint as a Hugging Face GPT-NeoX directory."""
+"""Export of a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from neox.checkpoint import CheckpointReader, check_same_model, damaged_weights
-from neox.config import NeoXConfig, Precision
-from neox.convert.expressible import refuse_inexpressible
-from neox.convert.hf_config import generation_config, hf_config
-from neox.convert.model_card import model_card
-from neox.convert.output import written_beside
-from neox.convert.plain_model import plain_plan
-from neox.convert.tokenizer_files import TokenizerSource, find_tokenizer, write_tokenizer
-from neox.convert.verifying import Verification, compare_logits, verification_tokens
-from neox.convert.weights_out import Export, plan_tensors, write_weights
+from neox.architecture import LayerPlan
+from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at, damaged_weights
+from neox.checkpoint.reshard import OnDrift
+from neox.config import NeoXConfig, Precision, RunPlan, architecture_keys
+from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_card, new_directory, write_tokenizer
+from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
+from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
 from neox.errors import ConversionError
+from neox.families import FAMILIES, Family, ModelSettings
 from neox.log import get_logger
 from neox.ops import DTYPES
 
 _log = get_logger(__name__)
-# Up to here both models fit beside each other in a few GiB and compare within seconds.
+# Up to here both models fit in a few GiB together and are compared within seconds.
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 _VERIFY_TOKENS = 256
 # Rounding to another precision moves logits; within one precision only the order of sums differs.
@@ -35,7 +32,7 @@ _TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 0.05, torch.b
 
 @dataclass(frozen=True)
 class ToHFResult:
-    """What an export made. check: None when it was not verified."""
+    """Finished export; `check` is None if it was not verified."""
 
     output: Path
     export: Export
@@ -56,55 +53,90 @@ def to_hf(
     average_replicas: bool = False,
     overwrite: bool = False,
 ) -> ToHFResult:
-    """Write a `global_stepN` directory as a Hugging Face directory, one block of a tensor at a time.
+    """Write a checkpoint as a Hugging Face directory, one tensor at a time.
 
-    precision: of the weights; None keeps the checkpoint's. trim_vocab: drop the rows that pad the vocabulary.
-    verify: compare the logits of both models and fail if they are not the same; None: up to 300 M parameters.
-    verify_text: text to compare on. tokenizer_file: instead of the config's vocab_file. average_replicas: average
-    replicated weights whose copies differ between tensor ranks instead of refusing. overwrite: replace `output_dir`.
     The checkpoint's hashes are checked while its weights are written, unless `checkpoint_verify` is off.
 
-    Raises ConversionError with every reason why the model cannot be expressed, before any file is looked for;
-    CheckpointError for what is wrong with the checkpoint.
+    Args:
+        input_dir: `global_stepN` directory, or one that holds some.
+        config: The checkpoint's configuration.
+        output_dir: Directory to create.
+        precision: Of the weights; None keeps the checkpoint's.
+        trim_vocab: Drop the rows that pad the vocabulary.
+        verify: Compare the logits of both models and fail if they differ; None means up to 300 M parameters.
+        verify_text: Text to compare on.
+        tokenizer_file: Vocabulary file instead of the configuration's.
+        max_shard_bytes: Largest safetensors file.
+        average_replicas: Average replicated weights whose copies differ between tensor ranks, instead of refusing.
+        overwrite: Replace `output_dir`.
+
+    Raises:
+        ConfigError: For settings of the network that are not supported, before any file is read.
+        ConversionError: With every reason if no family can express the model, before any file is read; for a damaged
+            or contradicting checkpoint, and for an export with other logits.
+        CheckpointError: If the checkpoint cannot be read or belongs to another model.
     """
-    refuse_inexpressible(config.to_flat())
+    family = choose_family(config)
     output = Path(output_dir)
-    reader = _open(Path(input_dir), config, "average" if average_replicas else "refuse")
-    assert reader.layers is not None
+    reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
+    layers = plan.layers
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
     rows = _vocabulary_rows(reader, source, trim_vocab)
-    planned = plan_tensors(reader, reader.layers, DTYPES[precision] if precision else None, rows)
+    planned = plan_tensors(reader, layers, family, DTYPES[precision] if precision else None, rows)
     check = None
-    with written_beside(output, overwrite=overwrite) as staged, ThreadPoolExecutor(1) as beside:
-        damage = beside.submit(damaged_weights, reader.path) if config.checkpoint.checkpoint_verify else None
-        export = write_weights(reader, planned, staged, max_shard_bytes=max_shard_bytes)
+    with new_directory(output, overwrite=overwrite) as partial, ThreadPoolExecutor(1) as thread:
+        damage = thread.submit(damaged_weights, reader.path) if config.checkpoint.checkpoint_verify else None
+        export = write_weights(reader, layers, planned, partial, max_shard_bytes=max_shard_bytes)
         if damage is not None and (problems := damage.result()):
-            raise ConversionError(f"{reader.path} is not complete: {'; '.join(problems)}; nothing was kept")
-        hf = hf_config(config, vocab_size=rows, eod=source.tokenizer.eod if source else None, dtype=_name(export.dtype))
-        _write_json(staged / "config.json", hf)
-        _write_json(staged / "generation_config.json", generation_config(hf["eos_token_id"]))
+            raise ConversionError(f"{reader.path} is damaged: {'; '.join(problems)}; the export was removed")
+        settings = _settings(config, rows, source.tokenizer.eod if source else None, export.dtype)
+        hf = family.write_config(plan.architecture, settings)
+        write_json(partial / "config.json", hf)
+        generation = {"_from_model_config": True, "bos_token_id": settings.eod, "eos_token_id": settings.eod}
+        write_json(partial / "generation_config.json", generation)
         if source is not None:
-            write_tokenizer(source, staged, max_length=hf["max_position_embeddings"])
-        if verify or (verify is None and reader.layers.numel <= VERIFY_UP_TO_PARAMETERS):
-            check = _verify(reader, config, staged, source, rows, verify_text, export)
+            write_tokenizer(source, partial, max_length=plan.architecture.max_positions)
+        if verify or (verify is None and layers.numel <= VERIFY_UP_TO_PARAMETERS):
+            check = _verify(reader, config, layers, partial, source, rows, verify_text, export)
         card = model_card(
             name=output.name,
+            family=family,
             hf=hf,
             export=export,
             iteration=reader.iteration_or_none,
-            parameters=sum(torch.Size(entry.shape).numel() for _, entry in planned),
+            parameters=sum(prod(item.entry.shape) for item in planned),
             check=check,
         )
-        (staged / "README.md").write_text(card, encoding="utf-8")
+        (partial / "README.md").write_text(card, encoding="utf-8")
     return ToHFResult(output, export, check)
 
 
-def _open(input_dir: Path, config: NeoXConfig, on_drift: Any) -> CheckpointReader:
-    """Open the checkpoint with the plan of the config's model; the vocabulary's rows come from the tensors."""
+def choose_family(config: NeoXConfig) -> Family:
+    """Return the first family that can express a configuration's network.
+
+    Raises:
+        ConfigError: For settings of the network that are not supported.
+        ConversionError: If there is none, with every family's reasons.
+    """
+    architecture = single_rank_plan(config, 1).architecture
+    reasons: list[str] = []
+    for family in FAMILIES.values():
+        problems = family.problems(architecture)
+        if not problems:
+            return family
+        for field, reason in problems.items():
+            keys = [key for key in architecture_keys(field) if config.given(key)] or architecture_keys(field)[:1]
+            given = ", ".join(f"{key}: {getattr(config.model, key)}" for key in keys)
+            reasons.append(f"{family.title} ({family.model_type}) cannot express `{given}`: {reason}")
+    raise ConversionError("this model has no Hugging Face form:\n  " + "\n  ".join(reasons))
+
+
+def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[CheckpointReader, RunPlan]:
+    """Open a checkpoint with the plan of the configuration's network; the size of the vocabulary is the stored one."""
     reader = CheckpointReader(input_dir)
-    plan = plain_plan(config, reader.vocabulary_rows)
+    plan = single_rank_plan(config, reader.vocabulary_rows)
     check_same_model(input_dir, reader.args, plan)
-    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift)
+    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift), plan
 
 
 def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, trim: bool) -> int:
@@ -112,38 +144,42 @@ def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, t
     known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
     if known is not None and known > stored:
         raise ConversionError(
-            f"the tokenizer has {known} ids, the checkpoint's embedding {stored} rows: not its tokenizer"
+            f"the tokenizer has {known} ids, but the checkpoint's embedding has {stored} rows: it is another tokenizer"
         )
     if not trim:
         return stored
     if known is None:
         raise ConversionError(
-            "--trim-vocab needs the tokenizer to know how many ids are used; give it with --tokenizer"
+            "--trim-vocab needs the tokenizer to know how many ids are used; give its file with --tokenizer"
         )
     return int(known)
+
+
+def _settings(config: NeoXConfig, rows: int, eod: int | None, dtype: torch.dtype) -> ModelSettings:
+    return ModelSettings(
+        dtype=next(name for name, known in DTYPES.items() if known == dtype),
+        initializer_range=config.model.init_method_std,
+        attention_dropout=config.training.attention_dropout,
+        hidden_dropout=config.training.hidden_dropout,
+        vocab_size=rows,
+        eod=eod,
+    )
 
 
 def _verify(
     reader: CheckpointReader,
     config: NeoXConfig,
-    staged: Path,
+    layers: LayerPlan,
+    directory: Path,
     source: TokenizerSource | None,
     rows: int,
     text: str | None,
     export: Export,
 ) -> Verification:
-    length = min(_VERIFY_TOKENS, config.model.max_position_embeddings or config.model.seq_length or _VERIFY_TOKENS)
+    length = min(_VERIFY_TOKENS, layers.architecture.max_positions)
     tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, text)
-    check = compare_logits(reader, config, staged, tokens, origin)
+    check = compare_logits(reader, config, directory, tokens, origin)
     _log.info("verified: %s", check)
     if not check.difference <= _TOLERANCE[export.dtype] * max(1.0, check.largest):
-        raise ConversionError(f"the export is not the same model: {check}; nothing was kept")
+        raise ConversionError(f"the export's logits differ from the checkpoint's: {check}; the export was removed")
     return check
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -177,12 +177,12 @@ def make_app(
             Route("/health", health),
             Route("/", page),
         ],
-        middleware=[Middleware(KnownHosts, names=["localhost", "127.0.0.1", "[::1]", *hosts])],
+        middleware=[Middleware(_HostFilter, names=["localhost", "127.0.0.1", "[::1]", *hosts])],
         exception_handlers={HTTPException: refuse, Exception: refuse},
     )
 
 
-class KnownHosts:
+class _HostFilter:
     """ASGI middleware that refuses requests whose Host header is not one of `names`."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:

@@ -12,8 +12,7 @@ import torch
 from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig, load_config
 from neox.convert import from_hf, to_hf
-from neox.convert.plain_model import load_plain_model, plain_plan
-from neox.convert.verifying import hf_logits
+from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -45,19 +44,19 @@ def test_logits_of_an_export(tmp_path, mp, pp, parallel_residual, untied, tanh_g
         pipe_parallel_size=pp,
         output_layer_parallelism="row" if pp == 2 else "column",
     )
-    layers = plain_plan(config, 96).layers
+    layers = single_rank_plan(config, 96).layers
     weights = seeded_weights(layers, seed=mp + 2 * pp)
     directory = write_checkpoint(tmp_path / "global_step3", layers, weights, tp_size=mp, pp_size=pp)
     to_hf(directory, config, tmp_path / "hf", verify=False, max_shard_bytes=30_000)
     tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        ours = load_plain_model(CheckpointReader(directory, layers), config)(tokens)
+        ours = load_reference_model(CheckpointReader(directory, layers), config)(tokens)
     theirs = hf_logits(tmp_path / "hf", tokens)
     assert (ours - theirs).abs().max() < 1e-5
     assert ours.std() > 0.05  # logits that say something
 
     back = from_hf(tmp_path / "hf", tmp_path / "back", model_parallel_size=3 - mp)
-    reader = CheckpointReader(back.checkpoint, plain_plan(load_config([back.config_file]), 96).layers)
+    reader = CheckpointReader(back.checkpoint, single_rank_plan(load_config([back.config_file]), 96).layers)
     assert set(reader.items()) == set(weights)
     for (index, name), value in weights.items():
         assert torch.equal(reader.full(index, name), value), name
@@ -83,7 +82,7 @@ def test_exports_of_gpt_neox_checkpoints_give_its_logits(tmp_path, run):
 def test_an_export_of_two_ranks_with_trained_row_biases_is_verified(tmp_path):
     """gpt-neox's tensor ranks own different row biases under parallel residual: their sum is the model's."""
     config = small_config(gpt_j_residual=True, no_weight_tying=True)
-    layers = plain_plan(config, 96).layers
+    layers = single_rank_plan(config, 96).layers
     directory = write_checkpoint(tmp_path / "global_step3", layers, seeded_weights(layers), tp_size=2)
     for rank in range(2):
         path = directory / f"layer_02-model_{rank:02d}-model_states.pt"
@@ -121,8 +120,8 @@ def test_what_transformers_saves_itself_comes_in(tmp_path, tied):
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     result = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
     config = load_config([result.config_file])
-    reader = CheckpointReader(result.checkpoint, plain_plan(config, 100).layers)
+    reader = CheckpointReader(result.checkpoint, single_rank_plan(config, 100).layers)
     tokens = torch.randint(0, 100, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        difference = (load_plain_model(reader, config)(tokens) - theirs(tokens).logits).abs().max()
+        difference = (load_reference_model(reader, config)(tokens) - theirs(tokens).logits).abs().max()
     assert difference < 2e-5

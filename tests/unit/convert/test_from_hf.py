@@ -12,7 +12,7 @@ from safetensors.torch import save_file as save_safetensors
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig, load_config
 from neox.convert import from_hf, to_hf
-from neox.convert.plain_model import plain_plan
+from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
@@ -21,7 +21,7 @@ from tests.unit.convert.test_to_hf import SIZES
 @pytest.fixture
 def exported(tmp_path):
     config = NeoXConfig.from_flat({**SIZES, "gpt_j_residual": True})
-    layers = plain_plan(config, 96).layers
+    layers = single_rank_plan(config, 96).layers
     weights = seeded_weights(layers, dtype=torch.float16)
     directory = write_checkpoint(tmp_path / "global_step3", layers, weights)
     to_hf(directory, config, tmp_path / "hf", verify=False)
@@ -82,18 +82,17 @@ def test_precision(exported, tmp_path):
 
 def test_what_cannot_be_expressed_is_named_together(exported, tmp_path):
     directory, _, _ = exported
-    edit_config(
-        directory,
-        model_type="llama",
-        intermediate_size=100,
-        hidden_act="relu",
-        attention_bias=False,
-        rope_parameters={"rope_type": "yarn"},
-    )
+    edit_config(directory, intermediate_size=100)
+    with pytest.raises(ConversionError, match="mlp_width: 100"):
+        from_hf(directory, tmp_path / "back")
+    edit_config(directory, hidden_act="relu", attention_bias=False, rope_parameters={"rope_type": "yarn"})
     with pytest.raises(ConversionError) as error:
         from_hf(directory, tmp_path / "back")
-    for reason in ("model_type: llama", "intermediate_size: 100", "hidden_act: relu", "attention_bias", "yarn"):
+    for reason in ("hidden_act: relu", "attention_bias", "yarn"):
         assert reason in str(error.value)
+    edit_config(directory, model_type="no_such_model")
+    with pytest.raises(ConversionError, match="model_type no_such_model"):
+        from_hf(directory, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -110,10 +109,10 @@ def test_broken_or_missing_files(exported, tmp_path):
     directory, _, _ = exported
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ConversionError, match="broken or no safetensors file"):
+    with pytest.raises(ConversionError, match="broken, or not a safetensors file"):
         from_hf(directory, tmp_path / "back")
     path.unlink()
-    with pytest.raises(ConversionError, match="not a Hugging Face model"):
+    with pytest.raises(ConversionError, match="no Hugging Face model"):
         from_hf(directory, tmp_path / "back")
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
     with pytest.raises(ConversionError, match=r"missing: .*x\.bin"):
@@ -124,5 +123,5 @@ def test_broken_or_missing_files(exported, tmp_path):
 
 
 def test_a_degree_that_does_not_divide(exported, tmp_path):
-    with pytest.raises(ConversionError, match=r"model_parallel_size 5 does not divide .*attention heads \(4\)"):
+    with pytest.raises(ConversionError, match=r"model-parallel-size 5 does not divide .*num_attention_heads \(4\)"):
         from_hf(exported[0], tmp_path / "back", model_parallel_size=5)

@@ -11,10 +11,9 @@ from safetensors import safe_open
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
-from neox.convert import inexpressible, to_hf
-from neox.convert.expressible import refuse_inexpressible
-from neox.convert.plain_model import plain_plan
-from neox.errors import CheckpointError, ConversionError
+from neox.convert import to_hf
+from neox.convert.verification import single_rank_plan
+from neox.errors import CheckpointError, ConfigError, ConversionError
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -31,7 +30,7 @@ SIZES = {
 
 def checkpoint(tmp_path, *, rows=96, tp_size=2, dtype=torch.float32, state=None, **changes):
     config = NeoXConfig.from_flat({**SIZES, **changes})
-    layers = plain_plan(config, rows).layers
+    layers = single_rank_plan(config, rows).layers
     weights = seeded_weights(layers, dtype=dtype)
     directory = write_checkpoint(tmp_path / "global_step3", layers, weights, tp_size=tp_size, client_state=state)
     return directory, config, weights
@@ -45,41 +44,20 @@ def tensors(directory):
     return found
 
 
-def test_every_reason_is_named():
-    flat = {**SIZES, "pos_emb": "alibi", "norm": "rmsnorm", "activation": "geglu", "attention_config": [[["local"], 2]]}
-    with pytest.raises(ConversionError) as error:
-        refuse_inexpressible(flat)
-    for reason in ("pos_emb: alibi", "norm: rmsnorm", "activation: geglu", "attention_config: local"):
-        assert reason in str(error.value)
+def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
+    config = NeoXConfig.from_flat({**SIZES, "num_kv_heads": 2, "gpt_j_tied": True, "moe_num_experts": 8})
+    with pytest.raises(ConfigError) as refused:
+        to_hf(tmp_path / "nowhere", config, tmp_path / "out")
+    for key in ("num_kv_heads: 2", "gpt_j_tied: true", "moe_num_experts: 8"):
+        assert key in str(refused.value)
+    with pytest.raises(ConversionError, match="pos_emb: none"):
+        to_hf(tmp_path / "nowhere", NeoXConfig.from_flat({**SIZES, "pos_emb": "none"}), tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "flat",
-    [
-        {"pos_emb": "learned"},
-        {"pos-emb": "rpe"},
-        {"pos_emb": "sinusoidal"},
-        {"norm": "scalenorm"},
-        {"gpt_j_tied": True},
-        {"attention_config": [[["global", "sparse_fixed"], 1]]},
-        {"attention-config": [[["gmlp"], "all"]]},
-        {"num_kv_heads": 2},
-        {"sliding_window_width": 4},
-        {"use_bias_in_norms": False},
-        {"moe_num_experts": 8},
-    ],
-)
-def test_one_reason(flat):
-    assert inexpressible(SIZES) == []
-    assert (
-        inexpressible({**SIZES, "attention_config": [[["global"], 1], [["flash"], "all"]], "num_kv_heads": "None"})
-        == []
-    )
-    without = {k: v for k, v in SIZES.items() if k != "pos_emb"} if flat.keys() & {"pos-emb", "pos_emb"} else SIZES
-    assert len(inexpressible({**without, **flat})) == 1
-    assert inexpressible({}) == [
-        "pos_emb: learned (gpt-neox's default): Hugging Face GPT-NeoX has rotary positions only"
-    ]
+def test_keys_that_do_not_describe_the_network_are_not_looked_at(tmp_path):
+    """A configuration of gpt-neox converts, whatever else it asks for."""
+    directory, config, _ = checkpoint(tmp_path, hostfile="/nowhere", data_path="none", model_parallel_size=7)
+    to_hf(directory, config, tmp_path / "hf", verify=False)
 
 
 def test_shards_and_index(tmp_path):
@@ -110,7 +88,7 @@ def test_precision(tmp_path):
 def test_values_too_large_for_fp16_are_refused_and_nothing_is_left(tmp_path):
     directory, config, weights = checkpoint(tmp_path, tp_size=1)
     weights[2, "attention.dense.weight"][0, 0] = 70000.0
-    write_checkpoint(directory, plain_plan(config, 96).layers, weights)
+    write_checkpoint(directory, single_rank_plan(config, 96).layers, weights)
     with pytest.raises(ConversionError, match=r"layer 2 attention\.dense\.weight has values beyond fp16"):
         to_hf(directory, config, tmp_path / "fp16", precision="fp16", verify=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3"]
@@ -166,7 +144,7 @@ def test_a_directory_of_20b_layout(tmp_path):
     changes = {"num_layers": 44, "gpt_j_residual": True, "rotary_pct": 0.25}
     args = {"num_layers": 44, "hidden_size": 32, "padded_vocab_size": 96, "model_parallel_size": 2}
     config = NeoXConfig.from_flat({**SIZES, **changes})
-    layers = plain_plan(config, 96).layers
+    layers = single_rank_plan(config, 96).layers
     weights = seeded_weights(layers, dtype=torch.float16)
     directory = write_checkpoint(
         tmp_path / "global_step150000",
@@ -194,7 +172,7 @@ def test_damaged_weights_are_not_exported(tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConversionError, match=r"layer_02-model_01-model_states\.pt is damaged.*nothing was kept"):
+    with pytest.raises(ConversionError, match=r"layer_02-model_01-model_states\.pt is damaged.*was removed"):
         to_hf(directory, config, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
     unchecked = NeoXConfig.from_flat({**SIZES, "checkpoint_verify": False})

@@ -1,4 +1,4 @@
-"""Tokenizer files of an export, and uploading it."""
+"""Tokenizer files of an export, and its upload."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.convert import upload
-from neox.convert.flat_keys import read_flat
-from neox.convert.tokenizer_files import find_tokenizer, write_tokenizer
-from neox.errors import ConfigError, ConversionError
+from neox.convert.hf_directory import find_tokenizer, write_tokenizer
+from neox.errors import ConversionError
 
 
 def test_gpt2_files(tmp_path):
@@ -61,10 +60,3 @@ def test_upload(tmp_path, monkeypatch):
         Hub.failure = failure
         with pytest.raises(ConversionError, match=r"was exported, but uploading it to nobody/no failed: no network"):
             upload(tmp_path, "nobody/no")
-
-
-def test_a_key_given_twice_is_named_with_both_places(tmp_path):
-    (tmp_path / "one.yml").write_text("num_layers: 2\n")
-    (tmp_path / "two.yml").write_text("num_layers: 3\n")
-    with pytest.raises(ConfigError, match=r"two\.yml:1.*one\.yml:1|one\.yml:1.*two\.yml:1"):
-        read_flat([tmp_path / "one.yml", tmp_path / "two.yml"])

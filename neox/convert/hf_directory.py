@@ -1,0 +1,200 @@
+"""Files of a Hugging Face directory around its weights: tokenizer, model card; its atomic creation and its upload."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neox.config import NeoXConfig
+from neox.convert.hf_weights import Export, write_json
+from neox.convert.verification import Verification
+from neox.errors import ConversionError
+from neox.families import Family
+from neox.files import atomic_directory
+from neox.log import get_logger
+from neox.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
+
+_log = get_logger(__name__)
+_TOKENIZER_CLASSES = {
+    "HFTokenizer": "PreTrainedTokenizerFast",
+    "HFGPT2Tokenizer": "GPT2TokenizerFast",
+    "GPT2BPETokenizer": "GPT2TokenizerFast",
+}
+_CARD_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rotary_pct",
+    "use_parallel_residual",
+    "tie_word_embeddings",
+    "hidden_act",
+)
+
+
+@contextmanager
+def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty directory that becomes `output` when the block has ended without an exception.
+
+    Raises:
+        ConversionError: If `output` is not empty (unless `overwrite`) or cannot be written.
+    """
+    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
+        raise ConversionError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+    try:
+        with atomic_directory(output) as partial:
+            yield partial
+    except OSError as error:
+        raise ConversionError(f"{output}: cannot be written: {error.strerror or error} ({error.filename})") from error
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Tokenizer, its `tokenizer_type` and the files it was built from."""
+
+    tokenizer: Tokenizer
+    type: str
+    vocab_file: Path
+    merge_file: Path | None
+
+
+def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> TokenizerSource | None:
+    """Build the configuration's tokenizer.
+
+    Args:
+        config: Configuration with the tokenizer's keys.
+        override: Vocabulary file instead of the configuration's; a `tokenizer.json` where that gives no type.
+
+    Returns:
+        None, with a warning, if the vocabulary file does not exist: the export continues without a tokenizer.
+
+    Raises:
+        ConversionError: If `override` does not exist.
+    """
+    kind = config.tokenizer.tokenizer_type
+    if override is not None and not config.given("tokenizer_type"):
+        kind = "HFTokenizer"
+    if override is not None and not override.exists():
+        raise ConversionError(f"--tokenizer: {override} does not exist")
+    given = override or (Path(config.tokenizer.vocab_file) if config.tokenizer.vocab_file else None)
+    if given is None or not given.exists():
+        reason = f"vocab_file {given} does not exist" if given else "the configuration has no vocab_file"
+        _log.warning(
+            "%s: the export has no tokenizer and no end-of-document id; give the file with --tokenizer", reason
+        )
+        return None
+    merges = Path(config.tokenizer.merge_file) if config.tokenizer.merge_file else None
+    return TokenizerSource(build_tokenizer(kind, given, merges), kind, given, merges)
+
+
+def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -> None:
+    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them; warn if its type has no such form."""
+    if source.type not in _TOKENIZER_CLASSES:
+        _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
+        return
+    if source.type == "HFTokenizer":
+        shutil.copyfile(source.vocab_file, output / "tokenizer.json")
+    else:
+        assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
+        shutil.copyfile(source.vocab_file, output / "vocab.json")
+        shutil.copyfile(source.merge_file, output / "merges.txt")
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
+    config = {
+        "tokenizer_class": _TOKENIZER_CLASSES[source.type],
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        **special,
+    }
+    write_json(output / "tokenizer_config.json", config)
+    write_json(output / "special_tokens_map.json", special)
+
+
+def model_card(
+    *,
+    name: str,
+    family: Family,
+    hf: Mapping[str, Any],
+    export: Export,
+    iteration: int | None,
+    parameters: int,
+    check: Verification | None,
+) -> str:
+    """Return the model card (`README.md`): architecture, origin and check of the weights, how to load them.
+
+    Args:
+        name: Name of the directory.
+        family: Architecture of the export.
+        hf: Contents of `config.json`.
+        export: Weights that were written.
+        iteration: Training step of the checkpoint, if known.
+        parameters: Number of parameters.
+        check: Result of the verification, if there was one.
+    """
+    rows = "\n".join(f"| {key} | {hf[key]} |" for key in _CARD_KEYS if key in hf)
+    trained = "" if iteration is None else f" after {iteration:,} training steps"
+    checked = (
+        f"On export, this directory's logits in `transformers` were compared with the training code's: {check}."
+        if check is not None
+        else "The logits were not compared with the training code's on export."
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- {family.model_type}
+---
+
+# {name}
+
+A {family.title} language model of {parameters:,} parameters{trained}, exported by `neox` from its training checkpoint:
+{export.tensors} tensors, {export.total_bytes:,} bytes, {str(export.dtype).removeprefix("torch.")}.
+
+| | |
+|---|---|
+{rows}
+
+{checked}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+
+
+def upload(directory: Path, repository: str) -> str:
+    """Upload a directory to the Hugging Face hub.
+
+    Needs the package huggingface_hub and a login (`hf auth login`, or HF_TOKEN).
+
+    Args:
+        directory: Directory to upload.
+        repository: `USER/NAME`; created, private, if it does not exist.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        ConversionError: If it fails.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, exist_ok=True, private=True)
+        api.upload_folder(folder_path=str(directory), repo_id=repository)
+    except Exception as error:  # connection errors are those of the HTTP library that the hub's client uses
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConversionError(
+            f"{directory} was exported, but uploading it to {repository} failed: {reason}; "
+            f"log in with `hf auth login` and repeat with `hf upload {repository} {directory}`"
+        ) from error
+    return str(address)

@@ -1,0 +1,161 @@
+"""Reference network of a checkpoint on one rank, and comparison of an export's logits with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config.keys import UNSUPPORTED
+from neox.errors import ConversionError
+from neox.model import GPT
+from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
+
+# Keys of the model section that choose between kernels of the same function.
+_KERNEL_KEYS = frozenset({"scaled_upper_triang_masked_softmax_fusion", "precision"})
+
+# Everyday text of different kinds: prose, code, numbers, accents and another script.
+SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog. Whether a converted model is the same model is decided by its "
+    "numbers:\n\n    def mean(values):\n        return sum(values) / len(values)\n\n"
+    "Die Größe beträgt 3,14159; le café coûte 2,50 €. 数字は同じでなければなりません。 It was 1984, 12 % of 65536."
+)
+
+
+def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
+    """Return the plan of a configuration's network alone, in fp32 on one rank, without degrees, batch and data.
+
+    Raises:
+        ConfigError: For settings of the network that are not supported, all of them in one message.
+    """
+    kept = {name for name, key in UNSUPPORTED.items() if key.section == "model"}
+    kept |= set(type(config.model).model_fields) - _KERNEL_KEYS
+    flat = {key: value for key, value in config.to_flat().items() if key in kept}
+    flat |= {"padded_vocab_size": padded_vocab_size, "train_micro_batch_size_per_gpu": 1}
+    flat |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pipe_parallel_size": 1, "model_parallel_size": 1}
+    sources = {key: source for key, source in config.sources().items() if key.partition(".")[0] in kept}
+    plan = resolve(NeoXConfig.from_flat(flat, sources), 1, padded_vocab_size)
+    return replace(plan, attention=("eager",) * plan.architecture.num_layers)  # runs on every device
+
+
+def load_reference_model(reader: CheckpointReader, config: NeoXConfig) -> GPT:
+    """Return our network with a checkpoint's weights, fp32 on CPU, in evaluation mode.
+
+    Args:
+        reader: Checkpoint, opened with a layer plan.
+        config: The checkpoint's configuration.
+    """
+    assert reader.layers is not None
+    plan = single_rank_plan(config, reader.layers.padded_vocab_size)
+    model = GPT(plan, ParallelGrid.single(), dtype=torch.float32)
+    state = {
+        f"sequential.{layer.index}.{parameter.name}": reader.full(layer.index, parameter.name).float()
+        for layer in reader.layers.weight_layers
+        for parameter in layer.parameters
+    }
+    own = dict(model.named_parameters())
+    assert own.keys() == state.keys(), own.keys() ^ state.keys()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Comparison of two models on the same tokens; logits in fp32, over the exported vocabulary.
+
+    Attributes:
+        difference: Largest absolute difference of logits.
+        largest: Largest absolute logit of ours.
+        same_argmax: Fraction of positions at which both predict the same next token.
+        tokens: Number of positions.
+        source: Origin of the tokens.
+    """
+
+    difference: float
+    largest: float
+    same_argmax: float
+    tokens: int
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference {self.difference:.3g} (largest logit {self.largest:.3g}, same next token at "
+            f"{100 * self.same_argmax:.2f} % of {self.tokens} positions of {self.source})"
+        )
+
+
+def verification_tokens(
+    tokenizer: Tokenizer | None, vocab_rows: int, length: int, text: str | None = None
+) -> tuple[Tensor, str]:
+    """Return tokens [1, S] to compare on, and a description of their origin.
+
+    Args:
+        tokenizer: Encodes the text; None takes seeded random ids below `vocab_rows`.
+        vocab_rows: Rows of the exported embedding.
+        length: Most tokens.
+        text: Text instead of `SAMPLE_TEXT`.
+
+    Raises:
+        ConversionError: If the text has no tokens.
+    """
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(1234)
+        return torch.randint(0, vocab_rows, (1, length), generator=generator), "seeded random ids (no tokenizer)"
+    ids = tokenizer.encode(text or SAMPLE_TEXT)[:length]
+    if not ids:
+        raise ConversionError("--verify-text: the text is empty")
+    return torch.tensor([ids]), "the given text" if text else "a built-in text"
+
+
+def compare_logits(
+    reader: CheckpointReader, config: NeoXConfig, hf_directory: Path, tokens: Tensor, source: str
+) -> Verification:
+    """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S]."""
+    with torch.inference_mode():
+        ours = load_reference_model(reader, config)(tokens).float()
+        theirs = hf_logits(hf_directory, tokens)
+    ours = ours[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
+    return Verification(
+        difference=(ours - theirs).abs().max().item(),
+        largest=ours.abs().max().item(),
+        same_argmax=(ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(),
+        tokens=tokens.numel(),
+        source=source,
+    )
+
+
+def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
+    """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S].
+
+    Raises:
+        ConversionError: If `transformers` reports missing, unexpected or mismatched keys.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(str(directory), output_loading_info=True, local_files_only=True)
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys: Sequence[str] = sorted(map(str, info.get(kind) or ()))
+        if keys and not (kind == "missing_keys" and model.config.tie_word_embeddings and len(keys) == 1):
+            raise ConversionError(f"{directory}: transformers reports {kind.replace('_', ' ')}: {', '.join(keys[:10])}")
+    with torch.inference_mode():
+        logits: Tensor = model.float().eval()(tokens).logits.float()
+        return logits

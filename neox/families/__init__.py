@@ -1,0 +1,17 @@
+"""Hugging Face architectures as data: configuration, tensor names and layouts, and what they cannot express.
+
+A family is one module and one entry in `FAMILIES`; `neox.convert` reads and writes its files. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from neox.families.family import Family, ModelSettings, TensorMapping, TensorSource
+from neox.families.gpt_neox import GPT_NEOX
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in (GPT_NEOX,)})
+"""`model_type` of `config.json` -> family, in order of preference."""
+
+__all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource"]

@@ -1,0 +1,128 @@
+"""Types that describe a Hugging Face architecture as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from neox.architecture import BLOCK_OFFSET, Architecture, LayerKind, LayerPlan
+
+DTYPES: tuple[tuple[str, str], ...] = (("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16"))
+"""(`torch_dtype` of `config.json`, `precision` of the YAML)."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Contents of `config.json` that are no part of the architecture.
+
+    Attributes:
+        dtype: Precision of the weights as in the YAML (`fp32`, `fp16`, `bf16`).
+        initializer_range: Standard deviation of initial weights.
+        attention_dropout: Dropout probability of attention weights.
+        hidden_dropout: Dropout probability of hidden states.
+        vocab_size: Rows of the embedding.
+        eod: End-of-document id, which is Hugging Face's bos and eos.
+    """
+
+    dtype: str
+    initializer_range: float
+    attention_dropout: float
+    hidden_dropout: float
+    vocab_size: int
+    eod: int | None
+
+    @property
+    def common_keys(self) -> dict[str, Any]:
+        """Entries of `config.json` that every family has."""
+        return {
+            "vocab_size": self.vocab_size,
+            "initializer_range": self.initializer_range,
+            "bos_token_id": self.eod,
+            "eos_token_id": self.eod,
+            "use_cache": True,
+            "torch_dtype": next(name for name, precision in DTYPES if precision == self.dtype),
+        }
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Hugging Face modules that hold one module of ours, and how its tensors are made of theirs.
+
+    Ours is the concatenation of theirs along dimension 0, optionally rearranged. The same holds for weight and bias.
+
+    Attributes:
+        modules: Names without `.weight`; `{i}` is the number of the block from 0.
+        transpose: Whether weights are stored [in, out] (GPT-2's Conv1D) instead of [out, in].
+        layout: Rows of ours: `same` order as the concatenation; or `heads`: theirs are queries, keys and values one
+            after another (in one module or three), ours are queries, keys and values of each head.
+    """
+
+    modules: tuple[str, ...]
+    transpose: bool = False
+    layout: Literal["same", "heads"] = "same"
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """One parameter of ours and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        layer: Index of its layer in the layer plan.
+        name: Its name inside the layer.
+        keys: Keys in Hugging Face's files, in the order of `TensorSource.modules`.
+        source: How it is made of them.
+    """
+
+    layer: int
+    name: str
+    keys: tuple[str, ...]
+    source: TensorSource
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether both sides hold the same tensor."""
+        return len(self.keys) == 1 and not self.source.transpose and self.source.layout == "same"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face architecture.
+
+    Attributes:
+        model_type: As in `config.json`.
+        class_name: Model class, as in `architectures` of `config.json`.
+        title: Name for messages and model cards.
+        problems: Architecture -> {field: why this family cannot express its value}; empty if it can.
+        write_config: (architecture, settings) -> contents of `config.json`.
+        read_config: Contents of `config.json` -> (architecture, settings). Raises ConversionError.
+        tensors: Kind of layer -> our module's name -> its source.
+        base_prefix: Prefix of keys that is missing in files of the model without its head.
+        key_aliases: Other key -> key, for keys that some versions of transformers write.
+        buffers: Ends of keys that hold no weights (masks and tables that are computed).
+    """
+
+    model_type: str
+    class_name: str
+    title: str
+    problems: Callable[[Architecture], Mapping[str, str]]
+    write_config: Callable[[Architecture, ModelSettings], dict[str, Any]]
+    read_config: Callable[[Mapping[str, Any]], tuple[Architecture, ModelSettings]]
+    tensors: Mapping[LayerKind, Mapping[str, TensorSource]]
+    base_prefix: str
+    key_aliases: Mapping[str, str]
+    buffers: tuple[str, ...] = ()
+
+    def mappings(self, layers: LayerPlan) -> Iterator[TensorMapping]:
+        """Yield the mapping of every parameter, in the order of the layers."""
+        for layer in layers.weight_layers:
+            for parameter in layer.parameters:
+                module, _, kind = parameter.name.rpartition(".")
+                source = self.tensors[layer.kind][module]
+                keys = tuple(f"{name.format(i=layer.index - BLOCK_OFFSET)}.{kind}" for name in source.modules)
+                yield TensorMapping(layer.index, parameter.name, keys, source)
+
+    def head_keys(self) -> set[str]:
+        """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""
+        keys = {f"{name}.weight" for source in self.tensors["head"].values() for name in source.modules}
+        return keys | {alias for alias, key in self.key_aliases.items() if key in keys}

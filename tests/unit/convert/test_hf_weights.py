@@ -1,0 +1,83 @@
+"""Layouts of Hugging Face tensors: separate, transposed and fused ones, as Llama and GPT-2 store them."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig
+from neox.convert import from_hf, to_hf
+from neox.convert.hf_weights import from_hf_layout, to_hf_layout
+from neox.convert.verification import single_rank_plan
+from neox.errors import ConversionError
+from neox.families import FAMILIES, TensorSource
+from tests.unit.convert.test_to_hf import SIZES, checkpoint, tensors
+
+ARCHITECTURE = single_rank_plan(NeoXConfig.from_flat(SIZES), 96).architecture
+SEPARATE = TensorSource(("q", "k", "v"), layout="heads")
+FUSED = TensorSource(("c_attn",), transpose=True, layout="heads")
+HALVES = TensorSource(("gate", "up"))
+TRANSPOSED = TensorSource(("c_fc",), transpose=True)
+
+
+@pytest.mark.parametrize("source", [SEPARATE, FUSED, HALVES, TRANSPOSED], ids=lambda source: "-".join(source.modules))
+@pytest.mark.parametrize("shape", [(96, 32), (96,)])
+def test_layouts_are_inverted(source, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    parts = to_hf_layout(tensor, source, ARCHITECTURE)
+    assert len(parts) == len(source.modules)
+    assert torch.equal(from_hf_layout(parts, source, ARCHITECTURE), tensor)
+
+
+def test_queries_keys_and_values_of_all_heads_come_one_after_another():
+    ours = torch.arange(96.0)[:, None].expand(96, 32)  # rows [4 heads, 3, 8]
+    rows = torch.arange(96.0).view(4, 3, 8)
+    for part, tensor in enumerate(to_hf_layout(ours, SEPARATE, ARCHITECTURE)):
+        assert torch.equal(tensor[:, 0], rows[:, part].flatten())
+    (fused,) = to_hf_layout(ours, FUSED, ARCHITECTURE)
+    assert fused.shape == (32, 96)
+    assert torch.equal(fused[0], torch.cat([rows[:, part].flatten() for part in range(3)]))
+
+
+@pytest.fixture
+def other_family(monkeypatch):
+    """A family like GPT-NeoX that stores the tensors of a block otherwise."""
+    known = FAMILIES["gpt_neox"]
+    prefix = "gpt_neox.layers.{i}."
+    block = {
+        **known.tensors["block"],
+        "attention.query_key_value": TensorSource(tuple(f"{prefix}{name}_proj" for name in "qkv"), layout="heads"),
+        "mlp.dense_h_to_4h": TensorSource((prefix + "gate", prefix + "up")),
+        "mlp.dense_4h_to_h": TensorSource((prefix + "down",), transpose=True),
+    }
+    family = replace(known, model_type="other", tensors={**known.tensors, "block": block})
+    family = replace(family, write_config=lambda *args: {**known.write_config(*args), "model_type": "other"})
+    for module in ("neox.convert.to_hf", "neox.convert.from_hf"):
+        monkeypatch.setattr(sys.modules[module], "FAMILIES", {"other": family})
+
+
+@pytest.mark.usefixtures("other_family")
+def test_a_family_with_other_layouts_comes_back_bit_for_bit(tmp_path):
+    directory, config, weights = checkpoint(tmp_path, tp_size=2)
+    to_hf(directory, config, tmp_path / "hf", verify=False, max_shard_bytes=20_000)
+    found = tensors(tmp_path / "hf")
+    ours = weights[3, "attention.query_key_value.weight"].view(4, 3, 8, 32)
+    assert torch.equal(found["gpt_neox.layers.1.k_proj.weight"], ours[:, 1].reshape(32, 32))
+    assert torch.equal(found["gpt_neox.layers.1.down.weight"], weights[3, "mlp.dense_4h_to_h.weight"].T)
+    assert found["gpt_neox.layers.0.up.bias"].shape == (64,)
+    back = from_hf(tmp_path / "hf", tmp_path / "back", model_parallel_size=2)
+    reader = CheckpointReader(back.checkpoint, single_rank_plan(config, 96).layers)
+    assert all(torch.equal(reader.full(*key), value) for key, value in weights.items())
+
+
+@pytest.mark.usefixtures("other_family")
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    directory, config, _ = checkpoint(tmp_path)
+    to_hf(directory, config, tmp_path / "hf", verify=False)
+    config_file = tmp_path / "hf" / "config.json"
+    config_file.write_text(config_file.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    config_file.write_text(config_file.read_text().replace('"intermediate_size": 128', '"intermediate_size": 256'))
+    with pytest.raises(ConversionError, match=r"embed_in.weight has shape \[96, 32\].*\[96, 64\]"):
+        from_hf(tmp_path / "hf", tmp_path / "back")
