@@ -1,35 +1,69 @@
-"""A plan as one line of base64, to travel to ranks."""
+"""The payload: a plan as one argument of every rank's command.
+
+It holds what `resolve` has decided; a rank derives layers, stages, memory and DeepSpeed's JSON from it, and compares
+their digest with the launcher's.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
+import zlib
+from dataclasses import asdict
 
+from neox.architecture import Architecture
 from neox.config.neox_config import NeoXConfig
-from neox.config.plan import RunPlan
-from neox.config.resolve import resolve
-from neox.errors import ConfigError
+from neox.config.plan import BatchPlan, RunPlan, Topology
+from neox.config.resolve import derive_plan
+from neox.errors import ConfigError, LaunchError
 
 
 def encode_payload(plan: RunPlan) -> str:
-    """Return flat config, world size and vocabulary as base64; a rank resolves them again."""
+    """Encode a plan as base64, a few kilobytes whatever its size."""
     data = {
         "config": plan.config.to_flat(),
         "sources": plan.config.sources(),
-        "world_size": plan.grid.world_size,
+        "architecture": plan.architecture.to_dict(),
+        "grid": asdict(plan.grid),
+        "batch": asdict(plan.batch),
+        "precision": plan.precision,
         "vocab_size": plan.vocab_size,
+        "digest": plan_digest(plan),
     }
-    return base64.urlsafe_b64encode(json.dumps(data).encode()).decode()
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode()
 
 
 def decode_payload(text: str) -> RunPlan:
-    """Return the plan of `encode_payload`. Raises ConfigError when the text is none."""
+    """Return the plan that `encode_payload` encoded.
+
+    Raises:
+        ConfigError: The text is no payload.
+        LaunchError: Another plan follows from it here than for the launcher.
+    """
     try:
-        data = json.loads(base64.urlsafe_b64decode(text.encode()))
-        config = NeoXConfig.from_flat(data["config"], data["sources"])
-        return resolve(config, int(data["world_size"]), int(data["vocab_size"]))
-    except (binascii.Error, UnicodeError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        data = json.loads(zlib.decompress(base64.urlsafe_b64decode(text.encode())))
+        plan = derive_plan(
+            NeoXConfig.from_flat(data["config"], data["sources"]),
+            Architecture.from_dict(data["architecture"]),
+            Topology(**data["grid"]),
+            BatchPlan(**data["batch"]),
+            data["precision"],
+            data["vocab_size"],
+        )
+        digest = data["digest"]
+    except (binascii.Error, zlib.error, UnicodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the payload of the launcher cannot be read: {error}") from None
+    if plan_digest(plan) != digest:
+        raise LaunchError(
+            "the plan that follows from the payload on this host is not the launcher's: the code here is another "
+            "version; `deepy.py doctor` compares the hosts"
+        )
+    return plan
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """Hash what ranks must agree on: layers, stages, batch, precision, attention kernels and DeepSpeed's JSON."""
+    agreed = (plan.layers, plan.stages, plan.grid, plan.batch, plan.precision, plan.attention, plan.deepspeed)
+    return hashlib.sha256(json.dumps(agreed, sort_keys=True, default=vars).encode()).hexdigest()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from neox.architecture import LayerPlan
-from neox.config.architecture import attention_impls, layer_plan, padded_vocabulary
+from neox.architecture import Architecture, LayerPlan, build_layer_plan
+from neox.config.architecture import architecture_of, attention_impls, padded_vocabulary
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
 from neox.config.grid_and_batch import solve_batch, solve_grid
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.neox_config import NeoXConfig
-from neox.config.plan import RunPlan, StagePlan, Topology
+from neox.config.plan import BatchPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
 from neox.config.stages import partition_layers
 from neox.config.validation import notes_without_effect, static_problems
@@ -64,13 +64,38 @@ def resolve(
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
+    return derive_plan(config, architecture_of(config), grid, batch, precision, vocab_size, precision_notes)
+
+
+def derive_plan(
+    config: NeoXConfig,
+    architecture: Architecture,
+    grid: Topology,
+    batch: BatchPlan,
+    precision: Precision,
+    vocab_size: int,
+    notes: Sequence[str] = (),
+) -> RunPlan:
+    """Complete a plan from what `resolve` has decided, without checks; ranks do it, too.
+
+    Args:
+        config: The configuration, in which `precision` is decided.
+        architecture: The network.
+        grid: Degrees of parallelism.
+        batch: The batch triple.
+        precision: The number format.
+        vocab_size: Ids of the tokenizer, before padding.
+        notes: Notes for people, to which further ones are added.
+
+    Raises:
+        ConfigError: A pipeline stage would hold no parameters.
+    """
     padded = padded_vocabulary(config, vocab_size, grid.tp_size)
-    layers = layer_plan(config, padded)
+    layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
-    json, notes = deepspeed_json(config, grid, batch, precision)
-    notes = [*precision_notes, *notes, *notes_without_effect(config)]
+    json, translated = deepspeed_json(config, grid, batch, precision)
     return RunPlan(
         config=config,
         grid=grid,
@@ -83,7 +108,7 @@ def resolve(
         memory=fullest_stage(layers, bounds, memory_setting(config, grid, batch, precision, attention)),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=json,
-        notes=tuple(notes),
+        notes=(*notes, *translated, *notes_without_effect(config)),
         attention=attention,
     )
 

@@ -87,8 +87,9 @@ def shutdown() -> None:
 
 def _prepare_cpu() -> None:
     """Correct DeepSpeed's assumptions about CPUs."""
-    # Used for inference only, and compiled at the first start: takes minutes and needs a C++ compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # `deepspeed_shm_comm` serves inference only, and takes minutes and a C++ compiler at the first start if it is in
+    # this table. DeepSpeed reads the table for nothing else, and fills it, when it is first read, by running compilers.
+    deepspeed.ops.__compatible_ops__ = {}
     # DeepSpeed requires fp16 instructions; torch computes fp16 without them, slowly, which is enough to try a run.
     get_accelerator().is_fp16_supported = lambda: True
 

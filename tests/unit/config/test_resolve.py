@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from neox.config.sections.deepspeed import (
     Fp16Settings,
     ZeroSettings,
 )
-from neox.errors import ConfigError
+from neox.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("*/*.yml"))
@@ -238,7 +240,21 @@ class TestPayload:
         assert decode_payload(text) == plan
         assert decode_payload(text).config.source("num_layers") == plan.config.source("num_layers")
 
-    @pytest.mark.parametrize("text", ["", "!!", base64.b64encode(b"[]").decode(), base64.b64encode(b"{}").decode()])
+    def test_175b_on_384_ranks_is_small(self, tiny):
+        sizes = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
+        degrees = {"pipe_parallel_size": 8, "model_parallel_size": 8, "train_micro_batch_size_per_gpu": 1}
+        plan = plan_of({**tiny, **sizes, **degrees, "train_iters": 300_000}, world=384, vocab=50257)
+        text = encode_payload(plan)
+        assert len(text) < 64 * 1024
+        assert decode_payload(text) == plan
+
+    def test_another_plan_is_refused(self, tiny):
+        data = json.loads(zlib.decompress(base64.urlsafe_b64decode(encode_payload(plan_of(tiny)))))
+        data["vocab_size"] += 1000  # as where the code of a host pads in another way
+        with pytest.raises(LaunchError, match="doctor"):
+            decode_payload(base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode())
+
+    @pytest.mark.parametrize("text", ["", "!!", *(base64.b64encode(zlib.compress(b)).decode() for b in (b"[]", b"{}"))])
     def test_garbage(self, text):
         with pytest.raises(ConfigError, match="payload"):
             decode_payload(text)
