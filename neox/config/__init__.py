@@ -1,4 +1,4 @@
-"""What the user asked for, and what follows from it. No torch here."""
+"""Configuration: YAML to a checked `NeoXConfig`, and on to the `RunPlan` that follows from it. Without torch."""
 
 from neox.config.architecture import (
     architecture_keys,

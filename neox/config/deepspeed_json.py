@@ -1,4 +1,4 @@
-"""The JSON object handed to DeepSpeed: what the user gets, written out, with nothing DeepSpeed would refuse."""
+"""JSON object for DeepSpeed: every setting explicit, and none that DeepSpeed refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import BatchPlan, Precision, Topology
 
-# DeepSpeed takes unknown top-level keys in silence, so these are the only ones written.
+# DeepSpeed ignores unknown top-level keys without a message, so only these are written.
 TOP_LEVEL_KEYS = frozenset(
     {
         "train_batch_size",
@@ -33,13 +33,13 @@ TOP_LEVEL_KEYS = frozenset(
 
 _OFFLOAD = ("cpu_offload", "offload_optimizer", "offload_param")
 # Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.
-_DEEPSPEEDS_CHECKPOINTS = (
+_CHECKPOINT_KEYS = (
     "load_from_fp32_weights",
     "elastic_checkpoint",
     "stage3_gather_16bit_weights_on_model_save",
 )
-# Passed through where given.
-_PLAIN = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
+# Written as they are given.
+_UNCHANGED = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
 
 
 def deepspeed_json(
@@ -47,8 +47,7 @@ def deepspeed_json(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return DeepSpeed's configuration, and notes on what was translated or dropped.
 
-    Where DeepSpeed's default may differ from NeoX's (`gradient_clipping`), the value is written even when it was not
-    given.
+    A value that was not given is written where DeepSpeed's default may differ from NeoX's (`gradient_clipping`).
     """
     notes: list[str] = []
     ds = config.deepspeed
@@ -66,7 +65,7 @@ def deepspeed_json(
         result["optimizer"] = {"type": optimizer.type, **given}
     result["zero_optimization"] = _zero(config, grid, notes)
     result |= _precision(config, precision, notes)
-    result |= {key: getattr(ds, key) for key in _PLAIN if config.given(key)}
+    result |= {key: getattr(ds, key) for key in _UNCHANGED if config.given(key)}
     communication = _communication(config, notes)
     if communication is not None:
         result["communication_data_type"] = communication
@@ -79,12 +78,12 @@ def deepspeed_json(
 
 
 def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
-    """Return the ZeRO block; offload keys that say `none` are left out (others are refused by a law)."""
+    """Return the ZeRO block; offload keys with `none` are left out (`validation` refuses others)."""
     settings = config.deepspeed.zero_optimization
-    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_DEEPSPEEDS_CHECKPOINTS})
+    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_CHECKPOINT_KEYS})
     notes.extend(
         f"{config.describe_setting(f'zero_optimization.{key}')} changes nothing: checkpoints are this project's own"
-        for key in _DEEPSPEEDS_CHECKPOINTS
+        for key in _CHECKPOINT_KEYS
         if getattr(settings, key)
     )
     if grid.pp_size > 1 and block.pop("overlap_comm", False):
@@ -130,7 +129,7 @@ def _fp16(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
 
 
 def _note_unused_fp16(config: NeoXConfig, precision: Precision, notes: list[str]) -> None:
-    """Say so when an fp16 block that nobody switched off or translated has no effect."""
+    """Note an fp16 block that has no effect, unless it was switched off or translated."""
     block = config.deepspeed.fp16
     if block is None or block.enabled is False or block.fp16 is False or block.type is not None:
         return
@@ -152,7 +151,7 @@ def _note_bf16(config: NeoXConfig, notes: list[str]) -> None:
 
 
 def _communication(config: NeoXConfig, notes: list[str]) -> str | None:
-    """Return the format gradients travel in, if it was asked for."""
+    """Return the format in which gradients are communicated, if it was given."""
     ds = config.deepspeed
     if ds.fp32_allreduce and ds.communication_data_type is None:
         notes.append(f"{config.describe_setting('fp32_allreduce')} is written as communication_data_type fp32")

@@ -1,4 +1,4 @@
-"""Whether a run fits on a GPU, and the nearest settings that would."""
+"""Comparison of a run's memory with a GPU, and search for the nearest settings that fit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.stages import held_parameters, partition_layers
 
 GIB = 2**30
-# Kept free for the CUDA context, communication buffers and fragmentation: so many bytes, and a part of the rest.
+# Reserved for the CUDA context, communication buffers and fragmentation: these bytes, and a fraction of the rest.
 RESERVE_BYTES = 2 * GIB
 RESERVE_PART = 0.05
 _MOST_CHANGES = 6
 _MOST_TRIED = 300
 _MOST_GROWTH = 64
 _MOST_GPUS = 64
-_MOST_TENSOR_RANKS = 8  # tensor ranks talk within each layer, and a host seldom has more GPUs
+_MOST_TENSOR_RANKS = 8  # tensor ranks communicate within each layer, and a host seldom has more GPUs
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a comparison found, in bytes.
+    """Result of a comparison.
 
-    changes: keys and values that would fit, on `world` GPUs, with memory_then; none where it fits or nothing was found.
+    Attributes:
+        fits: Whether the run fits.
+        needed: Bytes on the fullest GPU.
+        usable: Bytes that a GPU leaves to a run.
+        world: Number of GPUs on which the changed settings fit.
+        changes: Keys and values that fit; none where the run fits or nothing was found.
+        memory_then: Memory with these changes.
     """
 
     fits: bool
@@ -40,14 +46,14 @@ class Fit:
 
 
 def usable_bytes(gpu_bytes: float) -> int:
-    """Return what a GPU of this size leaves to a run."""
+    """Return the bytes that a GPU of this size (bytes) leaves to a run."""
     return max(0, int((gpu_bytes - RESERVE_BYTES) * (1 - RESERVE_PART)))
 
 
 def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
     """Compare the fullest GPU with a size in bytes.
 
-    Where it does not fit, look for the nearest settings that do: on these GPUs, then on 2, 4, ... 64 times as many.
+    If it does not fit, search the nearest settings that do: on these GPUs, then on 2, 4, ... 64 times as many.
     """
     usable, needed = usable_bytes(gpu_bytes), plan.memory.total
     if needed <= usable:
@@ -138,10 +144,14 @@ def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, st
 
 
 def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
-    """Return the bytes that the fullest GPU holds at least, with `pp` stages of `mp` tensor ranks each.
+    """Return the bytes that the fullest GPU of generation or evaluation holds at least.
 
-    Of the cache the new tokens are counted (prompts are not known); not counted are activations, which a batch or a
-    window that is too large can be blamed for.
+    Weights, and the keys and values of new tokens are counted; prompts, which are not known, and activations are not.
+
+    Args:
+        plan: The plan of the run.
+        pp: Pipeline stages.
+        mp: Tensor ranks of each stage.
     """
     config = plan.config
     layers = layer_plan(config, padded_vocabulary(config, plan.vocab_size, mp))
@@ -160,7 +170,7 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
 
 
 def inference_memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
-    """Return a sentence where a model does not fit on GPUs of this size (bytes), with the fewest that hold it."""
+    """Return a message if a model does not fit on GPUs of this size (bytes), with the fewest GPUs that hold it."""
     usable, needed = usable_bytes(gpu_bytes), inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
     if needed <= usable:
         return None

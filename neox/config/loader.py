@@ -1,4 +1,4 @@
-"""Several files and `--set` overrides -> one checked NeoXConfig."""
+"""Loading of configuration files and `--set` overrides into a `NeoXConfig`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _SUFFIXES = (".yml", ".yaml", ".json")
 class Draft:
     """Files and overrides as far as they can be read.
 
-    config: what the keys that are sound say. problems: what is wrong with the others. doubtful: dotted paths whose
-    value is not known therefore; what else is said about them may be wrong.
+    Attributes:
+        config: Configuration of the valid keys.
+        problems: Messages on the other keys.
+        doubtful: Dotted paths whose value is therefore unknown; further messages about them may be wrong.
     """
 
     config: NeoXConfig
@@ -33,7 +35,7 @@ class Draft:
     doubtful: frozenset[str] = frozenset()
 
     def certain(self, problems: Iterable[str]) -> list[str]:
-        """Return the sentences that speak of no doubtful key."""
+        """Return the messages that mention no doubtful key."""
         words = [re.compile(rf"(?<![\w.]){re.escape(path)}(?!\w)") for path in self.doubtful]
         return [problem for problem in problems if not any(word.search(problem) for word in words)]
 
@@ -43,9 +45,14 @@ def load_config(
 ) -> NeoXConfig:
     """Read configuration files and overrides into a NeoXConfig.
 
-    files: YAML or JSON, `.yml` may be left out. conf_dir: prefixed to each. overrides: `key=value`, dots reach into
-    blocks (`optimizer.params.lr=1e-4`), `None` and `null` unset. A key may stand in one file only; overrides win over
-    files. Raises ConfigError with every problem found.
+    Args:
+        files: YAML or JSON; `.yml` may be left out. A key may be in one file only.
+        conf_dir: Directory prefixed to each file.
+        overrides: `key=value`, which win over files; dots reach into blocks (`optimizer.params.lr=1e-4`), and `None`
+            and `null` unset.
+
+    Raises:
+        ConfigError: Every problem found.
     """
     draft = draft_config(files, conf_dir=conf_dir, overrides=overrides)
     if draft.problems:
@@ -56,9 +63,10 @@ def load_config(
 def draft_config(
     files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> Draft:
-    """Read as `load_config` does; what is wrong with single keys is part of the result, so that more can be found.
+    """Read as `load_config` does, but return the problems of single keys, so that further ones can be found.
 
-    Raises ConfigError when a file cannot be read or parsed.
+    Raises:
+        ConfigError: A file cannot be read or parsed.
     """
     values, sources, problems = merge_files([find_file(file, conf_dir) for file in files])
     for override in overrides:
@@ -78,7 +86,11 @@ def draft_config(
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
-    """Return the path of a configuration file. Raises ConfigError naming what was tried and what is there."""
+    """Return the path of a configuration file.
+
+    Raises:
+        ConfigError: There is none; with what was tried and what the directory holds.
+    """
     path = Path(conf_dir) / file if conf_dir is not None else Path(file)
     if path.suffix in _SUFFIXES and path.exists():
         return path
@@ -92,7 +104,7 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
 
 
 def _where_else(path: Path, file: Path) -> str:
-    """What may have been meant by a configuration file that is not there."""
+    """Return a hint at the file that may have been meant by one that does not exist."""
     there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES and ".schema" not in p.suffixes)
     if close := get_close_matches(path.name, [*there, *(Path(name).stem for name in there)], n=1, cutoff=0.75):
         return f"; did you mean {close[0]}?"
@@ -104,7 +116,7 @@ def _where_else(path: Path, file: Path) -> str:
 
 
 def _shipped_directory(file: Path) -> str:
-    """The project's configs/ as typed from here, where `file` is in it; else nothing."""
+    """Return the project's configs/, relative to the working directory, if `file` is in it; else nothing."""
     shipped = Path(__file__).resolve().parents[2] / "configs"
     if not any(not file.is_absolute() and (shipped / f"{file}{suffix}").is_file() for suffix in ("", *_SUFFIXES)):
         return ""
@@ -114,7 +126,8 @@ def _shipped_directory(file: Path) -> str:
 def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     """Return all keys of all files, `file:line` of each dotted path, and a problem for each duplicate.
 
-    Raises ConfigError when a file cannot be read or parsed: what it holds is then anybody's guess.
+    Raises:
+        ConfigError: A file cannot be read or parsed.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -149,7 +162,11 @@ def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], 
 
 
 def apply_override(override: str, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Apply `key=value` to `values` in place (blocks are copied). Raises ConfigError when it is malformed."""
+    """Apply `key=value` to `values` in place; blocks are copied.
+
+    Raises:
+        ConfigError: The override is malformed.
+    """
     key, equals, text = override.partition("=")
     key = key.strip().replace("-", "_")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
@@ -158,17 +175,17 @@ def apply_override(override: str, values: dict[str, Any], sources: dict[str, str
     value = parse_value(text)
     if value is not None and not blocks and is_text_key(last):
         value = text
-    place = values
+    block = values
     for depth, name in enumerate(blocks):
-        inner = place.get(name)
+        inner = block.get(name)
         if inner is not None and not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: `{'.'.join(blocks[: depth + 1])}` is {inner!r}, not a block")
-        place[name] = dict(inner or {})
-        place = place[name]
+        block[name] = dict(inner or {})
+        block = block[name]
     if value is None:
-        place.pop(last, None)
+        block.pop(last, None)
     else:
-        place[last] = value
+        block[last] = value
     for dotted in [d for d in sources if d == key or d.startswith(f"{key}.")]:
         del sources[dotted]
     sources[key] = "--set"

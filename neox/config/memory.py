@@ -1,4 +1,4 @@
-"""Memory of one GPU: weights, gradients and optimizer states by count, activations by what autograd keeps.
+"""Memory estimate for one GPU in training: weights, gradients, optimizer states, activations.
 
 States follow the wrapper that DeepSpeed (0.19) chooses for a precision and a ZeRO stage; activations follow this
 project's layers, tensor by tensor (compare Korthikanti et al. 2022, arXiv:2205.05198). Not counted: the CUDA context,
@@ -16,16 +16,29 @@ from neox.config.stages import held_parameters
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
 _REDUCE_BUCKET = 500_000_000
-# The cross entropy works in fp32 on so many logits at a time.
+# Logits that the cross entropy converts to fp32 at once.
 _LOSS_CHUNK = 2**27
 
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """Everything the estimate depends on besides the layer plan; small, so that many can be tried.
+    """What the estimate depends on besides the layer plan; small, so that many can be tried.
 
-    recompute: layers recomputed together, 0 for none. micro: samples of one forward pass. fp32_gradients: gradients are
-    accumulated in fp32 beside half-precision weights.
+    Attributes:
+        pp: Pipeline stages.
+        mp: Tensor ranks.
+        dp: Data-parallel ranks.
+        zero: ZeRO stage.
+        micro: Samples of one forward pass.
+        accumulation: Forward passes per optimizer step.
+        recompute: Layers recomputed together; 0 for none.
+        precision: Number format of weights and activations.
+        fp32_gradients: Whether gradients of half-precision weights are accumulated in fp32.
+        sequence: Tokens of one sample.
+        attention: Attention kernel that needs the most memory.
+        attention_dropout: Whether attention probabilities are dropped.
+        hidden_dropout: Whether hidden states are dropped.
+        reduce_bucket: Elements that ZeRO reduces at once.
     """
 
     pp: int
@@ -52,7 +65,7 @@ class MemorySetting:
 def memory_setting(
     config: NeoXConfig, grid: Topology, batch: BatchPlan, precision: Precision, attention: tuple[AttentionImpl, ...]
 ) -> MemorySetting:
-    """Collect what memory depends on; of mixed attention kinds the largest counts."""
+    """Return the setting of a run."""
     model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
     asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
     return MemorySetting(

@@ -1,4 +1,4 @@
-"""What follows from a configuration: the frozen result of `resolve`, read by every floor above."""
+"""`RunPlan`, the frozen result of `resolve`, and its parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch triple: train_batch_size = micro batch x accumulation steps x dp, in samples."""
+    """Batch sizes in samples: train_batch_size = micro batch x accumulation steps x data-parallel ranks."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
@@ -76,8 +76,13 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage: layers [first, last) in the layer plan's numbering, and its parameters over all tensor ranks
-    (a tied head's copy counted where it is held)."""
+    """One pipeline stage.
+
+    Attributes:
+        first: Number of its first layer in the layer plan.
+        last: Number after its last layer.
+        parameters: Elements over all tensor ranks, with the stage's copy of a tied embedding.
+    """
 
     first: int
     last: int
@@ -95,6 +100,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -102,10 +108,20 @@ class MemoryPlan:
 class RunPlan:
     """Everything a run needs to know; nothing changes afterwards.
 
-    vocab_size: ids the tokenizer can produce; padded_vocab_size: rows of the embedding.
-    save_iterations: completed steps after which a checkpoint is written, ascending; with `save`, the last one included.
-    deepspeed: the JSON object handed to DeepSpeed. notes: what was translated, assumed or dropped, for people.
-    attention: the kernel of each block's attention.
+    Attributes:
+        config: What the user asked for.
+        grid: Degrees of parallelism.
+        batch: Batch sizes.
+        precision: Number format of the forward and backward pass.
+        vocab_size: Number of ids the tokenizer can produce.
+        padded_vocab_size: Rows of the embedding over all tensor ranks.
+        layers: Layers with the names, full shapes and split dimensions of their parameters.
+        stages: Pipeline stages, first to last.
+        memory: Estimate for the fullest GPU.
+        save_iterations: Completed steps after which a checkpoint is written, ascending; with `save`, the last step too.
+        deepspeed: JSON object for DeepSpeed.
+        notes: Messages on what was translated, assumed or dropped.
+        attention: Attention kernel of each block.
     """
 
     config: NeoXConfig

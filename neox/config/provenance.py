@@ -1,4 +1,4 @@
-"""For each value of a plan: the file and line, the default, or the rule it came from."""
+"""Sources of the values of a plan: file and line, default, or rule of derivation."""
 
 from __future__ import annotations
 

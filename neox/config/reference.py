@@ -1,4 +1,4 @@
-"""The reference page of all keys and the JSON schema for editors, both generated: `python -m neox.config.reference`.
+"""Generator of the reference page of all keys and of the JSON schema for editors: `python -m neox.config.reference`.
 
 Run it from the repository's root after changing a section; a test compares the files with what it would write.
 """
@@ -45,7 +45,7 @@ with a note unless the value is the default.
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the page."""
+    """One row of a table of the page."""
 
     key: str
     type: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type as a reader of YAML would say it."""
+    """Return a type in the words of someone who writes YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join(type_name(part) for part in arguments if part is not NoneType)

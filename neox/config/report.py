@@ -1,4 +1,4 @@
-"""The plan for people and for programs: what a run will be, before it costs anything."""
+"""Reports of a plan as text and as JSON: degrees, batch, memory, compute, sources."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ ASSUMED_PEAK_TFLOPS = 989.0
 
 @dataclass(frozen=True)
 class Figures:
-    """tokens are per optimizer step and whole run; flops_per_token counts forward and backward, without recompute.
+    """Tokens, compute and time of a run.
 
-    bubble: part of a step that a pipeline stage idles. days is None without train_iters.
+    Attributes:
+        tokens_per_step: Tokens of one optimizer step.
+        tokens: Tokens of the whole run; None without train_iters.
+        flops_per_token: Operations of forward and backward, without recomputation.
+        bubble: Fraction of a step in which a pipeline stage is idle.
+        peak_tflops: Assumed peak of one GPU.
+        mfu: Assumed model FLOPs utilisation.
+        days: Time of the whole run; None without train_iters.
     """
 
     tokens_per_step: int
@@ -67,8 +74,12 @@ def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
 
 
 def format_plan(plan: RunPlan, *, training: bool = True) -> str:
-    """Return the plan as text for a terminal. training: False where the model is only run, which needs less memory and
-    nothing of DeepSpeed."""
+    """Return the plan as text for a terminal.
+
+    Args:
+        plan: The plan of a run.
+        training: False where the model only generates or is evaluated: less memory, and no DeepSpeed.
+    """
     of_training = (_memory_lines, _figure_lines)
     sections = (_grid_lines, _model_lines, *(of_training if training else (_inference_lines,)), _source_lines)
     lines = [line for section in sections for line in section(plan)]
@@ -79,7 +90,7 @@ def format_plan(plan: RunPlan, *, training: bool = True) -> str:
 
 
 def figures(plan: RunPlan) -> Figures:
-    """Return a plan's figures."""
+    """Return the tokens, compute and time of a plan."""
     steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
     per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
     iterations = plan.config.training.train_iters
@@ -92,9 +103,9 @@ def figures(plan: RunPlan) -> Figures:
 
 
 def memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
-    """Return a sentence when the run does not fit on GPUs of this size (bytes), with the nearest settings that do."""
+    """Return a message if the run does not fit on GPUs of this size (bytes), with the nearest settings that do."""
     fit = check_fit(plan, gpu_bytes)
-    return None if fit.fits else _fit_sentence(fit, gpu_bytes, plan.grid.world_size)
+    return None if fit.fits else _fit_message(fit, gpu_bytes, plan.grid.world_size)
 
 
 def memory_with(plan: RunPlan, *, recompute: bool) -> MemoryPlan:
@@ -157,7 +168,7 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     fit = check_fit(plan, gpu_bytes)
     source = plan.config.source("gpu_memory_gib")
     verdict = f"fits on a GPU of {_gib(gpu_bytes)}, of which {_gib(fit.usable)} are usable" if fit.fits else None
-    yield f"          {verdict or _fit_sentence(fit, gpu_bytes, plan.grid.world_size)} (gpu_memory_gib: {source})"
+    yield f"          {verdict or _fit_message(fit, gpu_bytes, plan.grid.world_size)} (gpu_memory_gib: {source})"
 
 
 def _inference_lines(plan: RunPlan) -> Iterator[str]:
@@ -200,7 +211,7 @@ def _labelled(label: str, texts: Any) -> Iterator[str]:
         yield f"{label if index == 0 else '':<10}{text}"
 
 
-def _fit_sentence(fit: Fit, gpu_bytes: float, world: int) -> str:
+def _fit_message(fit: Fit, gpu_bytes: float, world: int) -> str:
     found = f"needs {_gib(fit.needed)} of the {_gib(fit.usable)} usable on a GPU of {_gib(gpu_bytes)}: does not fit"
     if fit.memory_then is None:
         return f"{found}, nor with more GPUs and nearby settings; use other degrees of parallelism, or a larger GPU"
@@ -224,7 +235,7 @@ def _stage(plan: RunPlan, index: int, stage: StagePlan) -> dict[str, Any]:
 
 
 def _contents(plan: RunPlan, stage: StagePlan) -> str:
-    """Say which layers a stage holds: `embedding, 11 blocks`."""
+    """Return which layers a stage holds: `embedding, 11 blocks`."""
     kinds = [layer.kind for layer in plan.layers.layers[stage.first : stage.last]]
     blocks = kinds.count("block")
     others = [kind for kind in ("embedding", "norm", "head") if kind in kinds]

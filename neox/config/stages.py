@@ -1,4 +1,4 @@
-"""Divide layers into pipeline stages exactly as DeepSpeed's PipelineModule does."""
+"""Division of layers into pipeline stages, exactly as DeepSpeed's PipelineModule does it."""
 
 from __future__ import annotations
 

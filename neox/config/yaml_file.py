@@ -1,8 +1,8 @@
-"""Read one YAML or JSON file into plain values that remember their lines.
+"""Parser of YAML and JSON configuration files, with the line of every key.
 
 NeoX's dialect: a mapping in block or flow style, `#` comments, trailing commas, `True`/`true`, `None`. Scalars follow
-YAML 1.2 (`1e-5` is a number, `010` is ten, `12:30` is text), keys may not repeat, and size and depth are bounded, so
-that a hostile file ends in an error, not in a full memory.
+YAML 1.2 (`1e-5` is a number, `010` is ten, `12:30` is text) and keys may not repeat. Size and depth are limited, so
+that a hostile file is an error and does not exhaust memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _TooLargeError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's composer without YAML 1.1's ideas of what a plain scalar means, ending early on a hostile text."""
+    """PyYAML's composer without YAML 1.1's interpretation of plain scalars, and with limits on size and depth."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -62,8 +62,14 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """A file's mapping, the line (from 1) of every key by dotted path, and what is wrong beside the mapping (keys given
-    twice, tags)."""
+    """A parsed file.
+
+    Attributes:
+        name: Its name in messages.
+        values: Its mapping.
+        lines: Dotted path -> line of the key, from 1.
+        problems: Keys given twice, tags.
+    """
 
     name: str
     values: dict[str, Any]
@@ -96,7 +102,7 @@ class _Builder:
         self.nodes = 0
 
     def build(self, node: yaml.Node, path: str = "", depth: int = 0) -> Any:
-        """Return the value of a node; `path` is its dotted place."""
+        """Return the value of a node with this dotted path."""
         self.nodes += 1
         if self.nodes > _MAX_NODES or depth > _MAX_DEPTH:
             raise _TooLargeError
@@ -141,7 +147,11 @@ class _Builder:
 
 
 def parse_text(text: str, name: str) -> ParsedFile:
-    """Parse YAML or JSON text whose top level is a mapping. Raises ConfigError naming `name` and lines."""
+    """Parse YAML or JSON text whose top level is a mapping.
+
+    Raises:
+        ConfigError: The text is malformed, with `name` and line.
+    """
     builder = _Builder(name)
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -158,7 +168,7 @@ def parse_text(text: str, name: str) -> ParsedFile:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as it would stand in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text)."""
+    """Parse one value as written in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text)."""
     builder = _Builder("--set")
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -173,7 +183,11 @@ def parse_value(text: str) -> Any:
 
 
 def read_file(path: Path) -> ParsedFile:
-    """Read and parse a file. Raises ConfigError when it is missing, no text, too large or malformed."""
+    """Read and parse a file.
+
+    Raises:
+        ConfigError: It is missing, no text, too large or malformed.
+    """
     name = str(path)
     if path.is_dir():
         raise ConfigError(f"{name}: is a directory; name the file in it")
@@ -200,7 +214,7 @@ def _not_a_mapping(node: yaml.Node) -> str:
 
 
 def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
-    """Say in one sentence what is wrong with the syntax and what to do."""
+    """Return a message on what is wrong with the syntax and what to do."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return f"{name}: is not YAML: {str(error).splitlines()[0]}"
