@@ -192,32 +192,54 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
         return [] if own else [config.problem(key, "is no directory: nothing to load")]
     if not own and not any(any(load.glob(sign)) for sign in ("*global_step*", "*.pt", _CHECKPOINT_CONFIG)):
         return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
-    chosen = load / f"global_step{keys.iteration}" if keys.iteration is not None else newest_checkpoint(load)
+    chosen = _chosen_checkpoint(load, keys.iteration)
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
         return [config.problem("iteration", f"is not in {load}, which has {found}")]
     if training and (problem := _optimizer_problem(chosen, config)) is not None:
         return [f"{config.source_prefix(key)}{problem}"]
-    return _network_problems(chosen, config, config.source_prefix(key))
+    differing = _differences(chosen, config, finetune=False if training and keys.finetune else None)
+    if not differing:
+        return []
+    where, advice = config.source_prefix(key), "give the checkpoint's values, or another directory"
+    return [f"{where}{chosen} is of another model: {'; '.join(differing)}; {advice}"]
 
 
-def _network_problems(checkpoint: Path, config: NeoXConfig, where: str) -> list[str]:
-    """Return the settings of the network in which a checkpoint of this program differs."""
+def finetune_notes(config: NeoXConfig) -> list[str]:
+    """Return in which settings of the network, of those that may differ, fine-tuning departs from its checkpoint."""
+    keys = config.checkpoint
+    if not keys.finetune or keys.load is None:
+        return []
+    chosen = _chosen_checkpoint(Path(keys.load), keys.iteration)
+    return [f"finetune: {difference} ({chosen})" for difference in _differences(chosen, config, finetune=True)]
+
+
+def _chosen_checkpoint(load: Path, iteration: int | None) -> Path:
+    return newest_checkpoint(load) if iteration is None else load / f"global_step{iteration}"
+
+
+def _differences(checkpoint: Path, config: NeoXConfig, *, finetune: bool | None) -> list[str]:
+    """Return the settings of the network in which a checkpoint of this program differs.
+
+    Args:
+        checkpoint: A `global_stepN` directory.
+        config: The configuration that loads it.
+        finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
+    """
     try:
         saved = architecture_settings(NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values))
         wanted = architecture_of(config)
     except (ConfigError, TypeError):  # another program's checkpoint: the ranks compare its tensors
         return []
-    finetune = False if config.checkpoint.finetune else None  # then positions, attention and head may differ
     settings = architecture_settings(config)
-    differing = dict.fromkeys(
-        f"{key} is {saved[key]} there, {config.describe_setting(key)} here"
-        for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
-        for key in architecture_keys(difference.field)
-        if saved[key] != settings[key]
+    return list(
+        dict.fromkeys(
+            f"{key} is {saved[key]} there, {config.describe_setting(key)} here"
+            for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
+            for key in architecture_keys(difference.field)
+            if saved[key] != settings[key]
+        )
     )
-    advice = "give the checkpoint's values, or another directory"
-    return [f"{where}{checkpoint} is of another model: {'; '.join(differing)}; {advice}"] if differing else []
 
 
 def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:

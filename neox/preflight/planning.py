@@ -23,6 +23,7 @@ from neox.launch.placement import Placement, choose_hosts, master_port_problem
 from neox.preflight.checks import (
     checkpoint_problems,
     data_problems,
+    finetune_notes,
     memory_problems,
     missing_packages,
     task_problems,
@@ -106,4 +107,6 @@ def build_plan(
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
     if runs_model:
         problems += memory_problems(plan, placement, training=training, dry_run=dry_run)
+    if training:
+        plan = replace(plan, notes=(*plan.notes, *finetune_notes(config)))
     return plan, problems

@@ -13,7 +13,7 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.preflight import checks
-from neox.preflight.checks import checkpoint_problems, missing_data, missing_packages
+from neox.preflight.checks import checkpoint_problems, finetune_notes, missing_data, missing_packages
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
 
@@ -132,3 +132,14 @@ def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
     assert missing_data(config) == []
     blend = NeoXConfig.from_flat({"train_data_paths": [str(prefix), str(tmp_path / "none")]})
     assert [str(tmp_path / "none") in problem for problem in missing_data(blend)] == [True]
+
+
+def test_finetuning_may_depart_from_its_checkpoint_and_says_where(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    keys = {"load": str(tmp_path), "finetune": True}
+    positions = config(**keys, pos_emb="none")
+    assert checkpoint_problems(positions, training=True) == []
+    assert "pos_emb is rotary there" in finetune_notes(positions)[0]
+    assert checkpoint_problems(positions, training=False) != []  # text of another network would be wrong
+    assert checkpoint_problems(config(**keys, hidden_size=64), training=True) != []
+    assert finetune_notes(config(**keys)) == []
