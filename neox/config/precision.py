@@ -68,18 +68,18 @@ def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[Ne
         if native.get(precision) is not False:
             return config, []
         asked = next((key for key in ("precision", "bf16", "fp16") if config.given(key)), "precision")
-        emulated = f"{known.devices} emulate {precision} in software, which is slower than fp32"
+        emulated = f"{precision} is emulated in software on {known.devices}, which is slower than fp32"
         return config, [f"{config.source_prefix(asked)}{emulated}; `precision: auto` chooses fp32 there"]
     if known.saved is not None:
         chosen, why = known.saved, "as in the checkpoint"
         if known.saved == "bf16" and known.bf16 is False:
-            why += f", though {known.devices} emulate it in software"
+            why += f", though it is emulated in software on {known.devices}"
     elif known.bf16 is None:
-        chosen, why = "bf16", "no host was asked, so it is assumed that all multiply bf16 natively"
+        chosen, why = "bf16", "no host was asked, so native bf16 is assumed"
     elif known.bf16:
-        chosen, why = "bf16", f"{known.devices} multiply it natively"
+        chosen, why = "bf16", f"native on {known.devices}"
     else:
-        chosen, why = "fp32", f"{known.devices} do not multiply bf16 natively"
+        chosen, why = "fp32", f"bf16 is not native on {known.devices}"
     source = config.source("precision")
     settled = config.updated({"precision": chosen}, source=f"{source} (auto)")
     return settled, [f"`precision: auto` ({source}) is {chosen}: {why}"]

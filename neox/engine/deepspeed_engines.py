@@ -52,6 +52,17 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             loss = loss.float() * scaling.cur_scale
         return super().backward(loss, *args, **kwargs)
 
+    def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Average gradients over data ranks, if there are several.
+
+        DeepSpeed copies all gradients into one buffer and back, for a single rank too (0.19.8). Parameters without a
+        gradient get zeros, as there.
+        """
+        if self.dp_world_size > 1:
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
+        elif grads is None and not hasattr(self.optimizer, "get_grads_for_reduction"):
+            self._get_gradients_for_reduction()
+
 
 class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc]
     """DeepSpeed's engine for pipeline stages; ZeRO 0 and 1. Its `backward` calls `PlainEngine.backward`."""
