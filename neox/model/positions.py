@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device))
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
-        """Return cos and sin for positions [S] or [B, S]: [S, 1, 1, R/2] or [B, S, 1, 1, R/2]."""
+        """Return cosines and sines for positions [S] or [B, S]: [S, 1, 1, R] or [B, S, 1, 1, R]."""
         cos, sin = rotary_tables(self.inv_freq, positions, dtype)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
