@@ -77,6 +77,17 @@ def test_the_environment_is_used_where_processes_start() -> None:
     assert [file for file in uses if not file.startswith(USES_ENVIRONMENT)] == []
 
 
+def test_files_are_replaced_and_locked_by_one_module() -> None:
+    calls = {"os.replace", "os.fsync", "fcntl.flock", "fcntl.lockf"}
+    uses = {
+        file
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
+    }
+    assert uses == {"neox/files.py"}
+
+
 def test_every_parameter_is_typed() -> None:
     untyped = []
     for file, function in functions():

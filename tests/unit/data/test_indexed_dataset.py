@@ -1,5 +1,7 @@
 """`.bin/.idx` pairs: gpt-neox's bytes read and written, in bulk, resumed and merged."""
 
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -150,3 +152,10 @@ def test_missing_data_names_the_command_that_makes_it(tmp_path):
     (tmp_path / "x.idx").mkdir()
     with pytest.raises(DataError, match="not found"):
         IndexedDataset(tmp_path / "x")
+
+
+def test_datasets_are_read_and_written_without_torch():
+    modules = "neox.data, neox.data.split, neox.data.stats, neox.data.verify, neox.preprocess"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
