@@ -21,21 +21,19 @@ from neox.config.flat import (
     translate_aliases,
 )
 from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
-from neox.config.sections import (
+from neox.config.sections.base import Section
+from neox.config.sections.data import DataConfig, TokenizerConfig
+from neox.config.sections.deepspeed import DeepSpeedConfig
+from neox.config.sections.generation import GenerationConfig
+from neox.config.sections.model import ModelConfig
+from neox.config.sections.runner import ParallelismConfig, RunnerConfig
+from neox.config.sections.training import (
     CheckpointConfig,
-    DataConfig,
-    DeepSpeedConfig,
-    GenerationConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelismConfig,
-    RunnerConfig,
     ScheduleConfig,
-    TokenizerConfig,
     TrainingConfig,
 )
-from neox.config.sections.base import Section
 from neox.errors import ConfigError
 
 # What a type error means, in the words of someone who writes YAML.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
-from neox.config.neox_config import section_classes
+from neox.config.neox_config import section_classes, yaml_text
 from neox.config.sections.base import any_of, conditions_of
 
 PAGE = Path("configs/neox_arguments.md")
@@ -43,23 +42,6 @@ with a note unless the value is the default.
 """
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a table of the page."""
-
-    key: str
-    type: str
-    default: str
-    since: str
-    status: str
-    meaning: str
-
-    def markdown(self) -> str:
-        """Return the row of a Markdown table."""
-        cells = (f"`{self.key}`", self.type, self.default, self.since, self.status, self.meaning)
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
 def type_name(annotation: Any) -> str:
     """Return a type in the words of someone who writes YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -77,29 +59,18 @@ def type_name(annotation: Any) -> str:
     return _plain_type(str(annotation.__name__))
 
 
-def default_text(info: FieldInfo) -> str:
-    """Return a default as YAML writes it; an empty cell for unset."""
-    if info.is_required():
-        return "required"
-    value = info.get_default(call_default_factory=True)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"`{value!r}`" if isinstance(value, str) else "" if isinstance(value, BaseModel) else _yaml_text(value)
-
-
-def section_rows(name: str, cls: type[BaseModel]) -> Iterator[Row]:
-    """Yield the rows of one section: its own keys, aliases, and keys that do not work."""
+def section_rows(name: str, cls: type[BaseModel]) -> Iterator[str]:
+    """Yield the rows of one section's table: its own keys, aliases, and keys that do not work."""
     for key, info in cls.model_fields.items():
-        meaning = _meaning(info)
         since = NEOX_KEYS[key].since if key in NEOX_KEYS else "neox"
-        yield Row(key, type_name(info.annotation), default_text(info), since, "works", meaning)
+        yield _row(key, type_name(info.annotation), _default(info), since, "works", _meaning(info))
     for row in (row for row in NEOX_KEYS.values() if row.section == name and row.status != "works"):
-        default, meaning = _yaml_text(row.default), f"{row.reason[:1].upper()}{row.reason[1:]}."
+        default, meaning = _yaml_cell(row.default), f"{row.reason[:1].upper()}{row.reason[1:]}."
         if alias := ALIASES.get(row.key):
             spelling = f"Another spelling of `{alias.target}`."
             implied = f"Implied by `{alias.target}`; a contradiction is refused."
             default, meaning = "", spelling if alias.values is None else implied
-        yield Row(row.key, _plain_type(row.type), default, row.since, row.status, meaning)
+        yield _row(row.key, _plain_type(row.type), default, row.since, row.status, meaning)
 
 
 def blocks_of(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -117,15 +88,12 @@ def page() -> str:
     for name, cls in section_classes().items():
         lines += [f"## {name}", "", (cls.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | since | status | meaning |", "|---|---|---|---|---|---|"]
-        lines += [row.markdown() for row in section_rows(name, cls)]
-        lines.append("")
+        lines += [*section_rows(name, cls), ""]
         for path, block in blocks_of(cls):
-            lines += [f"### {path}", "", (block.__doc__ or "").strip(), "", "| key | type | default | meaning |"]
-            lines.append("|---|---|---|---|")
+            lines += [f"### {path}", "", (block.__doc__ or "").strip(), ""]
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
             for key, info in block.model_fields.items():
-                meaning = _meaning(info)
-                cells = (f"`{key}`", type_name(info.annotation), default_text(info), meaning)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+                lines.append(_row(key, type_name(info.annotation), _default(info), _meaning(info)))
             lines.append("")
     return "\n".join(lines)
 
@@ -170,10 +138,21 @@ def _describe_conditions(properties: dict[str, Any], cls: type[BaseModel]) -> No
             properties[key]["description"] = _meaning(info)
 
 
-def _yaml_text(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
+def _row(key: str, *cells: str) -> str:
+    """Return the row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in (f"`{key}`", *cells)) + " |"
+
+
+def _default(info: FieldInfo) -> str:
+    """Return a field's default as YAML writes it; an empty cell for unset."""
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return yaml_text(value)
+    return f"`{value!r}`" if isinstance(value, str) else _yaml_cell(value)
+
+
+def _yaml_cell(value: Any) -> str:
+    return "" if value is None or isinstance(value, BaseModel) else f"`{yaml_text(value)}`"
 
 
 def _plain_type(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neox.config.plan import RunPlan
-from neox.config.sections import DataConfig
+from neox.config.sections.data import DataConfig
 from neox.data.batches import BatchIterator
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.gpt_dataset import GPTDataset, split_documents

@@ -11,7 +11,6 @@ import torch.distributed
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from neox.config import load_config, resolve
-from neox.config.deepspeed_json import TOP_LEVEL_KEYS
 from neox.config.validation import missing_for_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -19,6 +18,29 @@ OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")
 SELF_CONTAINED = ("quickstart", "one_gpu")
 MODELS = sorted(
     path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
+)
+# DeepSpeed ignores unknown top-level keys without a message, so only these may be written.
+TOP_LEVEL_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "optimizer",
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "data_types",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "dump_state",
+        "zero_allow_untested_optimizer",
+        "flops_profiler",
+        "comms_logger",
+    }
 )
 PUBLISHED_PARAMETERS = {
     "20B": 20_554_567_680,

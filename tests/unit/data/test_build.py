@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from neox.config import load_config, resolve
-from neox.config.sections import DataConfig
+from neox.config.sections.data import DataConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.data.batches import BatchIterator
 from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
