@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Figures of the launcher: dry-run seconds, seconds from a rank's death to a clean end, orphans after random kills.
+"""Figures of the launcher: dry run, start and end of a training, end after a rank's death, orphans after random kills.
 
     python benchmarks/launch.py --kills 20 --random 100 --out benchmarks/results/launch.json
 
-The ranks are dummies without torch. A run counts as cleanly ended when its last process is gone, grandchildren
-included; an orphan is any process of a run that lives ten seconds after one of its processes (head, agent, DeepSpeed's
-launcher, a keeper, a rank: equally often) was killed at a random moment of its start or its life.
+Start and end are those of a tiny training on one rank, each after an `import deepspeed` in a process of its own.
+In the other runs ranks are dummies without torch. A run counts as cleanly ended when its last process is gone,
+grandchildren included; an orphan is any process of a run that lives ten seconds after one of its processes (launcher,
+agent, watchdog, a rank: equally often) was killed at a random moment of its start or its life.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import statistics
@@ -49,6 +51,28 @@ def dry_run_seconds(gpus: int, repeat: int) -> dict[str, float]:
 def _children_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def start_and_end(directory: Path, repeat: int) -> list[dict[str, float]]:
+    """Seconds of `import deepspeed`, from a command to its first step, and from its last line to its end."""
+    data = ROOT / "tests" / "golden" / "data" / "small_text_document"
+    arguments = [word for key in (f"data_path={data}", "train_iters=3", "log_interval=1") for word in ("--set", key)]
+    found = []
+    for _ in range(repeat):
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import deepspeed"], check=True, capture_output=True)
+        imported = time.monotonic() - started
+        run = LaunchedRun(directory, arguments, ranks=1, script=None)
+        assert run.process.stdout is not None
+        first = last = 0.0
+        for line in run.process.stdout:
+            last = time.monotonic()
+            first = first or (last if re.search(r"iteration +1/", line) else 0.0)
+        if run.process.wait() or not first:
+            raise RuntimeError(f"the training failed: {run.directory}")
+        figures = {"import_deepspeed": imported, "first_step": first - run.started, "end": time.monotonic() - last}
+        found.append({key: round(seconds, 2) for key, seconds in figures.items()})
+    return found
 
 
 def kill_a_rank(directory: Path) -> tuple[float, int]:
@@ -95,6 +119,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=100, help="runs of which any process is killed at any moment")
     parser.add_argument("--at-once", type=int, default=2, help="randomly killed runs at a time")
     parser.add_argument("--repeat", type=int, default=10, help="dry runs of each size")
+    parser.add_argument("--starts", type=int, default=5, help="trainings that are started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
@@ -104,6 +129,7 @@ def main() -> int:
         figures[f"dry_run_20B_{gpus}_gpus_seconds"] = dry_run_seconds(gpus, arguments.repeat)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        figures["start_and_end_seconds"] = start_and_end(directory, arguments.starts)
         ends = [kill_a_rank(directory) for _ in range(arguments.kills)]
         if ends:
             seconds = [end for end, _ in ends]

@@ -1,4 +1,4 @@
-"""`deepy.py`'s command line: its flags, the keys some of them stand for, and the script that ranks run."""
+"""Command line of `deepy.py`: flags, the configuration's keys behind them, and the script that ranks run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import neox
 from neox.errors import LaunchError
 from neox.launch.spec import code_root
 
-# Scripts that only run a model: on any number of ranks, whatever was trained on.
+# Scripts that only run a model, on any number of ranks.
 INFERENCE = ("generate", "evaluate")
 _SCRIPTS = ("train.py", "generate.py", "evaluate.py", "preprocess_data.py")
 
@@ -39,7 +39,11 @@ _FLAGS_OF_KEYS = (
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse a command line.
+
+    Args:
+        argv: The words after the program's name; this process's when left out.
+    """
     parser = argparse.ArgumentParser(
         prog="deepy.py",
         description="Check a configuration, show what follows from it, and start a script on every rank.",
@@ -89,14 +93,24 @@ def _positive(text: str) -> int:
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Turn flags into overrides of the keys they stand for; `--set` comes last and wins."""
+    """Return overrides, as `key=value`, for flags that stand for keys; `--set` comes last, so that it wins."""
     given = ((key, getattr(arguments, key)) for key in _FLAGS_OF_KEYS)
     texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
     return [*(f"{key}={text}" for key, text in texts), *arguments.set]
 
 
 def find_script(name: str) -> Path:
-    """Return the script's absolute path: as given, else in the project's root, else in its tools/."""
+    """Find a script: as given, else in the project's root, else in its tools/.
+
+    Args:
+        name: Path or name, with or without `.py`.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        LaunchError: It does not exist.
+    """
     if (path := _existing_script(name)) is not None:
         return path
     if close := get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1):
@@ -111,7 +125,15 @@ def _existing_script(name: str) -> Path | None:
 
 
 def refuse_lone_tool(name: str, *rest: str) -> None:
-    """Raise LaunchError for a tool of the project that runs by itself, in one process, with flags of its own."""
+    """Check that a script is not one of the project's tools that run in one process, with flags of their own.
+
+    Args:
+        name: The script.
+        rest: Its arguments, for the message.
+
+    Raises:
+        LaunchError: It is such a tool.
+    """
     path = _existing_script(name)
     root, tool = code_root(), code_root() / "tools" / Path(path or name).name
     if path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS:

@@ -1,4 +1,4 @@
-"""What every host of one run must know, in one object that crosses shells and ssh as base64."""
+"""Specification of a run: what every host must know, encoded as base64 for shells and ssh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SlotId = int | str  # an index, or a device's UUID where CUDA_VISIBLE_DEVICES na
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and the accelerators (or, without any, the CPU ranks) to use on it."""
+    """One machine and its slots: the accelerators, or without any the CPU ranks, to use on it."""
 
     name: str
     slots: tuple[SlotId, ...]
@@ -29,13 +29,22 @@ class Host:
 class LaunchSpec:
     """One run.
 
-    script: absolute path; arguments: what every rank gets after it.
-    directory: where ranks run; code_root: the checkout that holds `neox`, the same path on every host.
-    environment: variables for the ranks; no secrets, because this object is seen in process lists.
-    hang_timeout: seconds without progress after which a run is ended, None for never.
-    stdin: file that rank 0 reads as its standard input, on one machine.
-    stop_timeout: seconds that ranks have to end by themselves after SIGTERM.
-    reserved: directories that no other run may use meanwhile.
+    Attributes:
+        run_id: A name that no other run has.
+        hosts: Hosts and slots, in rank order.
+        master_addr: Address of the rendezvous.
+        master_port: Port of the rendezvous.
+        script: Absolute path of the script that ranks run.
+        arguments: Its arguments.
+        directory: Working directory of the ranks.
+        code_root: Directory that holds the package `neox`, the same path on every host.
+        run_directory: Directory of the run's logs.
+        python: The interpreter, the same path on every host.
+        environment: Variables of the ranks. No secrets: this object is seen in lists of processes.
+        hang_timeout: Seconds without progress after which the run is ended; None for never.
+        stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
+        stdin: File that rank 0 reads as its standard input, on one machine.
+        reserved: Directories that no other run may use meanwhile.
     """
 
     run_id: str
@@ -60,11 +69,11 @@ class LaunchSpec:
         return sum(len(host.slots) for host in self.hosts)
 
     def first_rank(self, node_rank: int) -> int:
-        """Global rank of the first process on a host."""
+        """Return the global rank of the first process on a host."""
         return sum(len(host.slots) for host in self.hosts[:node_rank])
 
     def host_of(self, rank: int) -> Host:
-        """The host a global rank runs on."""
+        """Return the host that a global rank runs on."""
         for number, host in enumerate(self.hosts):
             if rank < self.first_rank(number) + len(host.slots):
                 return host
@@ -76,13 +85,17 @@ class LaunchSpec:
         return base64.urlsafe_b64encode(_json({host.name: list(host.slots) for host in self.hosts})).decode()
 
     def encode(self) -> str:
-        """Write as base64 of compressed JSON: letters that no shell looks at."""
+        """Encode as base64 of compressed JSON, which no shell interprets."""
         fields = {**vars(self), "hosts": [vars(host) for host in self.hosts]}
         return base64.urlsafe_b64encode(zlib.compress(_json(fields))).decode()
 
     @staticmethod
     def decode(text: str) -> LaunchSpec:
-        """Read what `encode` wrote."""
+        """Return the specification that `encode` encoded.
+
+        Raises:
+            LaunchError: The text is none.
+        """
         try:
             data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
             hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
@@ -93,12 +106,12 @@ class LaunchSpec:
 
 
 def new_run_id() -> str:
-    """A name for one launch, unique on every host."""
+    """Return a name that no other run has on any host."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 def code_root() -> Path:
-    """The directory that holds the `neox` package."""
+    """Return the directory that holds the package `neox`."""
     return Path(__file__).resolve().parents[2]
 
 

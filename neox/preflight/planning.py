@@ -99,7 +99,7 @@ def build_plan(
         problems += missing_packages(config)
     if config.model.precision == "auto":
         capabilities = replace(capabilities, saved=saved_precision(config, training=training))
-        if not dry_run and capabilities.bf16 is capabilities.saved is None:
+        if not dry_run and capabilities.bf16 is None and capabilities.saved is None:
             problems.append(config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32"))
     try:
         plan = resolve(config, world, size, capabilities)

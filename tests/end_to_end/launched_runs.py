@@ -126,7 +126,7 @@ class LaunchedRun:
         raise AssertionError(f"{ranks} ranks did not start in {seconds} s; {self.pids()}")
 
     def output(self, timeout: float = 30) -> str:
-        """Everything printed, once the head process has ended."""
+        """Everything printed, once the launcher has ended."""
         return self.process.communicate(timeout=timeout)[0]
 
     def seconds_until_gone(self, limit: float = 20) -> float:
