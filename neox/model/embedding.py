@@ -43,6 +43,7 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, grid, **options)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Look up token ids [B, S] -> [B, S, H], with dropout."""
         return F.dropout(self.word_embeddings(tokens), self.dropout, self.training)
 
 
@@ -89,6 +90,7 @@ class Head(nn.Module):
         return self.final_linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of hidden states [B, S, H] -> [B, S, V/tp]."""
         if isinstance(self.final_linear, RowParallelLinear):
             partial = self.final_linear.partial(scatter_last_dim(x, self.grid))
             return reduce_scatter_last_dim(partial, self.grid)
@@ -103,7 +105,7 @@ class TiedHead(nn.Module):
         self.grid = grid
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [B, S, H], weight [V/tp, H] -> logits [B, S, V/tp]."""
+        """Return the logits of hidden states x [B, S, H] for a weight [V/tp, H] -> [B, S, V/tp]."""
         return tied_logits(x, weight, self.grid)
 
 

@@ -1,5 +1,6 @@
-"""Causal attention of one layer, three ways with one signature. Causality is a literal; a mask tensor is passed only
-where documents of one row are kept apart.
+"""Causal attention of one layer: three implementations with one signature.
+
+A mask tensor is passed only if documents in one row are kept apart.
 
 Legend: B batch, S sequence, N heads, D head dim.
 """

@@ -52,7 +52,7 @@ def _served(x: Tensor, weight: Tensor) -> bool:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, I], weight [O, I] -> [R, O]; any strides."""
+    """Return x W^T + b: x [R, I], weight [O, I] -> [R, O]; any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

@@ -36,7 +36,8 @@ class ParallelGrid:
     def build(cls, topology: Topology) -> ParallelGrid:
         """Create the groups of every axis; all ranks call it together, with torch.distributed initialised.
 
-        Raises ValueError when the world has another size than the topology.
+        Raises:
+            ValueError: If the world has another size than the topology.
         """
         world = dist.get_world_size()
         if world != topology.world_size:
@@ -60,30 +61,37 @@ class ParallelGrid:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.topology.world_size
 
     @property
     def pp_size(self) -> int:
+        """Number of pipeline stages."""
         return self.topology.pp_size
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
         return self.topology.dp_size
 
     @property
     def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
         return self.topology.tp_size
 
     @property
     def pp_rank(self) -> int:
+        """This rank's pipeline stage."""
         return self.topology.coordinates(self.rank)[0]
 
     @property
     def dp_rank(self) -> int:
+        """This rank's data-parallel coordinate."""
         return self.topology.coordinates(self.rank)[1]
 
     @property
     def tp_rank(self) -> int:
+        """This rank's tensor-parallel coordinate."""
         return self.topology.coordinates(self.rank)[2]
 
     def seed(self, seed: int) -> None:

@@ -1,8 +1,35 @@
-"""Import path of the tools, for the tests that load one into their own process."""
+"""Tools run inside the test's process: as commands they would each import torch anew, for seconds."""
 
+import logging
+import runpy
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_TOOLS = str(Path(__file__).parents[3] / "tools")
-sys.path.insert(0, _TOOLS)
+import pytest
+
+TOOLS = Path(__file__).parents[3] / "tools"
+sys.path.insert(0, str(TOOLS))
 __import__("_checkout")  # which takes the folder of the tools from the path again
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run `tools/NAME` with arguments, and return its exit status and output as `subprocess.run` does."""
+    logger = logging.getLogger("neox")
+    former = logger.handlers[:], logger.propagate, logger.level
+
+    def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [str(TOOLS / name), *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(command[0], run_name="__main__")
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(command, int(ended.value.code or 0), shown.out, shown.err)
+
+    yield run_tool
+    logger.handlers[:], logger.propagate, logger.level = former

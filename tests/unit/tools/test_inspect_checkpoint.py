@@ -1,10 +1,8 @@
-"""tools/inspect_checkpoint.py and tools/reshard.py, run as commands."""
+"""tools/inspect_checkpoint.py and tools/reshard.py."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,7 @@ from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_ch
 ROOT = Path(__file__).parents[3]
 
 
-def run(tool, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "tools" / tool, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-
-
-def test_inspect_and_reshard(tmp_path):
+def test_inspect_and_reshard(tmp_path, run):
     layers = small_plan()
     weights = seeded_weights(layers)
     state = {"args": {"num_attention_heads": 4}, "model_identity": {"gpt_j_residual": True, "vocab_size": 60}}
@@ -59,7 +51,7 @@ def test_inspect_and_reshard(tmp_path):
     assert "sha256 differs" in broken.stdout or "bytes instead of" in broken.stdout
 
 
-def test_messages(tmp_path):
+def test_messages(tmp_path, run):
     failed = run("inspect_checkpoint.py", tmp_path / "global_step3")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: ")
