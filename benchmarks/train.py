@@ -33,6 +33,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from itertools import cycle
 from pathlib import Path
@@ -45,6 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.engine import initialize_distributed, initialize_engine
 from neox.model import GPT
+from neox.objectives import CausalLM
 from neox.ops import linear
 from neox.optim import parameter_groups
 from neox.parallel import ParallelGrid
@@ -222,7 +224,7 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
     mask = torch.ones(shape.micro_batch, shape.seq, device=device)
 
     def loss_of(ids: Tensor) -> Tensor:
-        return model.loss(ids[:, :-1], (ids[:, 1:], mask))
+        return model(ids[:, :-1], loss=partial(CausalLM(ParallelGrid.single()).loss, targets=(ids[:, 1:], mask)))
 
     def step() -> Tensor:
         if not args.cudnn:

@@ -9,7 +9,7 @@ import copy
 import importlib
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT, TransformerLayer, build_layer
+from neox.objectives import Objective
 from neox.ops import DTYPES
 from neox.optim import AdamW, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
@@ -69,6 +71,19 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
 
     module_state_dict = PlainEngine.module_state_dict
 
+    def _forward_pass(self, buffer_id: int) -> None:
+        """Run a micro batch through this stage; the last one computes the loss in its module."""
+        if self.is_last_stage():
+            self.module.targets = self.pipe_buffers["labels"][buffer_id]
+        try:
+            self._exec_forward_pass(buffer_id)
+        finally:
+            self.module.targets = None
+
+    _INSTRUCTION_MAP = MappingProxyType(
+        {**DeepSpeedPipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass: _forward_pass}
+    )
+
 
 def _grid_mpu(grid: ParallelGrid) -> SimpleNamespace:
     """Return a grid without pipeline stages in the form of the "model parallel unit" that DeepSpeed expects.
@@ -97,13 +112,16 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def build_model(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> nn.Module:
+def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device: torch.device) -> nn.Module:
     """Build this rank's part of the network with its initial weights, in the precision of training."""
     dtype = DTYPES[plan.precision]
     if plan.config.deepspeed.zero_optimization.stage == 3:
         return _partitioned_model(plan, grid, device, dtype)
-    kind = PipelineGPT if grid.pp_size > 1 else GPT
-    model = kind(plan, grid, device=device, dtype=dtype)
+    model: nn.Module
+    if grid.pp_size > 1:
+        model = PipelineGPT(plan, grid, objective, device=device, dtype=dtype)
+    else:
+        model = GPT(plan, grid, device=device, dtype=dtype)
     if plan.config.training.compile_layers:
         for module in model.modules():
             if isinstance(module, TransformerLayer):

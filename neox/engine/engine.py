@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,9 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.errors import TrainingError
+from neox.objectives import Batch, Objective, build_objective
 from neox.optim import AdamW, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        loss: Mean over micro batches and data ranks of each micro batch's mean token loss, in nats.
+        loss: Mean over micro batches and data ranks of the objective's loss.
         grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
         loss_scale: 1 except in fp16.
         lr: Learning rate of this step.
@@ -44,6 +44,7 @@ class Engine:
     """A model in training on this rank; all ranks call every method together.
 
     Attributes:
+        objective: What a batch is and what its loss is.
         deepspeed_engine: DeepSpeed's engine, which holds the model.
         adamw: The optimizer that updates the weights; DeepSpeed may have wrapped it.
         schedule: The learning rate.
@@ -55,12 +56,14 @@ class Engine:
         plan: RunPlan,
         grid: ParallelGrid,
         device: torch.device,
+        objective: Objective,
         deepspeed_engine: PlainEngine,
         adamw: AdamW,
     ) -> None:
         self.plan = plan
         self.grid = grid
         self.device = device
+        self.objective = objective
         self.deepspeed_engine = deepspeed_engine
         self.adamw = adamw
         self.schedule = LRSchedule(plan, adamw)
@@ -84,7 +87,7 @@ class Engine:
         loss_scale = self.loss_scale
         with _readable_scaler_failure(self.iteration + 1):
             if isinstance(self.deepspeed_engine, PipelineEngine):
-                loss = float(self.deepspeed_engine.train_batch(_stage_pairs(batches)))
+                loss = float(self.deepspeed_engine.train_batch(self._stage_pairs(batches)))
             else:
                 loss = self._train_plain(batches)
         self.iteration += 1
@@ -95,7 +98,7 @@ class Engine:
     def eval_batch(self, batches: Iterator[Batch]) -> float:
         """Return the mean loss of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
         if isinstance(self.deepspeed_engine, PipelineEngine):
-            return float(self.deepspeed_engine.eval_batch(_stage_pairs(batches)))
+            return float(self.deepspeed_engine.eval_batch(self._stage_pairs(batches)))
         self.deepspeed_engine.eval()
         count = self.plan.batch.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
@@ -136,14 +139,19 @@ class Engine:
         return self._mean(total / count)
 
     def _loss(self, batch: Batch) -> Tensor:
-        tokens, labels, mask = (
-            batch[key].to(self.device, non_blocking=True) for key in ("tokens", "labels", "loss_mask")
-        )
-        starts = batch.get("document_starts")
-        apart = {} if starts is None else {"document_starts": starts.to(self.device, non_blocking=True)}
-        # in there, so that logits need not be held whole
-        loss: Tensor = self.deepspeed_engine(tokens, targets=(labels, mask), **apart)
+        inputs = {name: self._on_device(value) for name, value in self.objective.inputs(batch).items()}
+        targets = tuple(self._on_device(value) for value in self.objective.targets(batch))
+        loss: Tensor = self.deepspeed_engine(**inputs, loss=partial(self.objective.loss, targets=targets))
         return loss
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        return value.to(self.device, non_blocking=True)
+
+    def _stage_pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Give micro batches the form DeepSpeed's pipeline takes: the first stage's input, the last stage's targets."""
+        for batch in batches:
+            (value,) = self.objective.inputs(batch).values()
+            yield value, self.objective.targets(batch)
 
     def _mean(self, value: Tensor) -> float:
         """Average over data ranks."""
@@ -161,7 +169,9 @@ class Engine:
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
     """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together."""
-    return Engine(plan, grid, device, *build_deepspeed_engine(plan, grid, build_model(plan, grid, device)))
+    objective = build_objective(plan, grid)
+    model = build_model(plan, grid, objective, device)
+    return Engine(plan, grid, device, objective, *build_deepspeed_engine(plan, grid, model))
 
 
 @contextmanager
@@ -176,9 +186,3 @@ def _readable_scaler_failure(iteration: int) -> Iterator[None]:
             f"iteration {iteration}: gradients overflow fp16 even at the smallest loss scale (fp16.min_loss_scale); "
             "train in bf16, lower the learning rate, or inspect the data of this step"
         ) from error
-
-
-def _stage_pairs(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Give micro batches the form DeepSpeed's pipeline takes: the first stage's input, the last stage's labels."""
-    for batch in batches:
-        yield batch["tokens"], (batch["labels"], batch["loss_mask"])

@@ -37,6 +37,7 @@ from neox.engine.saving import layout_of
 from neox.engine.weights import read_weights
 from neox.errors import CheckpointError
 from neox.log import get_logger
+from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
@@ -69,10 +70,11 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     start = from_first_rank(lambda: choose_start(plan))
     if start.checkpoint is not None:
         check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
-    model = build_model(plan, grid, device)
+    objective = build_objective(plan, grid)
+    model = build_model(plan, grid, objective, device)
     if start.checkpoint is not None:
         _read_model(model, plan, grid, start, start.checkpoint)
-    engine = Engine(plan, grid, device, *build_deepspeed_engine(plan, grid, model))
+    engine = Engine(plan, grid, device, objective, *build_deepspeed_engine(plan, grid, model))
     _read_state(engine, start)
     return engine
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
-from neox.model import TransformerLayer, build_layer, lm_loss, run_blocks, tied_logits
+from neox.model import LMHead, TransformerLayer, build_layer, run_blocks, tied_logits
+from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 
 TIE = "embedding"
@@ -52,12 +53,21 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
     Args:
         plan: The run.
         grid: This rank's grid.
+        objective: What the last stage computes.
         device: Device of the parameters.
         dtype: Type of the parameters.
+
+    Attributes:
+        targets: What the objective's loss needs beside the hidden states, while a loss is to be computed.
     """
 
-    def __init__(self, plan: RunPlan, grid: ParallelGrid, *, device: torch.device, dtype: torch.dtype) -> None:
+    targets: tuple[Tensor, ...] | None = None
+
+    def __init__(
+        self, plan: RunPlan, grid: ParallelGrid, objective: Objective, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._stages = plan.stages
+        self._objective = objective
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
         # DeepSpeed prints its topology here, and broadcasts tied weights with gradients enabled.
         with hidden_stdout(), torch.no_grad():
@@ -65,26 +75,36 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 layers=_specs(plan, grid, build),
                 # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
-                loss_fn=partial(lm_loss, grid=grid),
                 partition_method="uniform",  # unused: see _partition_layers
             )
         training = plan.config.training
         self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states or logits [B, S, V/tp].
+        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states, logits [B, S, V/tp] or a loss.
+
+        The last stage returns the loss if `targets` are set. It is computed here, because DeepSpeed prepares for a
+        backward pass when the gradient of this module's output arrives, and would clear gradients of the head that
+        came before.
 
         Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
         own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
         """
         recompute = self._recompute_chunk if self.training and torch.is_grad_enabled() else 0
-        for is_blocks, neighbours in groupby(self.forward_funcs, lambda layer: isinstance(layer, TransformerLayer)):
+        layers = self.forward_funcs if self.targets is None else self.forward_funcs[:-1]
+        for is_blocks, neighbours in groupby(layers, lambda layer: isinstance(layer, TransformerLayer)):
             if is_blocks:
                 x = run_blocks(list(neighbours), x, recompute=recompute)
                 continue
             for layer in neighbours:
                 x = layer(x)
-        return x
+        return x if self.targets is None else self._objective.loss(x, self._head, self.targets)
+
+    @property
+    def _head(self) -> LMHead:
+        head = self.forward_funcs[-1]
+        owner = self.tied_modules[TIE].word_embeddings if TIE in self.tied_modules else head
+        return LMHead(owner.weight, head)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Split where the plan says; DeepSpeed would derive it from class names."""

@@ -5,7 +5,8 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,6 +108,18 @@ class TiedHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits of hidden states x [B, S, H] for a weight [V/tp, H] -> [B, S, V/tp]."""
         return tied_logits(x, weight, self.grid)
+
+
+class LMHead(NamedTuple):
+    """A network's head, tied or not, as a loss uses it.
+
+    Attributes:
+        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head).
+        logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
+    """
+
+    weight: Tensor
+    logits: Callable[[Tensor], Tensor]
 
 
 def tied_logits(x: Tensor, weight: Tensor, grid: ParallelGrid) -> Tensor:

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -15,9 +16,7 @@ from neox.config.plan import RunPlan
 from neox.model.block import TransformerLayer, run_blocks
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
-from neox.model.embedding import Embedding, Head, TiedHead
-from neox.model.loss import lm_loss
-from neox.ops import linear_cross_entropy
+from neox.model.embedding import Embedding, Head, LMHead, TiedHead
 from neox.parallel import ParallelGrid
 
 
@@ -49,18 +48,25 @@ class GPT(nn.Module):
         tokens: Tensor,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
-        targets: tuple[Tensor, Tensor] | None = None,
         document_starts: Tensor | None = None,
+        loss: Callable[[Tensor, LMHead], Tensor] | None = None,
     ) -> Tensor:
-        """Return logits: tokens [B, S] -> [B, S, V/tp]; or, given targets, their `loss`, a scalar.
+        """Compute logits or a loss.
 
-        cache: tokens seen before; these are appended. positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
-        targets: (labels, loss_mask), [B, S] each. document_starts: [B, S], where each token's document starts in its
-        row; attention and positions then stay within documents (without a cache).
+        Args:
+            tokens: Token ids [B, S].
+            cache: Tokens seen before; these are appended.
+            positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
+            document_starts: [B, S], where each token's document starts in its row; attention and positions then stay
+                within documents. Without a cache only.
+            loss: Function of the hidden states [B, S, H] and the head. It is called here because ZeRO 3 gathers the
+                head's weight here.
+
+        Returns:
+            Logits [B, S, V/tp], or the result of `loss`.
         """
-        if targets is not None:
-            return self.loss(tokens, targets, document_starts)
-        return self.logits(self.hidden(tokens, cache, positions, document_starts))
+        hidden = self.hidden(tokens, cache, positions, document_starts)
+        return self.logits(hidden) if loss is None else loss(hidden, self.head)
 
     def hidden(
         self,
@@ -82,20 +88,13 @@ class GPT(nn.Module):
             return head(x, cast(Embedding, self.sequential[0]).word_embeddings.weight)
         return head(x)
 
-    def loss(self, tokens: Tensor, targets: tuple[Tensor, Tensor], document_starts: Tensor | None = None) -> Tensor:
-        """Return what `lm_loss` makes of the logits: tokens [B, S], (labels, loss_mask) [B, S] each -> scalar, fp32.
-
-        On one tensor rank the logits are never held whole, which saves B x S x V numbers several times over.
-        """
+    @property
+    def head(self) -> LMHead:
+        """The head for a loss; to be read inside `forward`, where ZeRO 3 gathers the weight."""
         head = self.sequential[-1]
-        x = self.hidden(tokens, document_starts=document_starts)
-        if self.grid.tp_size > 1:
-            return lm_loss(self.logits(x), targets, self.grid)
         tied = isinstance(head, TiedHead)
         weight = cast(Embedding, self.sequential[0]).word_embeddings.weight if tied else cast(Head, head).weight
-        labels, mask = (target.reshape(-1) for target in targets)
-        mask = mask.float()
-        return linear_cross_entropy(x.flatten(0, 1), weight, labels, mask / mask.sum().clamp(min=1.0))
+        return LMHead(weight, self.logits)
 
     @property
     def blocks(self) -> list[TransformerLayer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,8 +160,7 @@ class Trainer:
         self.state.losses[name] = loss
         if name == "validation":
             self._evaluated = self.state.iteration
-        perplexity = math.exp(min(20.0, loss))
-        scalars = {f"{name}/lm_loss": loss, f"{name}/lm_loss_ppl": perplexity}
+        scalars = {f"{name}/{metric}": value for metric, value in self.engine.objective.metrics(loss).items()}
         self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
 
     def score_tasks(self) -> None:

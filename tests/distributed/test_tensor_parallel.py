@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.model import GPT, lm_loss
+from neox.model import GPT
 from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
 from tests.distributed.spawn import run_ranks
+from tests.losses import causal_lm_loss
 from tests.plans import small_plan
 
 HEADS = (
@@ -51,12 +52,12 @@ def equals_one_rank(tp_size: int) -> None:
     for keys in [head | {"gpt_j_residual": parallel} for head in HEADS for parallel in (True, False)]:
         one, _ = build(ParallelGrid.single(), **keys)
         expected = one(tokens)
-        expected_loss = lm_loss(expected, (labels, mask), one.grid)
+        expected_loss = causal_lm_loss(one, tokens, labels, mask)
         expected_loss.backward()
         model, plan = build(grid, **keys)
         logits = model(tokens)
         assert logits.shape[-1] == 128 // tp_size
-        loss = lm_loss(logits, (labels, mask), grid)
+        loss = causal_lm_loss(model, tokens, labels, mask)
         loss.backward()
         torch.testing.assert_close(gather_last_dim(logits.detach(), grid), expected.detach(), atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
@@ -96,7 +97,7 @@ def dropout_and_recompute() -> None:
             grid.seed(11)
             losses = []
             for step in range(2):  # two steps: the streams must stand where they would without recomputation
-                losses.append(lm_loss(model(tokens), (labels, mask), grid))
+                losses.append(causal_lm_loss(model, tokens, labels, mask))
                 losses[step].backward()
             results.append([loss.detach() for loss in losses] + [p.grad for p in model.parameters()])
         for plain, *again in zip(*results, strict=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neox.model import GPT, lm_loss
+from neox.model import GPT
 from neox.ops import core_attention, linear_cross_entropy, linear_cross_entropy_reference, scale_mask_softmax
 from neox.parallel import ParallelGrid, vocab_parallel_cross_entropy
+from tests.losses import causal_lm_loss
 from tests.plans import small_plan
 
 pytestmark = [
@@ -94,8 +95,8 @@ def test_the_network_gives_its_cpu_numbers(parallel: bool, attention: str):
     # The CPU side computes eagerly: the kernel asked for by name runs on a GPU alone.
     on_cpu = GPT(small_plan(gpt_j_residual=parallel), grid)
     on_gpu = GPT(small_plan(**keys), grid, device="cuda")
-    expected = lm_loss(on_cpu(tokens), (tokens, mask), grid)
-    loss = lm_loss(on_gpu(tokens.cuda()), (tokens.cuda(), mask.cuda()), grid)
+    expected = causal_lm_loss(on_cpu, tokens, tokens, mask)
+    loss = causal_lm_loss(on_gpu, tokens.cuda(), tokens.cuda(), mask.cuda())
     torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=0)
     expected.backward()
     loss.backward()
@@ -111,7 +112,7 @@ def test_recomputation_repeats_dropout():
         keys = {"checkpoint_activations": recompute, "hidden_dropout": 0.2, "attention_dropout": 0.2}
         model = GPT(small_plan(**keys), grid, device="cuda")
         grid.seed(3)
-        loss = lm_loss(model(tokens), (tokens, torch.ones(2, 16, device="cuda")), grid)
+        loss = causal_lm_loss(model, tokens, tokens, torch.ones(2, 16, device="cuda"))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for plain, again in zip(*results, strict=True):

@@ -6,21 +6,12 @@ import pytest
 import torch
 
 from neox.errors import NeoXError
-from neox.model import GPT, lm_loss
+from neox.model import GPT
 from neox.parallel import ParallelGrid
+from tests.losses import causal_lm_loss
 from tests.plans import small_plan
 
 TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def test_lm_loss_is_the_mean_of_unmasked_tokens():
-    grid = ParallelGrid.single()
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[1, 2, 3], [4, 0, 1]])
-    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(lm_loss(logits, (labels, mask), grid), -(picked * mask).sum() / 3)
-    assert lm_loss(logits, (labels, torch.zeros(2, 3)), grid) == 0.0
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
@@ -31,7 +22,7 @@ def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int):
         keys = {"checkpoint_activations": recompute, "checkpoint_num_layers": chunk}
         model = GPT(small_plan(hidden_dropout=0.2, attention_dropout=0.2, **keys), grid)
         grid.seed(3)
-        loss = lm_loss(model(TOKENS), (TOKENS, torch.ones(TOKENS.shape)), grid)
+        loss = causal_lm_loss(model, TOKENS, TOKENS, torch.ones(TOKENS.shape))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
@@ -75,17 +66,3 @@ def test_a_full_cache_is_an_error():
     cache = model.new_cache(batch=2, max_length=4)
     with pytest.raises(NeoXError, match="room for 4 tokens"):
         model(TOKENS, cache)
-
-
-@pytest.mark.parametrize("untied", [True, False])
-def test_loss_without_whole_logits_is_lm_loss(untied: bool):
-    grid = ParallelGrid.single()
-    targets = (TOKENS.roll(-1, 1), (TOKENS > 20).float())
-    results = []
-    for whole in (True, False):
-        model = GPT(small_plan(no_weight_tying=untied), grid)
-        loss = lm_loss(model(TOKENS), targets, grid) if whole else model(TOKENS, targets=targets)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for expected, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)

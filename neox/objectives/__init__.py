@@ -1,0 +1,6 @@
+"""Training objectives: what a batch holds, what enters the network, and what the loss is."""
+
+from neox.objectives.causal_lm import CausalLM
+from neox.objectives.objective import Batch, Objective, build_objective
+
+__all__ = ["Batch", "CausalLM", "Objective", "build_objective"]
