@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -62,8 +62,24 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         """
         if self.dp_world_size > 1:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
+        elif isinstance(self.optimizer, AdamW):
+            for parameter in _parameters(self.optimizer):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         elif grads is None and not hasattr(self.optimizer, "get_grads_for_reduction"):
             self._get_gradients_for_reduction()
+
+    def zero_grad(self) -> None:
+        """Release the gradients, without DeepSpeed's walk over all modules."""
+        if not isinstance(self.optimizer, AdamW):
+            super().zero_grad()
+            return
+        for parameter in _parameters(self.optimizer):
+            parameter.grad = None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc]
@@ -150,7 +166,8 @@ def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) 
     Returns:
         DeepSpeed's engine, and the AdamW that updates the weights (DeepSpeed may have wrapped it).
     """
-    scope = NormScope(grid.model_group, lambda p: counts_in_norm(p, grid)) if clips_itself(plan) else None
+    model_group = grid.model_group if grid.pp_size * grid.tp_size > 1 else None
+    scope = NormScope(model_group, lambda p: counts_in_norm(p, grid)) if clips_itself(plan) else None
     optimizer = build_optimizer(plan, model.named_parameters(), scope)
     config = runtime_json(plan)
     _prepare_deepspeed()

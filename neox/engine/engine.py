@@ -128,7 +128,8 @@ class Engine:
         self.schedule.load_state_dict(client_state["lr_scheduler"])
 
     def _train_plain(self, batches: Iterator[Batch]) -> float:
-        self.deepspeed_engine.train()
+        if not self.deepspeed_engine.module.training:  # a walk over all modules
+            self.deepspeed_engine.train()
         count = self.plan.batch.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
         for _ in range(count):

@@ -101,5 +101,9 @@ class ParallelGrid:
         Tracker's stream (`rng.fork`): different on every rank (dropout of split tensors). Initial weights use neither.
         """
         coordinates = (self.pp_rank, self.dp_rank)
-        torch.manual_seed(derive_seed(seed, "default", *coordinates))
+        default = derive_seed(seed, "default", *coordinates)
+        # torch.manual_seed also queues calls for accelerators that are absent, every time.
+        torch.default_generator.manual_seed(default)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(default)
         self.rng.seed(derive_seed(seed, "tensor", *coordinates, self.tp_rank))
