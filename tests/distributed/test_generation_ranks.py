@@ -76,7 +76,9 @@ def several_layouts(tasks: list[str], layouts: list) -> list:
     return [outputs(tasks, *layout) for layout in layouts]
 
 
-@pytest.mark.parametrize("layouts", [[(2, 1, 1), (1, 1, 2), (1, 2, 1)], [(2, 1, 2), (1, 2, 2)]])
+@pytest.mark.parametrize(
+    "layouts", [[(2, 1, 1), (1, 1, 2), (1, 2, 1)], pytest.param([(2, 1, 2), (1, 2, 2)], marks=pytest.mark.slow)]
+)
 def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, tmp_path):
     tasks = write_texts(tmp_path)
     texts, scores, top, metrics = outputs(tasks, 1, 1, 1)

@@ -68,7 +68,7 @@ def equals_one_rank(tp_size: int) -> None:
             torch.testing.assert_close(parameter.grad, part, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_logits_losses_and_gradients_equal_one_rank(tp_size: int):
     run_ranks(tp_size, equals_one_rank, tp_size)
 
