@@ -33,7 +33,7 @@ from neox.train.trackers import report_scores
 
 
 def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
-    """Refuse what can be refused before minutes of loading, and return the checkpoint to load."""
+    """Check the request before the model is loaded, and return the checkpoint."""
     check_writable(plan.config.generation.eval_results_prefix)
     check_tasks(plan.config, tokenizer)
     return choose_checkpoint(plan)

@@ -29,7 +29,7 @@ from neox.tokenizer import Tokenizer
 
 
 def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
-    """Refuse what can be refused before minutes of loading, and return the checkpoint to load."""
+    """Check the request before the model is loaded, and return the checkpoint."""
     check_generation(plan.config, tokenizer)
     check_output(plan.config)
     return choose_checkpoint(plan)
@@ -49,7 +49,7 @@ def main() -> None:
     tokenizer = tokenizer_of(plan.config)
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
     if os.isatty(0) and not os.isatty(1):
-        # The launcher lends rank 0 the terminal's input; line editing and history need its output too.
+        # The launcher connects rank 0 to the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)
     model = load_model(plan, checkpoint, grid, device, recompute=plan.config.generation.recompute)
     run_generation(plan, model, tokenizer, grid, checkpoint)

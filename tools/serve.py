@@ -1,9 +1,9 @@
-"""Serve a checkpoint to OpenAI clients and to a browser, from this process: for looking at a training run.
+"""Serve a checkpoint to OpenAI clients and to a browser, from one process, for trying out a model.
 
 python tools/serve.py -d configs MODEL.yml
 curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once", "max_tokens": 32}'
 
-Only this machine can reach it, unless --host says otherwise: there are no passwords here.
+Only this machine can connect, unless --host is given: the server has no authentication.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 
-_CONNECTIONS = 256  # open at once, before further ones are refused
-_SHUTDOWN_SECONDS = 3  # for answers on their way when the server is told to end
+_CONNECTIONS = 256  # open connections; further ones are refused
+_SHUTDOWN_SECONDS = 3  # for running answers when the server is stopped
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Take the address before minutes of loading. Raises NeoXError where it cannot be had."""
+    """Bind the address before the model is loaded, which may take minutes. Raises NeoXError if that fails."""
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -41,7 +41,7 @@ def open_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         taken.close()
         raise NeoXError(
-            f"--host {host} --port {port}: cannot listen there ({error}); --port chooses another"
+            f"--host {host} --port {port}: cannot listen on this address ({error}); give another with --port"
         ) from error
     return taken
 
@@ -52,11 +52,13 @@ def main() -> None:
     add_plan_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--allow_host", action="append", default=[], help="a name that clients call this server by")
-    parser.add_argument("--max_tokens", type=int, default=limits.max_tokens, help="most new tokens of a request")
-    parser.add_argument("--max_sequences", type=int, default=limits.sequences, help="most sequences of a request")
-    parser.add_argument("--max_seconds", type=float, default=limits.seconds, help="most seconds of a generation")
-    parser.add_argument("--max_waiting", type=int, default=limits.waiting, help="requests in line before others wait")
+    parser.add_argument("--allow_host", action="append", default=[], help="further host name that clients may use")
+    parser.add_argument("--max_tokens", type=int, default=limits.max_tokens, help="most new tokens per request")
+    parser.add_argument("--max_sequences", type=int, default=limits.sequences, help="most sequences per request")
+    parser.add_argument("--max_seconds", type=float, default=limits.seconds, help="most seconds per generation")
+    parser.add_argument(
+        "--max_waiting", type=int, default=limits.waiting, help="waiting requests, beyond which more are refused"
+    )
     args = parser.parse_intermixed_args()
     setup_logging()
     if missing := [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]:

@@ -1,4 +1,4 @@
-"""From a configuration and a checkpoint of any degrees to a model that can be run."""
+"""Model runners from a checkpoint of any degrees, or from the modules of a model in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan, resolve
-from neox.generation.request import context_length
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import Embedding, build_layer, tied_logits
@@ -40,9 +39,15 @@ def load_model(
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint, whatever degrees it was written with.
 
-    Its precision is `inference_precision`, else that of training.
+    Args:
+        plan: Plan of the run; the precision is `inference_precision`, else that of training.
+        checkpoint: `global_stepN` directory.
+        grid: Process groups.
+        device: Device of this rank.
+        recompute: Compute the whole sequence at each step instead of keeping keys and values.
 
-    Raises CheckpointError for a checkpoint that is broken or of another model.
+    Raises:
+        CheckpointError: If the checkpoint is broken or belongs to another model.
     """
     plan = plan_for_checkpoint(plan, checkpoint)
     precision = plan.config.generation.inference_precision or plan.precision
@@ -66,7 +71,7 @@ def load_model(
 
 
 def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
-    """Rearrange the weights of all linear layers for reading, in place: such a model can be run, not trained."""
+    """Rearrange the weights of all linear layers for faster products, in place; the model can no longer be trained."""
     for layer in layers.values():
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -81,16 +86,21 @@ def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: Pa
 def runner_of_layers(
     plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, device: torch.device
 ) -> ModelRunner:
-    """Return a runner of modules that exist already, such as a pipeline stage in training (put them in eval mode).
+    """Return a runner of existing modules in evaluation mode, such as a pipeline stage in training.
 
-    layers: by index in the layer plan, those of this rank's stage; with a tied head also layer 0 where the head is.
+    Args:
+        plan: Plan of the run.
+        layers: Index in the layer plan -> module, for the layers of this rank's stage; with a tied head also layer 0
+            where the head is.
+        grid: Process groups.
+        device: Device of the modules.
     """
     stage = stage_of_layers(plan, layers, grid)
     return _runner(plan, stage, grid, device, DTYPES[plan.precision])
 
 
 def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
-    """Sort this rank's layers by what they do."""
+    """Return this rank's layers, sorted by kind."""
     bounds = plan.stages[grid.pp_rank]
     here = {index: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
     kinds = {plan.layers[index].kind: layer for index, layer in here.items()}
@@ -106,14 +116,20 @@ def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: Parall
 def runner_of_forward(
     plan: RunPlan, forward: Callable[[Tensor], Tensor], grid: ParallelGrid, device: torch.device
 ) -> ModelRunner:
-    """Return a runner that only ever calls `forward`, tokens [B, S] -> logits [B, S, V/tp]: for a model whose weights
-    are gathered when it is called (ZeRO-3). It has no cache."""
+    """Return a runner without a cache that only calls `forward`, for a model whose weights ZeRO-3 gathers in its call.
+
+    Args:
+        plan: Plan of the run.
+        forward: Tokens [B, S] -> logits [B, S, V/tp].
+        grid: Process groups.
+        device: Device of the model.
+    """
     stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
     return _runner(plan, stage, grid, device, DTYPES[plan.precision], recompute=True)
 
 
 def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:
-    """Whether this rank's stage ends with a head that multiplies by the embedding's weight."""
+    """Return whether this rank's stage ends with a head that multiplies by the embedding's weight."""
     return plan.architecture.tie_word_embeddings and plan.layers[plan.stages[grid.pp_rank].last - 1].kind == "head"
 
 
@@ -130,7 +146,6 @@ def _runner(
         grid,
         architecture=plan.architecture,
         vocab_size=plan.padded_vocab_size,
-        max_length=context_length(plan.config),
         device=device,
         dtype=dtype,
         recompute=recompute,
@@ -150,7 +165,7 @@ def load_layer(
     dtype: torch.dtype,
 ) -> nn.Module:
     """Build one layer with the checkpoint's weights for this tensor rank."""
-    # On "meta" no memory is filled with initial weights that would be thrown away.
+    # On "meta" no initial weights are computed, which the checkpoint's would replace.
     layer = build_layer(plan, index, grid, device="meta", dtype=dtype).to_empty(device=device).eval()
     for module in layer.modules():
         if isinstance(module, RotaryEmbedding):

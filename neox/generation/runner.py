@@ -1,9 +1,9 @@
-"""A model that reads and continues text, wherever its layers are: here, split over tensor ranks, over stages, or both.
+"""Forward passes of a model for generation and scoring, on one rank or split over tensor ranks and pipeline stages.
 
-Every rank of the model runs the same program; only `_hidden` and the two exchanges below it talk to other ranks. Logits
-and scores come out equal on all of them, so that all choose the same tokens and stop together.
+Every rank of the model calls the same methods in the same order. Logits and scores are equal on all of them, so that
+all choose the same tokens and stop together.
 
-Legend: B batch, S tokens fed, T tokens seen, H hidden, V vocabulary.
+Shapes: B batch, S tokens fed, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from neox.model import KVCache, TransformerLayer, run_blocks
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
-"""Logits held at once while scoring."""
+"""Most logits in memory while scoring."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one rank: all of them, or one pipeline stage's (embedding first, norm and head last)."""
+    """Layers of one rank: all of them, or one pipeline stage's (embedding on the first, norm and head on the last)."""
 
     blocks: Sequence[TransformerLayer]
     embedding: Callable[[Tensor], Tensor] | None
@@ -35,10 +35,9 @@ class Stage:
 
 
 class ModelRunner:
-    """Run a stage together with the other ranks of its model; offers `LanguageModel` and evaluation's `ScoringModel`.
+    """A stage that runs together with the other ranks of its model.
 
-    vocab_size: of the whole model. max_length: tokens of context. dtype: of hidden states. recompute: read
-    the whole text again at each step instead of keeping keys and values.
+    Implements the protocols `LanguageModel` (generation) and `ScoringModel` (evaluation).
     """
 
     def __init__(
@@ -48,25 +47,35 @@ class ModelRunner:
         *,
         architecture: Architecture,
         vocab_size: int,
-        max_length: int,
         device: torch.device,
         dtype: torch.dtype,
         recompute: bool = False,
     ) -> None:
+        """Keep the layers of this rank.
+
+        Args:
+            stage: Layers of this rank.
+            grid: Process groups.
+            architecture: The whole model's.
+            vocab_size: Padded vocabulary of the whole model.
+            device: Device of the layers.
+            dtype: Type of hidden states.
+            recompute: Compute the whole sequence at each step instead of keeping keys and values.
+        """
         self.stage, self.grid = stage, grid
-        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, max_length
+        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_positions
         self.device, self.dtype = device, dtype
         self.recompute = recompute
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
-        """Start a batch of prompts of `lengths` tokens that will be at most `capacity` tokens wide."""
+        """Start a batch of prompts; see `LanguageModel`."""
         if self.recompute:
             return RecomputedDecoding(self, lengths)
         return CachedDecoding(self, lengths, capacity)
 
     @torch.inference_mode()
     def score(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each label's log-probability, float32 [B, S], and whether it is the top one, bool [B, S]."""
+        """Score labels [B, S] given tokens [B, S]; see `ScoringModel`."""
         hidden = self.hidden(tokens)
         result = torch.empty(2, *tokens.shape, device=self.device)
         if hidden is not None:
@@ -93,7 +102,7 @@ class ModelRunner:
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
         """Return the hidden states after the final norm [B, S, H]; None on all but the last stage."""
-        report_progress()  # a batch of long texts may print nothing for longer than the launcher waits
+        report_progress()  # a batch of long texts may take longer than `hang_timeout`
         stage, (batch, length) = self.stage, tokens.shape
         if stage.embedding is None:
             x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
@@ -113,12 +122,12 @@ class ModelRunner:
         )
 
     def _stage_rank(self, step: int) -> int:
-        """Global rank of the same data and tensor rank on a neighbouring stage."""
+        """Return the global rank of the same data and tensor rank on a neighbouring stage."""
         grid = self.grid
         return grid.topology.rank_of(grid.pp_rank + step, grid.dp_rank, grid.tp_rank)
 
     def _from_last_stage(self, x: Tensor) -> None:
-        """Fill `x` on every stage with what it is on the last."""
+        """Copy `x` of the last stage to all stages, in place."""
         grid = self.grid
         if grid.pp_size > 1:
             last = grid.topology.rank_of(grid.pp_size - 1, grid.dp_rank, grid.tp_rank)
@@ -126,9 +135,10 @@ class ModelRunner:
 
 
 class CachedDecoding:
-    """A batch whose keys and values are kept: each token is read once."""
+    """Batch with a cache of keys and values, which computes each token once."""
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
+        """Make an empty cache; see `LanguageModel.begin`."""
         self.runner = runner
         self.cache = runner.new_cache(len(lengths), capacity)
         width = max(lengths)
@@ -136,25 +146,29 @@ class CachedDecoding:
             self.cache.reset(torch.tensor([width - length for length in lengths], device=runner.device))
 
     def feed(self, tokens: Tensor) -> Tensor:
+        """Read tokens [B, S] and return the logits [B, V] after the last."""
         hidden = self.runner.hidden(tokens, self.cache)
         return self.runner.next_logits(None if hidden is None else hidden[:, -1], tokens.size(0))
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these rows [B']."""
         self.cache.reorder(rows)
 
 
 class RecomputedDecoding:
-    """A batch that is read again from its beginning at each step: slow, and without any cache that could be wrong.
+    """Batch that is computed from its beginning at each step; slow, a reference for the cache.
 
-    Rows are padded on the right, where causality keeps the padding out of sight.
+    Rows are padded on the right, where causal attention ignores the padding.
     """
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int]) -> None:
+        """Start with no tokens; see `LanguageModel.begin`."""
         self.runner = runner
         self.lengths = list(lengths)
         self.rows: list[list[int]] = []
 
     def feed(self, tokens: Tensor) -> Tensor:
+        """Read tokens [B, S] and return the logits [B, V] after the last."""
         new = tokens.tolist()
         if self.rows:
             self.rows = [old + row for old, row in zip(self.rows, new, strict=True)]
@@ -170,11 +184,20 @@ class RecomputedDecoding:
         return self.runner.next_logits(hidden, len(self.rows))
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these rows [B']."""
         self.rows = [list(self.rows[row]) for row in rows.tolist()]
 
 
 def most_probable(logits: Tensor, grid: ParallelGrid) -> Tensor:
-    """Return the id of the largest logit [B, S] over all tensor ranks: logits [B, S, V/tp]; the lower id wins a tie."""
+    """Return the id of the largest logit over all tensor ranks.
+
+    Args:
+        logits: [B, S, V/tp].
+        grid: Process groups.
+
+    Returns:
+        Ids [B, S]; of equal logits the lowest.
+    """
     values, ids = logits.max(dim=-1)
     if grid.tp_size == 1:
         return ids
