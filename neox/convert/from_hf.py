@@ -91,7 +91,7 @@ def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSetti
     Raises:
         ConversionError: For an unknown family or values that are not supported, with every reason.
     """
-    model_type = hf.get("model_type")
+    model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         raise ConversionError(
             f"config.json: model_type {model_type} is not supported; supported are {', '.join(FAMILIES)}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import CheckpointReader
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import AttentionImpl, NeoXConfig, RunPlan, resolve
 from neox.config.keys import UNSUPPORTED
 from neox.errors import ConversionError
 from neox.model import GPT
@@ -42,7 +42,8 @@ def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
     flat |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pipe_parallel_size": 1, "model_parallel_size": 1}
     sources = {key: source for key, source in config.sources().items() if key.partition(".")[0] in kept}
     plan = resolve(NeoXConfig.from_flat(flat, sources), 1, padded_vocab_size)
-    return replace(plan, attention=("eager",) * plan.architecture.num_layers)  # runs on every device
+    eager: AttentionImpl = "eager"  # runs on every device
+    return replace(plan, attention=(eager,) * plan.architecture.num_layers)
 
 
 def load_reference_model(reader: CheckpointReader, config: NeoXConfig) -> GPT:
