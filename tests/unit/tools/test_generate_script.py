@@ -24,10 +24,10 @@ def generate(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     ("prompts", "arguments", "message"),
     [
-        ("", (), "holds no prompts"),
+        ("", (), "contains no prompts"),
         ("a\n\nb\n", (), "prompts.txt:2: empty prompt"),
         ("a\n", ("--set", "minimum_tokens=9", "--set", "maximum_tokens=3"), "minimum_tokens is 9"),
-        ("a\n", ("--set", "num_beams=2", "--set", "temperature=1.0"), "draw nothing"),
+        ("a\n", ("--set", "num_beams=2", "--set", "temperature=1.0"), "draws no random"),
         ("a\n", ("--set", "iteration=7"), "global_step7"),
         ("a\n", ("--iteration", "7"), "global_step7"),
         ("a\n", ("--set", "load=null", "--set", "save=null"), "--set load=DIRECTORY"),
