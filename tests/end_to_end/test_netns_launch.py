@@ -93,16 +93,16 @@ def test_a_rank_killed_on_the_other_machine(machines: TwoMachines, tmp_path: Pat
     wait_until_gone(machines, 2)
 
 
-def test_killing_the_head_pdsh_ssh_or_an_agent(machines: TwoMachines, tmp_path: Path) -> None:
-    roles = ("head", "pdsh", "ssh", "agent")
+def test_killing_the_launcher_pdsh_ssh_or_an_agent(machines: TwoMachines, tmp_path: Path) -> None:
+    roles = ("launcher", "pdsh", "ssh", "agent")
     runs = [launch(machines, tmp_path / role) for role in roles]
     for run in runs:
         run.wait_up(4, 90)
     for run, role in zip(runs, roles, strict=True):
-        if role == "head":
+        if role == "launcher":
             pid = run.process.pid
         elif role == "agent":
-            pid = parent(run.pids("launcher")[-1])
+            pid = parent(run.pids("rank")[-1])
         else:
             pid = next(pid for pid in run.pids() if command_line(pid).startswith(role))
         os.kill(pid, signal.SIGKILL)
