@@ -1,4 +1,4 @@
-"""Which model a checkpoint is of: what is stored about it, and a table of differences from the one that loads it."""
+"""Identity of a checkpoint's model: what is stored about it, and how it is compared with the model that loads it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from neox.errors import CheckpointError
 
 # gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
 ARGS, MODEL = "args", "model_identity"
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # among gpt-neox's names
 
 
 def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
-    """The client state that says which model this is: gpt-neox's `args`, and what else decides the function."""
+    """Return the client state that identifies the model: gpt-neox's `args`, and what else decides its function."""
     model = plan.config.model
+    args = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "padded_vocab_size": plan.padded_vocab_size,
+        "tokenizer_type": plan.config.tokenizer.tokenizer_type,
+        "model_parallel_size": plan.grid.tp_size,
+    }
     return {
-        ARGS: {
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
-            "max_position_embeddings": model.max_position_embeddings or model.seq_length,
-            "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-            "padded_vocab_size": plan.padded_vocab_size,
-            "tokenizer_type": plan.config.tokenizer.tokenizer_type,
-            "model_parallel_size": plan.grid.tp_size,
-        },
+        ARGS: args,
         MODEL: {
-            **{key: value for key, value in architecture_settings(plan.config).items() if key not in _SIZES},
+            **{key: value for key, value in architecture_settings(plan.config).items() if key not in args},
             "vocab_size": plan.vocab_size,
             "pipe_parallel_size": plan.grid.pp_size,
             "data_parallel_size": plan.grid.dp_size,
@@ -77,10 +77,12 @@ def _described(difference: Difference) -> str:
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
-    """What to tell a user whose vocabulary is padded otherwise than the checkpoint's, None where it is not."""
+    """Return a note if the vocabulary is padded to another size than the checkpoint's, else None."""
     saved, here = args.get("padded_vocab_size"), plan.padded_vocab_size
     if saved is None or saved == here:
         return None
     keep = saved % plan.grid.tp_size == 0 and saved >= plan.vocab_size
     advice = f"; `padded_vocab_size: {saved}` keeps them and the loss as they were" if keep else ""
-    return f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which moves the loss{advice}"
+    return (
+        f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which changes the loss{advice}"
+    )

@@ -41,7 +41,7 @@ def core_attention(
     same_document: [B, 1, S, S] bool, the pairs (query, key) that may see each other, as `same_document_pairs` makes it
     (causal itself); all earlier ones if None. Not for "fused".
     """
-    assert same_document is None or impl != "fused", "refused by a law of the configuration"
+    assert same_document is None or impl != "fused", "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
