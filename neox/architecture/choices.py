@@ -65,13 +65,13 @@ class Attention:
 def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:
     """Return the bias of a linear layer whose input is split over tensor ranks: one copy, added after the reduction."""
     shape = (architecture.hidden_size,)
-    return ParameterSpec(name, shape, init="zeros", decay=False, summed_in_neox=architecture.parallel_residual)
+    return ParameterSpec(name, shape, init="zeros", summed_in_neox=architecture.parallel_residual)
 
 
 def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
     return (
-        ParameterSpec("weight", (hidden,), init="ones", decay=False),
-        ParameterSpec("bias", (hidden,), init="zeros", decay=False),
+        ParameterSpec("weight", (hidden,), init="ones"),
+        ParameterSpec("bias", (hidden,), init="zeros"),
     )
 
 
@@ -80,7 +80,7 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     h = architecture.hidden_size
     return (
         ParameterSpec("attention.query_key_value.weight", (3 * h, h), 0),
-        ParameterSpec("attention.query_key_value.bias", (3 * h,), 0, init="zeros", decay=False),
+        ParameterSpec("attention.query_key_value.bias", (3 * h,), 0, init="zeros"),
         ParameterSpec("attention.dense.weight", (h, h), 1, init="output_weight"),
         row_parallel_bias("attention.dense.bias", architecture),
     )

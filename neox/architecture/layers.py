@@ -119,7 +119,7 @@ def _block_parameters(architecture: Architecture, attention: str) -> tuple[Param
         *ATTENTION[attention].parameters(architecture),
         *_norm_parameters(architecture, "post_attention_layernorm"),
         ParameterSpec("mlp.dense_h_to_4h.weight", (wide, h), 0),
-        ParameterSpec("mlp.dense_h_to_4h.bias", (wide,), 0, init="zeros", decay=False),
+        ParameterSpec("mlp.dense_h_to_4h.bias", (wide,), 0, init="zeros"),
         ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight"),
         row_parallel_bias("mlp.dense_4h_to_h.bias", architecture),
     )

@@ -20,7 +20,6 @@ class ParameterSpec:
         shape: Full (unsplit) shape.
         partition_dim: Dimension split over tensor ranks; None where every tensor rank holds the same copy.
         init: Initial values.
-        decay: Whether weight decay applies (NeoX: not to biases, not to norms).
         summed_in_neox: In gpt-neox's own files the full value is the sum of the tensor ranks' values (row-parallel
             biases under `gpt_j_residual`). Here there is one value, written on rank 0 with zeros elsewhere.
     """
@@ -29,7 +28,6 @@ class ParameterSpec:
     shape: tuple[int, ...]
     partition_dim: int | None = None
     init: Initialization = "weight"
-    decay: bool = True
     summed_in_neox: bool = False
 
     @property

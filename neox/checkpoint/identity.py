@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.architecture import Difference
-from neox.config import RunPlan, architecture_keys, architecture_settings, saved_architecture
+from neox.config import RunPlan, architecture_settings, setting_differences
 from neox.errors import CheckpointError
 
 # gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
@@ -40,7 +39,9 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool = False) -> list[Difference]:
+def check_same_model(
+    path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """Compare a checkpoint's network with the plan's over what the checkpoint stores.
 
     Degrees, precision and vocabulary padding may differ.
@@ -52,15 +53,14 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan, *, fine
         finetune: Whether positions, attention and head may differ.
 
     Returns:
-        The fields that differ and may.
+        The settings that differ and may: YAML key -> (the checkpoint's value, the run's).
 
     Raises:
-        CheckpointError: With a table of the fields that differ and may not.
+        CheckpointError: With a table of the settings that differ and may not.
     """
-    saved, wanted = saved_architecture(args), plan.architecture
-    refused = wanted.differences(saved, finetune=False if finetune else None)
+    refused = setting_differences(args, plan.config, finetune=False if finetune else None)
     if refused:
-        rows = [("field", "checkpoint", "this run"), *((_described(d), str(d.saved), str(d.wanted)) for d in refused)]
+        rows = [("key", "checkpoint", "this run"), *((key, str(a), str(b)) for key, (a, b) in refused.items())]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = "\n".join(
             ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
@@ -68,12 +68,7 @@ def check_same_model(path: Path, args: Mapping[str, Any], plan: RunPlan, *, fine
         raise CheckpointError(
             f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint"
         )
-    return wanted.differences(saved)
-
-
-def _described(difference: Difference) -> str:
-    """Name a field of the architecture by the YAML keys it follows from."""
-    return ", ".join(architecture_keys(difference.field))
+    return setting_differences(args, plan.config, finetune=True)
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:

@@ -349,7 +349,8 @@ class CheckpointReader:
         wanted = {layer.index for layer in layers.weight_layers}
         stored, last_layer = set(self._source.indices), len(layers) - 1
         if other_head:
-            self._head_from_embedding = last_layer in wanted - stored
+            copied = last_layer not in stored or self.names(last_layer) == (_EMBEDDING,)  # a tied head may be stored
+            self._head_from_embedding = last_layer in wanted and copied
             wanted, stored = wanted - {last_layer}, stored - {last_layer}
         if missing := sorted(wanted - stored):
             files = ", ".join(layer_file(index, 0) for index in missing)

@@ -5,6 +5,7 @@ from neox.config.architecture import (
     architecture_of,
     architecture_settings,
     saved_architecture,
+    setting_differences,
     yaml_keys,
 )
 from neox.config.deepspeed_json import deepspeed_json
@@ -46,6 +47,7 @@ __all__ = [
     "plan_as_dict",
     "resolve",
     "saved_architecture",
+    "setting_differences",
     "saved_precision",
     "static_problems",
     "yaml_keys",

@@ -150,6 +150,28 @@ def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def setting_differences(
+    saved: Mapping[str, Any], config: NeoXConfig, *, finetune: bool | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which a checkpoint's network is another one.
+
+    Args:
+        saved: YAML key -> value, as far as the checkpoint stores them; only these are compared.
+        config: The configuration that loads it.
+        finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
+
+    Returns:
+        Key -> (the checkpoint's value, this configuration's).
+    """
+    wanted, settings = architecture_of(config), architecture_settings(config)
+    return {
+        key: (saved[key], settings[key])
+        for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
+        for key in _FIELDS[difference.field].keys
+        if saved[key] != settings[key]
+    }
+
+
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     """Return the kernel of each block's attention: flash, or the masked softmax, fused or not."""
     plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"

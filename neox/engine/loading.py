@@ -165,8 +165,8 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         return Start()
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
     reader = CheckpointReader(path, plan.layers, other_head=keys.finetune)
-    for difference in check_same_model(path, reader.args, plan, finetune=keys.finetune):
-        _log.warning("finetune: %s is %s in %s, %s here", difference.field, difference.saved, path, difference.wanted)
+    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=keys.finetune).items():
+        _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
     if note := padding_note(reader.args, plan):
         _log.warning("%s", note)
     if keys.finetune:

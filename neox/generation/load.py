@@ -17,7 +17,7 @@ from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import Embedding, build_layer, tied_logits
 from neox.model.block import TransformerLayer
-from neox.model.positions import RotaryEmbedding
+from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
 
@@ -167,9 +167,7 @@ def load_layer(
     """Build one layer with the checkpoint's weights for this tensor rank."""
     # On "meta" no initial weights are computed, which the checkpoint's would replace.
     layer = build_layer(plan, index, grid, device="meta", dtype=dtype).to_empty(device=device).eval()
-    for module in layer.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.reset()
+    reset_buffers(layer)
     state = reader.layer_shard(index, grid.tp_rank, grid.tp_size)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -33,6 +33,10 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if other := set(architecture.attention) - {"global"}:  # the mask below is theirs alone
+            raise NeoXError(
+                f"generation with a KV cache supports attention kind global, not {', '.join(sorted(other))}"
+            )
         heads = architecture.num_attention_heads // grid.tp_size
         shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
         self.pairs = torch.zeros(shape, device=device, dtype=dtype)

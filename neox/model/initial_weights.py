@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import LayerEntry
-from neox.model.positions import RotaryEmbedding
+from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, derive_seed, mark_split, shard
 
 
@@ -71,6 +71,4 @@ def initialize_layer(
         method = output_layer_init_method if spec.init == "output_weight" else init_method
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden)
         target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
-    for module in layer.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.reset()
+    reset_buffers(layer)

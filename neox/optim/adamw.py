@@ -18,7 +18,7 @@ from neox.errors import ConfigError
 def decays(parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies: to matrices, not to vectors (biases and norms), as in gpt-neox.
 
-    The same as `ParameterSpec.decay` of the layer plan, derived from the tensor so that it holds on every rank.
+    Also to tables of positions, which gpt-neox decays too.
     """
     # Under ZeRO-3 a partitioned parameter is an empty tensor; DeepSpeed keeps its full shape in ds_shape.
     return len(getattr(parameter, "ds_shape", parameter.shape)) > 1

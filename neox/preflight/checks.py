@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 from neox.config import (
     NeoXConfig,
     RunPlan,
-    architecture_keys,
-    architecture_of,
     architecture_settings,
     inference_memory_problem,
     memory_problem,
     missing_for_training,
-    saved_architecture,
+    setting_differences,
 )
 from neox.config.precision import newest_checkpoint
 from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
@@ -228,18 +226,10 @@ def _differences(checkpoint: Path, config: NeoXConfig, *, finetune: bool | None)
     """
     try:
         saved = architecture_settings(NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values))
-        wanted = architecture_of(config)
+        found = setting_differences(saved, config, finetune=finetune)
     except (ConfigError, TypeError):  # another program's checkpoint: the ranks compare its tensors
         return []
-    settings = architecture_settings(config)
-    return list(
-        dict.fromkeys(
-            f"{key} is {saved[key]} there, {config.describe_setting(key)} here"
-            for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
-            for key in architecture_keys(difference.field)
-            if saved[key] != settings[key]
-        )
-    )
+    return [f"{key} is {value} there, {config.describe_setting(key)} here" for key, (value, _) in found.items()]
 
 
 def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:

@@ -24,6 +24,8 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
         if (value := getattr(model, key)) not in available:
             names = ", ".join(available)
             yield f"`{key}` is missing: gpt-neox's default {value} is not implemented; give one of {names}"
+    if model.bias_gelu_fusion and not model.activation.startswith("gelu"):
+        yield config.problem("bias_gelu_fusion", f"is for activation gelu, not {model.activation}; remove it")
     yield from _heads(config)
     yield from _lengths(config)
     yield from _stages(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -167,5 +168,8 @@ def test_finetuning_may_tie_or_untie_the_head(tmp_path, parallelism):
     assert torch.equal(reader.full(head, name), embedding)
     parts = [reader.layer_shard(head, rank, 2)[name] for rank in range(2)]
     assert torch.equal(torch.cat(parts, dim=0 if parallelism == "column" else 1), embedding)
+    for rank in range(2):  # gpt-neox may store a tied head's copy of the embedding
+        shutil.copyfile(without / layer_file(0, rank), without / layer_file(head, rank))
+    assert torch.equal(CheckpointReader(without, untied, other_head=True).full(head, name), embedding)
     with pytest.raises(CheckpointError):
         CheckpointReader(with_head, tied)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neox.model import GPT, TransformerLayer, build_layer
+from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
 from tests.plans import small_plan
 
@@ -137,3 +138,15 @@ def test_dropout_is_off_in_eval_and_on_in_training():
 def test_blocks_compile_without_a_graph_break():
     explained = torch._dynamo.explain(GPT(small_plan(), ParallelGrid.single()))(torch.arange(16).view(2, 8))
     assert explained.graph_break_count == 0, explained.break_reasons
+
+
+def test_a_buffer_that_nothing_computes_again_is_an_error():
+    layer = build_layer(small_plan(), 2, ParallelGrid.single(), device="meta").to_empty(device="cpu")
+    reset_buffers(layer)
+    assert torch.equal(
+        layer.attention.rotary_emb.inv_freq,
+        build_layer(small_plan(), 2, ParallelGrid.single()).attention.rotary_emb.inv_freq,
+    )
+    layer.mlp.register_buffer("table", torch.zeros(2))
+    with pytest.raises(TypeError, match="MLP"):
+        reset_buffers(layer)
