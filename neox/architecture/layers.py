@@ -113,13 +113,13 @@ def _norm_parameters(architecture: Architecture, module: str) -> tuple[Parameter
 
 def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
     h, width = architecture.hidden_size, architecture.mlp_width
-    wide = width * ACTIVATIONS[architecture.activation].width_factor
+    inner_width = width * ACTIVATIONS[architecture.activation].width_factor
     return (
         *_norm_parameters(architecture, "input_layernorm"),
         *ATTENTION[attention].parameters(architecture),
         *_norm_parameters(architecture, "post_attention_layernorm"),
-        ParameterSpec("mlp.dense_h_to_4h.weight", (wide, h), 0),
-        ParameterSpec("mlp.dense_h_to_4h.bias", (wide,), 0, init="zeros"),
+        ParameterSpec("mlp.dense_h_to_4h.weight", (inner_width, h), 0),
+        ParameterSpec("mlp.dense_h_to_4h.bias", (inner_width,), 0, init="zeros"),
         ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight"),
         row_parallel_bias("mlp.dense_4h_to_h.bias", architecture),
     )

@@ -33,8 +33,8 @@ class MLP(nn.Module):
         super().__init__()
         hidden, width, name = architecture.hidden_size, architecture.mlp_width, architecture.activation
         self.activation = ACTIVATIONS[name]
-        wide = width * ACTIVATIONS_ON_PAPER[name].width_factor
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, wide, grid, multiply=linear, **options)
+        inner_width = width * ACTIVATIONS_ON_PAPER[name].width_factor
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, multiply=linear, **options)
         self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, multiply=linear, **options)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,12 +34,19 @@ def core_attention(
 ) -> Tensor:
     """Attend: q, k, v [B, S, N, D] -> [B, S, N, D].
 
-    impl: "eager" (torch operations), "fused" (the Triton softmax), "flash" (torch's scaled_dot_product_attention).
-    scale: multiplies the scores in the matmul, 1/sqrt(D) if None; softmax_scale multiplies them in the softmax (NeoX's
-    query-key layer scaling divides by the layer number first and multiplies here, against overflow in fp16).
-    dropout_context: entered around the dropout, to choose its random stream.
-    same_document: [B, 1, S, S] bool, the pairs (query, key) that may see each other, as `same_document_pairs` makes it
-    (causal itself); all earlier ones if None. Not for "fused".
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        impl: "eager" (torch operations), "fused" (the Triton softmax) or "flash" (torch's
+            scaled_dot_product_attention).
+        scale: Factor of the scores in the matmul; 1/sqrt(D) if None.
+        softmax_scale: Factor of the scores in the softmax. NeoX's query-key layer scaling divides by the layer number
+            first and multiplies here, against overflow in fp16.
+        dropout_p: Dropout probability of the attention weights.
+        dropout_context: Entered around the dropout, to choose its random stream.
+        same_document: [B, 1, S, S] bool, the pairs (query, key) that may see each other, as `same_document_pairs`
+            makes it (causal itself); all earlier ones if None. Not for "fused".
     """
     assert same_document is None or impl != "fused", "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -71,8 +78,9 @@ def core_attention(
 def same_document_pairs(document_starts: Tensor) -> Tensor:
     """Return which (query, key) pairs lie in one document, the key not later: starts [B, S] -> bool [B, 1, S, S].
 
-    document_starts: the place in its row where each token's document starts.
+    Args:
+        document_starts: Position in the row at which each token's document starts.
     """
-    places = torch.arange(document_starts.shape[1], device=document_starts.device)
-    not_later = places <= places.unsqueeze(1)
-    return ((places >= document_starts.unsqueeze(-1)) & not_later).unsqueeze(1)
+    positions = torch.arange(document_starts.shape[1], device=document_starts.device)
+    not_later = positions <= positions.unsqueeze(1)
+    return ((positions >= document_starts.unsqueeze(-1)) & not_later).unsqueeze(1)
