@@ -185,13 +185,24 @@ class NeoXConfig(Section):
         return "" if source in ("default", "given") else f"{source}: "
 
     def describe_setting(self, key: str, value: Any = None) -> str:
-        """Return `key: value` with its source for the middle of a message. value: the key's where None."""
+        """Return `key: value` with its source for the middle of a message.
+
+        Args:
+            key: Flat key or dotted path.
+            value: Value to show; the key's where None.
+        """
         source = self.source(key)
         shown = yaml_text(self.value(key) if value is None else value)
         return f"`{key}: {shown}`" + ("" if source == "given" else f" ({source})")
 
     def problem(self, key: str, text: str, value: Any = None) -> str:
-        """Return the message `file:line: key: value` and `text`. value: the key's where None."""
+        """Return the message `file:line: key: value` and `text`.
+
+        Args:
+            key: Flat key or dotted path.
+            text: What is wrong with the value.
+            value: Value to show; the key's where None.
+        """
         return f"{self.source_prefix(key)}`{key}: {yaml_text(self.value(key) if value is None else value)}` {text}"
 
 

@@ -38,8 +38,11 @@ def partition_problem(method: str) -> str | None:
 def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> list[int]:
     """Return the stage bounds: stage i holds layers [bounds[i], bounds[i + 1]).
 
-    mp: tensor-parallel ranks; DeepSpeed weighs layers by the parameters one rank holds. The method must be one that
-    `partition_problem` accepts.
+    Args:
+        plan: Layers to divide.
+        stages: Number of stages.
+        method: `pipe_partition_method`; must be one that `partition_problem` accepts.
+        mp: Tensor-parallel ranks; DeepSpeed weighs layers by the parameters that one rank holds.
     """
     assert partition_problem(method) is None
     kind, _, pattern = method.lower().partition(":")  # DeepSpeed lowers the whole method too

@@ -25,8 +25,12 @@ def build_layer(
 ) -> nn.Module:
     """Build layer `index` of the layer plan with its initial weights; identity layers are `nn.Identity`.
 
-    device: "meta" makes shapes without memory; `initialize` fills them after `to_empty`. dtype: of parameters, fp32 if
-    None (the rotary buffer always is).
+    Args:
+        plan: Plan of the run.
+        index: Of the layer.
+        grid: Process groups.
+        device: Device of the parameters. "meta" makes shapes without memory; `initialize` fills them after `to_empty`.
+        dtype: Type of the parameters; fp32 if None (the rotary buffer always is).
     """
     entry = plan.layers[index]
     network, training, vocab = plan.architecture, plan.config.training, plan.layers.padded_vocab_size
@@ -77,7 +81,7 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
 
 
 def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:
-    """Return a block's attention; the fused kernel asked for without a GPU becomes torch's operations, said aloud once.
+    """Return a block's attention: torch's operations instead of the fused kernel without a GPU, with one warning.
 
     By what the machine has, not by where the layer is built: weights may be made on a CPU, or on meta, and moved.
     """

@@ -67,8 +67,14 @@ class FinalNorm(nn.Module):
 class Head(nn.Module):
     """An untied head: [B, S, H] -> logits [B, S, V/tp].
 
-    parallelism: "column" splits the vocabulary. "row" splits the hidden dimension and needs a sum over ranks of logits
-    of the whole vocabulary, of which each rank keeps its part: it costs much communication and is NeoX v2.0's default.
+    Args:
+        hidden_size: H.
+        padded_vocab_size: V.
+        grid: Process groups.
+        parallelism: "column" splits the vocabulary. "row" splits the hidden dimension and needs a sum over ranks of
+            logits of the whole vocabulary, of which each rank keeps its part: it costs much communication and is NeoX
+            v2.0's default.
+        **options: Device and type of the weight.
     """
 
     def __init__(

@@ -23,7 +23,13 @@ from neox.parallel import ParallelGrid
 class GPT(nn.Module):
     """GPT-NeoX as a list of layers numbered like the layer plan: parameters are `sequential.N.key`, NeoX's names.
 
-    checkpoint_activations recomputes `checkpoint_num_layers` blocks at a time in the backward pass.
+    With `checkpoint_activations` the backward pass recomputes `checkpoint_num_layers` blocks at a time.
+
+    Args:
+        plan: Plan of the run.
+        grid: Process groups.
+        device: Device of the parameters, as `build_layer` takes it.
+        dtype: Type of the parameters; fp32 if None.
     """
 
     def __init__(

@@ -21,8 +21,15 @@ SoftmaxImpl = Literal["torch", "triton"]
 def scale_mask_softmax(scores: Tensor, scale: float = 1.0, impl: SoftmaxImpl = "torch") -> Tensor:
     """Return softmax(scale x scores) over the last dim with later positions masked: [B, N, S, S] -> same shape, dtype.
 
-    Scaling and sums are fp32 inside whatever the scores' dtype. impl: "torch", or "triton" for one kernel forward and
-    one backward. Raises NeoXError where the Triton kernel cannot run.
+    Scaling and sums are fp32 inside whatever the scores' dtype.
+
+    Args:
+        scores: Attention scores.
+        scale: Factor of the scores.
+        impl: "torch", or "triton" for one kernel forward and one backward.
+
+    Raises:
+        NeoXError: If the Triton kernel cannot run.
     """
     if impl == "triton":
         return _triton_softmax(scores, scale)
