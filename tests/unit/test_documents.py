@@ -1,0 +1,29 @@
+"""Paths of the repository that its documents name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
+FOLDERS = ("benchmarks", "configs", "docs", "neox", "requirements", "tests", "tools")
+# A folder of gpt-neox, whose tools the README compares with ours.
+NOT_OURS = "tools/ckpts/"
+
+
+def named_paths(text: str) -> list[str]:
+    """Paths below a folder of the repository that stand alone in backticks, without placeholders (NAME)."""
+    paths = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", text)
+    return [path for path in paths if not re.search(r"\b[A-Z]{3,}(?!\.md)\b", path) and not path.startswith(NOT_OURS)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_in_documents_exist(document: str) -> None:
+    paths = named_paths((ROOT / document).read_text(encoding="utf-8"))
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_paths_are_found_in_documents() -> None:
+    text = "`neox/README.md`, `neox/families/NAME.py`, `tools/ckpts/x.py`, `neox/ops/`, `neox.ops`, tests/unit"
+    assert named_paths(text) == ["neox/README.md", "neox/ops/"]
