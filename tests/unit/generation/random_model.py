@@ -3,15 +3,15 @@
 import torch
 
 from neox.config import NeoXConfig, resolve
-from neox.generation.load import runner_of_layers
+from neox.generation.load import _pack, runner_of_layers
 from neox.model import build_layer
 from neox.parallel import ParallelGrid
 
 CPU = torch.device("cpu")
 
 
-def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", **keys):
-    """Return the model and its layers by index; keys: further settings of the configuration."""
+def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", packed=False, **keys):
+    """Return the model; keys: further settings of the configuration."""
     flat = {
         "num_layers": 3,
         "hidden_size": 48,
@@ -41,7 +41,10 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", **k
             for parameter in layer.parameters():
                 if parameter.dim() == 1:
                     parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
-    return runner_of_layers(plan, layers, grid, CPU), layers
+    model = runner_of_layers(plan, layers, grid, CPU)
+    if packed:
+        model.stage = _pack(plan, model.stage, layers, grid)
+    return model
 
 
 def logits(model, lengths, steps):
