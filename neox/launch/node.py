@@ -159,8 +159,7 @@ class NodeAgent:
     def _watch(self, watchdog: Watchdog) -> None:
         beat = time.monotonic()
         while any(rank.is_running for rank in self.ranks):
-            for rank in self._handle_output(_END_POLL_SECONDS if self.output_ended else _POLL_SECONDS):
-                watchdog.remove(rank.pid)
+            self._handle_output(_END_POLL_SECONDS if self.output_ended else _POLL_SECONDS)
             now = time.monotonic()
             if now - beat >= _HEARTBEAT_SECONDS:
                 beat = now
@@ -181,22 +180,22 @@ class NodeAgent:
                 self._kill_in(0.0)
             self._check_progress()
 
-    def _handle_output(self, seconds: float) -> list[RankProcess]:
-        """Wait for output, take it, and return the ranks that have ended meanwhile."""
+    def _handle_output(self, seconds: float) -> None:
+        """Wait for output, take it, and see which ranks have ended meanwhile."""
         ready = self.selector.select(seconds)
         for key, _ in ready:
             rank, name = key.data
             if not rank.read(name):
                 self.selector.unregister(key.fileobj)
                 self.output_ended = True
-        ended = [rank for rank in self.ranks if rank.poll()]
-        for rank in ended:
+        for rank in [rank for rank in self.ranks if rank.poll()]:
             self._rank_ended(rank)
         for rank in self.ranks if not ready else ():
             rank.show_incomplete_lines()
-        return ended
 
     def _rank_ended(self, rank: RankProcess) -> None:
+        if self.watchdog is not None:
+            self.watchdog.remove(rank.pid)  # its number may belong to another process later
         for pipe in rank.pipes.values():
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(pipe)
