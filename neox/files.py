@@ -64,26 +64,44 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that replaces `path` once the block has ended without an exception.
 
-    Its files are not fsynced. An exception removes it and leaves `path` unchanged.
+    Its files are not fsynced. An exception removes it and leaves `path` unchanged. The old content is renamed to
+    `PATH.XXXXXXXX.old` before the new one is renamed, and removed last: there it remains if this process is killed
+    between the two renames, or if it cannot be removed.
 
     Args:
-        path: Directory to create or replace (a file of this name is replaced too); its parent is created.
+        path: Directory to create or replace (a file of this name is replaced too); its parent is created. Where it is a
+            symbolic link, what it leads to is replaced.
 
     Raises:
         OSError: If something cannot be written; ENOTEMPTY or EEXIST if another process created `path` meanwhile.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     try:
         partial.mkdir()
         yield partial
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        os.rename(partial, path)
+        _exchange(partial, path, partial.with_suffix(".old"))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(new: Path, path: Path, old: Path) -> None:
+    """Rename `path`, if it exists, to `old`, and `new` to `path`; then remove `old`. Undo it at an exception."""
+    try:
+        with suppress(FileNotFoundError):
+            os.rename(path, old)
+        os.rename(new, path)
+    except BaseException:
+        with suppress(OSError):
+            os.rename(old, path)
+        raise
+    finally:
+        if path.exists():  # the new content, another process's, or the old content, which is not at `old` then
+            if old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.unlink(missing_ok=True)
 
 
 def _temporary(path: Path) -> Path:

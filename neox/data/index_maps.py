@@ -183,10 +183,11 @@ def _save(entry: Path, arrays: Arrays, *, remove_leftovers: bool) -> None:
     Args:
         entry: Directory of the entry.
         arrays: Arrays by name.
-        remove_leftovers: Whether to remove partial entries of killed processes; only while no other process writes.
+        remove_leftovers: Whether to remove partial and replaced entries of killed processes; only while no other process writes.
     """
-    for leftover in entry.parent.glob(f"{entry.name}.*.partial") if remove_leftovers else ():
-        shutil.rmtree(leftover, ignore_errors=True)
+    for kind in ("partial", "old") if remove_leftovers else ():
+        for leftover in entry.parent.glob(f"{entry.name}.*.{kind}"):
+            shutil.rmtree(leftover, ignore_errors=True)
     try:
         with atomic_directory(entry) as partial:
             for name, array in arrays.items():

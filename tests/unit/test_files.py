@@ -89,6 +89,81 @@ def test_a_directory_replaces_a_directory_and_a_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_directory_that_cannot_be_renamed_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int, error: type[BaseException]
+) -> None:
+    """Renames are the old directory's, the new one's, and the old one's back."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    rename, done = os.rename, []
+
+    def fail_once(source: Path, target: Path) -> None:
+        done.append(source)
+        if len(done) == renames + 1:
+            raise error
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(error), atomic_directory(tmp_path / "a") as partial:
+        (partial / "new").touch()
+    assert names(tmp_path / "a") == ["old"]
+    assert names(tmp_path) == ["a"]
+
+
+def test_the_old_directory_is_kept_where_it_cannot_be_renamed_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    rename = os.rename
+
+    def fail_to_create(source: Path, target: Path) -> None:
+        if target == tmp_path / "a":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_to_create)
+    with pytest.raises(OSError, match="Input/output"), atomic_directory(tmp_path / "a") as partial:
+        (partial / "new").touch()
+    (kept,) = tmp_path.iterdir()
+    assert kept.suffix == ".old"
+    assert names(kept) == ["old"]
+
+
+def test_a_directory_that_another_process_creates_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    rename = os.rename
+
+    def rename_later(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            target.mkdir()
+            (target / "theirs").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_later)
+    with pytest.raises(OSError, match="not empty|exists") as refused, atomic_directory(tmp_path / "a"):
+        pass
+    assert refused.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
+    assert names(tmp_path / "a") == ["theirs"]
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_link_stays_and_its_directory_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "disk" / "a" / "old").touch()
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+        with atomic_directory(tmp_path / name) as partial:
+            (partial / "new").touch()
+        assert (tmp_path / name).is_symlink()
+    assert names(tmp_path) == ["a", "b", "disk"]
+    assert names(tmp_path / "disk") == ["a", "b"]
+    assert names(tmp_path / "disk" / "a") == names(tmp_path / "disk" / "b") == ["new"]
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(_: int) -> None:
