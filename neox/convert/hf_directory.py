@@ -42,14 +42,21 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `output` when the block has ended without an exception.
 
     Raises:
-        ConversionError: If `output` is not empty (unless `overwrite`) or cannot be written.
+        ConversionError: If `output` is not empty (unless `overwrite`) or cannot be created.
     """
     if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
         raise ConversionError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+    of_the_block: OSError | None = None
     try:
         with atomic_directory(output) as partial:
-            yield partial
+            try:
+                yield partial
+            except OSError as error:
+                of_the_block = error
+                raise
     except OSError as error:
+        if error is of_the_block:
+            raise
         raise ConversionError(f"{output}: cannot be written: {error.strerror or error} ({error.filename})") from error
 
 
@@ -93,16 +100,20 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
 
 
 def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -> None:
-    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them; warn if its type has no such form."""
+    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them; warn if its type has no such form.
+
+    Raises:
+        ConversionError: If a file cannot be read or written.
+    """
     if source.type not in _TOKENIZER_CLASSES:
         _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
         return
     if source.type == "HFTokenizer":
-        shutil.copyfile(source.vocab_file, output / "tokenizer.json")
+        _copy(source.vocab_file, output / "tokenizer.json")
     else:
         assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
-        shutil.copyfile(source.vocab_file, output / "vocab.json")
-        shutil.copyfile(source.merge_file, output / "merges.txt")
+        _copy(source.vocab_file, output / "vocab.json")
+        _copy(source.merge_file, output / "merges.txt")
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
     config = {
         "tokenizer_class": _TOKENIZER_CLASSES[source.type],
@@ -113,6 +124,13 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
     }
     write_json(output / "tokenizer_config.json", config)
     write_json(output / "special_tokens_map.json", special)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConversionError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
 def model_card(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture, LayerPlan
 from neox.checkpoint import CheckpointReader, load_file
-from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry
+from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry, writing
 from neox.errors import CheckpointError, ConversionError
 from neox.families import Family, TensorMapping, TensorSource
 from neox.log import progress
@@ -221,8 +221,7 @@ def write_weights(
         max_shard_bytes: Largest file (of more than one tensor).
 
     Raises:
-        ConversionError: For values that the target dtype cannot hold.
-        OSError: If the disk refuses.
+        ConversionError: For values that the target dtype cannot hold, or if the disk refuses.
     """
     shards = _shards(planned, max_shard_bytes)
     total = sum(item.entry.nbytes for item in planned)
@@ -247,8 +246,9 @@ def write_weights(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an indented JSON object. Raises OSError."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Write an indented JSON object. Raises ConversionError if the disk refuses."""
+    with writing(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(planned: list[PlannedTensor], max_bytes: int) -> list[list[PlannedTensor]]:

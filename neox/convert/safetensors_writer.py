@@ -10,8 +10,9 @@ import json
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,10 +23,20 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import WRITE_BYTES
+from neox.errors import ConversionError
 
 _THREADS = 4
 _PAGE = 4096
 _CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file or directory that cannot be written. Raises ConversionError in place of the block's OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -58,14 +69,16 @@ class SafetensorsWriter:
             threads: Threads that write.
 
         Raises:
-            OSError: If the file cannot be created, or the disk has not enough space for it.
+            ConversionError: If the file cannot be created, or the disk has not enough space for it.
         """
+        self._path = path
         self._entries = list(entries)
         self._next = 0
         header, self._end = _header(entries)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        # Raises now if the disk is full, and halves the time of writing.
-        os.posix_fallocate(self._descriptor, 0, self._end)
+        with writing(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # Raises now if the disk is full, and halves the time of writing.
+            os.posix_fallocate(self._descriptor, 0, self._end)
         self._pool = ThreadPoolExecutor(threads)
         self._offset = 0
         self._put(header, 0)
@@ -91,7 +104,7 @@ class SafetensorsWriter:
             blocks: Its rows, in pieces; they are cast to its dtype.
 
         Raises:
-            OSError: If the disk refuses.
+            ConversionError: If the disk refuses.
         """
         entry = self._entries[self._next]
         assert entry.name == name, (entry.name, name)
@@ -115,9 +128,10 @@ class SafetensorsWriter:
 
     def _put(self, data: object, offset: int) -> None:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        while view:  # a write may be partial
-            count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
-            view, offset = view[count:], offset + count
+        with writing(self._path):
+            while view:  # a write may be partial
+                count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
+                view, offset = view[count:], offset + count
 
 
 def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, int]:

@@ -16,6 +16,7 @@ from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig, Precision, RunPlan, architecture_keys
 from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_card, new_directory, write_tokenizer
 from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
+from neox.convert.safetensors_writer import writing
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
 from neox.errors import ConversionError
 from neox.families import FAMILIES, Family, ModelSettings
@@ -107,7 +108,8 @@ def to_hf(
             parameters=sum(prod(item.entry.shape) for item in planned),
             check=check,
         )
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        with writing(partial / "README.md"):
+            (partial / "README.md").write_text(card, encoding="utf-8")
     return ToHFResult(output, export, check)
 
 

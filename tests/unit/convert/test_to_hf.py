@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors import safe_open
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.convert import to_hf
+from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
@@ -131,6 +134,27 @@ def test_an_output_that_holds_something_is_not_touched(tmp_path):
     assert (tmp_path / "hf" / "mine").read_text() == "x"
     to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)
     assert not (tmp_path / "hf" / "mine").exists()
+
+
+def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory, config, _ = checkpoint(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConversionError, match=r"file/hf: cannot be written: (Not a directory|File exists)"):
+        to_hf(directory, config, tmp_path / "file" / "hf", verify=False)
+    for name in ("posix_fallocate", "pwrite"):
+        refused = pytest.raises(ConversionError, match=r"model\.safetensors: cannot be written: No space")
+        with monkeypatch.context() as patch, refused:
+            patch.setattr(os, name, full)
+            to_hf(directory, config, tmp_path / "hf", verify=False)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_other_errors_are_not_the_outputs(tmp_path):
+    with pytest.raises(OSError, match="checkpoint"), new_directory(tmp_path / "hf"):
+        raise OSError(errno.EIO, "the checkpoint's disk")
 
 
 def test_the_wrong_config_is_named(tmp_path):
