@@ -183,7 +183,7 @@ def _save(entry: Path, arrays: Arrays, *, remove_leftovers: bool) -> None:
     Args:
         entry: Directory of the entry.
         arrays: Arrays by name.
-        remove_leftovers: Whether to remove partial and replaced entries of killed processes; only while no other process writes.
+        remove_leftovers: Whether to remove what killed processes left; only while no other process writes.
     """
     for kind in ("partial", "old") if remove_leftovers else ():
         for leftover in entry.parent.glob(f"{entry.name}.*.{kind}"):

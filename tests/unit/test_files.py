@@ -144,7 +144,7 @@ def test_a_directory_that_another_process_creates_meanwhile(tmp_path: Path, monk
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", rename_later)
-    with pytest.raises(OSError, match="not empty|exists") as refused, atomic_directory(tmp_path / "a"):
+    with pytest.raises(OSError, match=r"not empty|exists") as refused, atomic_directory(tmp_path / "a"):
         pass
     assert refused.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
     assert names(tmp_path / "a") == ["theirs"]
