@@ -63,7 +63,7 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
 
     @cache
     def memory(setting: MemorySetting) -> MemoryPlan:
-        return fullest_stage(layers(setting.mp), bounds(setting.pp, setting.mp), setting)
+        return fullest_stage(layers(setting.tp_size), bounds(setting.pp_size, setting.tp_size), setting)
 
     @cache
     def layers(mp: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
@@ -75,7 +75,7 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
 
     growth = 1
     while growth <= _MOST_GROWTH:
-        wider = replace(start, dp=start.dp * growth, accumulation=max(1, start.accumulation // growth))
+        wider = replace(start, dp_size=start.dp_size * growth, accumulation=max(1, start.accumulation // growth))
         found = _search(wider, plan.architecture, lambda setting: memory(setting).total <= usable)
         if found is not None:
             return Fit(False, needed, usable, plan.grid.world_size * growth, _changes(start, found), memory(found))
@@ -114,21 +114,21 @@ def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySe
         yield replace(setting, micro=setting.micro // 2, accumulation=setting.accumulation * 2)
     if not setting.recompute:
         yield replace(setting, recompute=1)
-    if setting.pp == 1 and setting.zero in (1, 2) and setting.dp > 1:
+    if setting.pp_size == 1 and setting.zero in (1, 2) and setting.dp_size > 1:
         yield replace(setting, zero=setting.zero + 1)
-    if setting.dp % 2 == 0:
-        fewer = replace(setting, dp=setting.dp // 2, accumulation=setting.accumulation * 2)
-        if heads % (2 * setting.mp) == 0 and setting.mp < 8:
-            yield replace(fewer, mp=setting.mp * 2)
-        if setting.zero <= 1 and setting.pp * 2 <= layers:
-            yield replace(fewer, pp=setting.pp * 2)
+    if setting.dp_size % 2 == 0:
+        fewer = replace(setting, dp_size=setting.dp_size // 2, accumulation=setting.accumulation * 2)
+        if heads % (2 * setting.tp_size) == 0 and setting.tp_size < 8:
+            yield replace(fewer, tp_size=setting.tp_size * 2)
+        if setting.zero <= 1 and setting.pp_size * 2 <= layers:
+            yield replace(fewer, pp_size=setting.pp_size * 2)
 
 
 def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
     """Name the keys that differ, and their new values."""
     keys = {
-        "pp": "pipe_parallel_size",
-        "mp": "model_parallel_size",
+        "pp_size": "pipe_parallel_size",
+        "tp_size": "model_parallel_size",
         "zero": "zero_optimization.stage",
         "micro": "train_micro_batch_size_per_gpu",
         "accumulation": "gradient_accumulation_steps",

@@ -25,9 +25,9 @@ class MemorySetting:
     """What the estimate depends on besides the layer plan; small, so that many can be tried.
 
     Attributes:
-        pp: Pipeline stages.
-        mp: Tensor ranks.
-        dp: Data-parallel ranks.
+        pp_size: Pipeline stages.
+        tp_size: Tensor ranks.
+        dp_size: Data-parallel ranks.
         zero: ZeRO stage.
         micro: Samples of one forward pass.
         accumulation: Forward passes per optimizer step.
@@ -41,9 +41,9 @@ class MemorySetting:
         reduce_bucket: Elements that ZeRO reduces at once.
     """
 
-    pp: int
-    mp: int
-    dp: int
+    pp_size: int
+    tp_size: int
+    dp_size: int
     zero: int
     micro: int
     accumulation: int
@@ -69,9 +69,9 @@ def memory_setting(
     model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
     asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
     return MemorySetting(
-        pp=grid.pp_size,
-        mp=grid.tp_size,
-        dp=grid.dp_size,
+        pp_size=grid.pp_size,
+        tp_size=grid.tp_size,
+        dp_size=grid.dp_size,
         zero=zero.stage,
         micro=batch.train_micro_batch_size_per_gpu,
         accumulation=batch.gradient_accumulation_steps,
@@ -90,7 +90,7 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
     here = layers.layers[bounds[stage] : bounds[stage + 1]]
     owners = {layer.index for layer in here}
-    held = sum(held_parameters(layers, layer, setting.mp) for layer in here if layer.tied_to not in owners)
+    held = sum(held_parameters(layers, layer, setting.tp_size) for layer in here if layer.tied_to not in owners)
     weights, gradients, optimizer = state_bytes(held, setting)
     return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
 
@@ -106,11 +106,11 @@ def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]
     Optimizer states are Adam's two moments in fp32, and the fp32 copy of the weights that every wrapper but plain fp32
     keeps (ZeRO keeps one in fp32 too).
     """
-    zero, dp, size = setting.zero, setting.dp, setting.bytes_per_number
+    zero, dp, size = setting.zero, setting.dp_size, setting.bytes_per_number
     weights = size * parameters // (dp if zero >= 3 else 1)
     copies = 8 if setting.precision == "fp32" and zero == 0 else 12
     # bf16 stages use DeepSpeed's BF16_Optimizer, which divides its states over data ranks even with ZeRO-0.
-    divided = zero >= 1 or (setting.precision == "bf16" and setting.pp > 1)
+    divided = zero >= 1 or (setting.precision == "bf16" and setting.pp_size > 1)
     optimizer = copies * parameters // (dp if divided else 1)
     if zero >= 2:  # reduced in buckets, then only this rank's part is kept
         gradients = 4 * parameters // dp + size * min(parameters, 2 * setting.reduce_bucket)
@@ -127,7 +127,7 @@ def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]
 
 def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
-    network, split, size = layers.architecture, setting.mp, setting.bytes_per_number
+    network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
     hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
     tokens = setting.micro * setting.sequence
     # Of width H on every tensor rank: the block's input, both norms' outputs; in sequence, the second norm's input too.
@@ -153,7 +153,7 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     kinds = [layer.kind for layer in layers.layers[bounds[stage] : bounds[stage + 1]]]
     blocks, size = kinds.count("block"), setting.bytes_per_number
     boundary = setting.micro * setting.sequence * layers.architecture.hidden_size * size
-    in_flight = 1 if setting.pp == 1 else min(max(2, setting.pp - stage), setting.accumulation)
+    in_flight = 1 if setting.pp_size == 1 else min(max(2, setting.pp_size - stage), setting.accumulation)
     one_layer = layer_bytes(layers, setting)
     if setting.recompute:
         group = min(setting.recompute, blocks)
@@ -161,10 +161,10 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     else:
         kept, working = blocks * one_layer, 0
     total = in_flight * kept + working
-    if setting.pp > 1:
+    if setting.pp_size > 1:
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
     if "head" in kinds:
-        logits = setting.micro * setting.sequence * layers.padded_vocab_size // setting.mp
+        logits = setting.micro * setting.sequence * layers.padded_vocab_size // setting.tp_size
         # Final norm's input and output, logits, their gradient, and the fp32 chunk of the cross entropy, twice.
         total += 2 * boundary + 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)
     else:
