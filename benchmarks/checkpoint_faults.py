@@ -1,4 +1,4 @@
-"""What checkpoints survive: processes killed at random, bits flipped, disks filled up.
+"""Test of checkpoints under faults: processes killed at random, bits flipped, full disks.
 
     benchmarks/checkpoint_faults.py [--async-save] [--kills 100] [--minutes M] [--bits 300] [--full 20] [--seed 0]
                                     [--out FILE.json]
@@ -6,9 +6,9 @@
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
 at least as new as the last one seen before it; at the end the loss curve must be an undisturbed run's, bit for bit.
-Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save that meets the end of the disk at some
+Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save for which the disk is too small at some
 point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
-saves go on beside training, as the key `async_save` has them.
+saves run beside training, as the key `async_save` has them.
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """

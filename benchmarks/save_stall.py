@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: written while it waits, and with `async_save`.
+"""Time that training waits for a checkpoint, with saves that block it and with `async_save`.
 
     benchmarks/save_stall.py [--ranks 2] [--saves 3] [--dir DIRECTORY]
 

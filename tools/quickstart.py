@@ -1,7 +1,8 @@
-"""Walk the whole road once, on this machine: text, tokenizer, tokens, training, export, generation.
+"""Run every step once, on this machine: text, tokenizer, tokens, training, export, generation.
 
 Every step is the command a user would type, echoed before it runs. A step whose result is there already is not done
-again; interrupted, the next call goes on where this one stopped. Paths come from configs/quickstart.yml.
+again, so that a call after an interrupted one starts at the step that was interrupted. Paths come from
+configs/quickstart.yml.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gpt-neox's flat keys: their facts, status here, and alternative spellings.
+"""gpt-neox's flat keys: type, default, status here, and alternative spellings.
 
 The table is `neox_keys.tsv`: every key of gpt-neox v2.0 and later with gpt-neox's own type and default (as JSON), and
 the section of `neox.config.sections` it belongs to. Its column `status` says what happens to the key here:

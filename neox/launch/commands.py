@@ -225,7 +225,7 @@ def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[st
 
     Args:
         spec: The run.
-        secrets: Names of variables that are forwarded but must not stand in a command.
+        secrets: Names of variables that are forwarded but must not be written into a command.
     """
     lines = []
     if secrets:

@@ -1,4 +1,4 @@
-"""The whole road on real text, with the commands a user types: from text to a trained, exported, writing model."""
+"""Every step on real text, with the commands a user types: from text to a model that is exported and generates."""
 
 from __future__ import annotations
 
