@@ -43,7 +43,7 @@ def test_a_taken_port_is_said_before_loading_and_a_signal_ends_a_long_answer(tmp
         second = serve(tmp_path / "second", port)
         assert second.wait(60) == 1
         said = (tmp_path / "second").read_text()
-        assert f"--port {port}: cannot listen there" in said
+        assert f"--port {port}: cannot listen" in said
         assert "weights of" not in said
 
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
