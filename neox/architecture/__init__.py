@@ -1,6 +1,6 @@
 """Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
 
-from neox.architecture.architecture import Architecture, Difference
+from neox.architecture.architecture import Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
 from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerKind, LayerPlan, build_layer_plan
@@ -21,9 +21,11 @@ __all__ = [
     "LayerKind",
     "LayerPlan",
     "Norm",
+    "Pairs",
     "ParameterSpec",
     "Positions",
     "build_layer_plan",
     "forward_flops_per_token",
+    "frozen",
     "training_flops_per_token",
 ]

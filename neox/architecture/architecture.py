@@ -11,6 +11,21 @@ _FINETUNE = {"finetune": True}
 """Marks fields that may differ from the checkpoint's when a model is fine-tuned."""
 
 
+Pairs = tuple[tuple[str, Any], ...]
+"""A dictionary as a hashable value: its sorted items, lists in it as tuples."""
+
+
+def frozen(value: Any) -> Any:
+    """Return a value of a YAML or JSON file as a hashable one: lists as tuples, dictionaries as `Pairs`."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((key, frozen(item)) for key, item in value.items()))
+    return tuple(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _thawed(value: Any) -> Any:
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+
+
 class Difference(NamedTuple):
     """One field in which a checkpoint's network differs from the one that loads it."""
 
@@ -19,46 +34,85 @@ class Difference(NamedTuple):
     wanted: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A decoder-only transformer. It holds no padding, dropout, precision or kernel choice.
 
+    Defaults are those of GPT-NeoX-20B's kind of network.
+
     Attributes:
         num_layers: Transformer blocks.
-        hidden_size: Width of the hidden states; a multiple of `num_attention_heads`.
-        num_attention_heads: Attention heads of one block.
+        hidden_size: Width of the hidden states.
+        num_attention_heads: Query heads of one block.
+        num_kv_heads: Key and value heads; each serves `num_attention_heads / num_kv_heads` neighbouring query heads.
+        head_dim: Width of one head.
         mlp_width: Inner width of the MLP, after the activation.
         activation: Key of `ACTIVATIONS`.
         norm: Key of `NORMS`.
         norm_epsilon: The norms' epsilon.
+        norm_bias: LayerNorm adds a bias.
+        qkv_bias: Queries, keys and values have biases.
+        attention_output_bias: Attention's output projection has a bias.
+        mlp_bias: Both projections of the MLP have biases.
+        head_bias: The head adds a bias to the logits.
+        qk_norm: "none"; "neox": RMSNorm over each head's dimensions with a scale [heads of a tensor rank, head_dim] for
+            queries and one for keys, after key heads are repeated, before rotary (later gpt-neox); "head": RMSNorm over
+            each head's dimensions with a scale [head_dim] for queries and one for keys (Qwen3); "full": RMSNorm over
+            all heads' dimensions of queries, and of keys (OLMo-2).
+        residual: "sequential": attention, then the MLP on its result; "parallel": x + attention(ln1(x)) +
+            mlp(ln2(x)); "parallel_one_norm": x + attention(ln1(x)) + mlp(ln1(x)); "sublayer_output_norm": sequential,
+            x + norm(f(x)) (OLMo-2).
         positions: Key of `POSITIONS`.
         rotary_ndims: Leading dimensions of each head that are rotated; 0 where positions are not rotary.
         rotary_base: Base of the rotary frequencies; 0 where positions are not rotary.
+        rope_scaling: Hugging Face's dictionary of that name as sorted pairs (key, value); () for none.
+        learned_offset: Rows of a learned table before that of position 0.
+        rpe_buckets: Rows of the table of relative positions; 0 where positions are not `rpe`.
+        rpe_max_distance: Distance from which on relative positions share a row; 0 likewise.
         max_positions: Longest sequence the network is meant for, in tokens. No parameter depends on it.
         attention: Key of `ATTENTION` for each block.
-        parallel_residual: x + attention(ln1(x)) + mlp(ln2(x)), instead of attention first and the MLP on its result.
+        window: Keys that a query of a `sliding_window` block sees, itself included; 0 without such blocks.
+        sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
+        gmlp_width: Inner width of the attention in `amlp` blocks; 0 without it.
+        soft_prompt_tokens: Trained vectors before the tokens; 0 for none.
         tie_word_embeddings: The head multiplies by the embedding's weight.
     """
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
     mlp_width: int
     activation: str
     norm: str
     norm_epsilon: float
+    norm_bias: bool = True
+    qkv_bias: bool = True
+    attention_output_bias: bool = True
+    mlp_bias: bool = True
+    head_bias: bool = False
+    qk_norm: str = "none"
+    residual: str
     positions: str = field(metadata=_FINETUNE)
     rotary_ndims: int = field(metadata=_FINETUNE)
     rotary_base: float = field(metadata=_FINETUNE)
+    rope_scaling: Pairs = field(default=(), metadata=_FINETUNE)
+    learned_offset: int = field(default=0, metadata=_FINETUNE)
+    rpe_buckets: int = field(default=0, metadata=_FINETUNE)
+    rpe_max_distance: int = field(default=0, metadata=_FINETUNE)
     max_positions: int = field(metadata={"stored": False})
     attention: tuple[str, ...] = field(metadata=_FINETUNE)
-    parallel_residual: bool
+    window: int = field(default=0, metadata=_FINETUNE)
+    sparsity: Pairs = field(default=(), metadata=_FINETUNE)
+    gmlp_width: int = 0
+    soft_prompt_tokens: int = 0
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+    def parallel_residual(self) -> bool:
+        """Whether attention and MLP read the same hidden states, so that their results are reduced together."""
+        return self.residual.startswith("parallel")
 
     @property
     def rotary_fraction(self) -> float:
@@ -69,12 +123,12 @@ class Architecture:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON can hold them."""
-        return {**asdict(self), "attention": list(self.attention)}
+        return {name: _thawed(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the architecture that `to_dict` described."""
-        return cls(**{**values, "attention": tuple(values["attention"])})
+        return cls(**{name: frozen(value) for name, value in values.items()})
 
     def differences(self, saved: Mapping[str, Any], *, finetune: bool | None = None) -> list[Difference]:
         """List the fields in which a checkpoint's network is another one.

@@ -113,10 +113,13 @@ def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = 
                 "are summed (gpt_j_residual); give the run's config"
             )
         gpt_j_residual = False  # one rank: the same values either way
+    heads = int(reader.args.get("num_attention_heads", 1))
     architecture = Architecture(
         num_layers=blocks,
         hidden_size=hidden,
-        num_attention_heads=int(reader.args.get("num_attention_heads", 1)),
+        num_attention_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
         mlp_width=reader.parts(BLOCK_OFFSET, "mlp.dense_4h_to_h.weight")[0].shape[1] * reader.tp_size,
         activation="gelu",  # choices without parameters leave no trace in the files: any value serves here
         norm="layernorm",
@@ -126,7 +129,7 @@ def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = 
         rotary_base=0.0,
         max_positions=0,
         attention=("global",) * blocks,
-        parallel_residual=gpt_j_residual,
+        residual="parallel" if gpt_j_residual else "sequential",
         tie_word_embeddings=not untied,
     )
     return build_layer_plan(architecture, reader.vocabulary_rows, head_parallelism=parallelism)

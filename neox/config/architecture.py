@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import floordiv
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -71,6 +72,8 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "num_layers": _Field(("num_layers",), _same),
         "hidden_size": _Field(("hidden_size",), _same),
         "num_attention_heads": _Field(("num_attention_heads",), _same),
+        "num_kv_heads": _Field(("num_attention_heads",), _same),
+        "head_dim": _Field(("hidden_size", "num_attention_heads"), floordiv),
         "mlp_width": _Field(("hidden_size",), lambda hidden: 4 * hidden),
         "activation": _Field(
             ("activation", "bias_gelu_fusion"), lambda name, fused: "gelu_tanh" if fused and name == "gelu" else name
@@ -84,10 +87,11 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         ),
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
         "attention": _Field(("attention_config", "num_layers"), _attention),
-        "parallel_residual": _Field(("gpt_j_residual",), _same),
+        "residual": _Field(("gpt_j_residual",), lambda parallel: "parallel" if parallel else "sequential"),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
 )
+"""Fields that no key decides yet are not listed: they have their defaults."""
 ARCHITECTURE_KEYS = tuple(dict.fromkeys(key for field in _FIELDS.values() for key in field.keys))
 """The YAML keys that decide an architecture; checkpoints store them."""
 
@@ -122,7 +126,7 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": architecture.norm_epsilon,
         "pos_emb": architecture.positions,
         "no_weight_tying": not architecture.tie_word_embeddings,
-        "gpt_j_residual": architecture.parallel_residual,
+        "gpt_j_residual": architecture.residual == "parallel",
         "activation": "gelu" if architecture.activation == "gelu_tanh" else architecture.activation,
         "bias_gelu_fusion": architecture.activation == "gelu_tanh",
     }

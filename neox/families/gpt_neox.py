@@ -40,7 +40,7 @@ def _write_config(architecture: Architecture, settings: ModelSettings) -> dict[s
         "hidden_act": _ACTIVATIONS[architecture.activation],
         "max_position_embeddings": architecture.max_positions,
         "layer_norm_eps": architecture.norm_epsilon,
-        "use_parallel_residual": architecture.parallel_residual,
+        "use_parallel_residual": architecture.residual == "parallel",
         "tie_word_embeddings": architecture.tie_word_embeddings,
         "attention_bias": True,
         "attention_dropout": settings.attention_dropout,
@@ -73,6 +73,8 @@ def _read_config(hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
         mlp_width=hf.get("intermediate_size", 4 * hidden),
         activation="gelu" if activation == "gelu" else "gelu_tanh",
         norm="layernorm",
@@ -82,7 +84,7 @@ def _read_config(hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         rotary_base=float(rope.get("rope_theta", hf.get("rotary_emb_base", 10000))),
         max_positions=hf.get("max_position_embeddings", 2048),
         attention=("global",) * layers,
-        parallel_residual=hf.get("use_parallel_residual", True),
+        residual="parallel" if hf.get("use_parallel_residual", True) else "sequential",
         tie_word_embeddings=hf.get("tie_word_embeddings", False),
     )
     settings = ModelSettings(

@@ -12,6 +12,8 @@ ARCHITECTURE = Architecture(
     num_layers=2,
     hidden_size=96,
     num_attention_heads=2,
+    num_kv_heads=2,
+    head_dim=48,
     mlp_width=384,
     activation="gelu",
     norm="layernorm",
@@ -21,7 +23,7 @@ ARCHITECTURE = Architecture(
     rotary_base=5000.0,
     max_positions=128,
     attention=("global",) * 2,
-    parallel_residual=True,
+    residual="parallel",
     tie_word_embeddings=False,
 )
 SETTINGS = ModelSettings("bf16", 0.01, 0.1, 0.2, 1000, 7)
@@ -32,7 +34,7 @@ SETTINGS = ModelSettings("bf16", 0.01, 0.1, 0.2, 1000, 7)
     "changes",
     [
         {},
-        {"activation": "gelu_tanh", "tie_word_embeddings": True, "parallel_residual": False},
+        {"activation": "gelu_tanh", "tie_word_embeddings": True, "residual": "sequential"},
         {"mlp_width": 100, "rotary_base": 0.5},
         *({"rotary_ndims": ndims} for ndims in range(2, 49, 2)),
     ],
