@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event, Thread
 from typing import Literal
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from neox.errors import TokenizerError, install_command
-from neox.files import atomic_write, write_text
+from neox.files import atomic_write, check_writable
+from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
 
 TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece"]
@@ -20,6 +25,8 @@ TOKENIZER_KINDS: tuple[TokenizerKind, ...] = ("byte-level-bpe", "gpt2", "sentenc
 _BYTES_AND_SPECIALS = 256 + 2
 _PIECE_CHARS = 100_000
 
+log = get_logger(__name__)
+
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, out_path: str | Path, kind: TokenizerKind = "byte-level-bpe"
@@ -27,7 +34,7 @@ def train_tokenizer(
     """Train a tokenizer and write its files atomically.
 
     The same texts in the same order give the same files. Byte-level kinds hold each distinct pre-token in memory once,
-    SentencePiece its sample of sentences.
+    SentencePiece its sample of sentences. Ctrl-C ends the training at once, and progress is shown on stderr.
 
     Args:
         texts: Read once, one at a time.
@@ -42,7 +49,8 @@ def train_tokenizer(
         The files written.
 
     Raises:
-        TokenizerError: If the vocabulary cannot hold the 256 bytes and the special tokens, or there is no text.
+        TokenizerError: If the vocabulary cannot hold the 256 bytes and the special tokens, if the files cannot be
+            written (checked before a text is read), or if there is no text.
     """
     if kind not in TOKENIZER_KINDS:
         raise TokenizerError(f"tokenizer kind {kind!r} is unknown; known: {', '.join(TOKENIZER_KINDS)}")
@@ -51,25 +59,37 @@ def train_tokenizer(
             f"vocab_size {vocab_size} is too small: a byte-level vocabulary starts with 256 bytes and 2 special tokens"
         )
     out = Path(out_path)
-    if kind == "byte-level-bpe":
-        return (_train_20b(texts, vocab_size, out),)
-    if kind == "gpt2":
-        return _train_gpt2(texts, vocab_size, out)
-    return (_train_sentencepiece(texts, vocab_size, out),)
+    files = [out / "vocab.json", out / "merges.txt"] if kind == "gpt2" else [out]
+    try:
+        for file in files:
+            check_writable(file)
+            if file.is_dir():
+                raise IsADirectoryError(0, "a directory has this name")
+    except OSError as error:
+        raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
+    counted = _Counted(texts)
+    train = {"byte-level-bpe": _train_20b, "gpt2": _train_gpt2, "sentencepiece": _train_sentencepiece}[kind]
+    contents = train(counted, vocab_size)
+    try:
+        for file, content in zip(files, contents, strict=True):
+            with atomic_write(file) as stream:
+                stream.write(content)
+    except OSError as error:
+        raise TokenizerError(f"{file}: cannot be written ({error.strerror})") from error
+    return tuple(files)
 
 
-def _train_20b(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
+def _train_20b(texts: _Counted, vocab_size: int) -> list[bytes]:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     _run_bpe(backend, texts, vocab_size, [END_OF_DOCUMENT, PADDING])
-    write_text(out, backend.to_str(pretty=True))
-    return out
+    return [backend.to_str(pretty=True).encode()]
 
 
-def _train_gpt2(texts: Iterable[str], vocab_size: int, out: Path) -> tuple[Path, ...]:
+def _train_gpt2(texts: _Counted, vocab_size: int) -> list[bytes]:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _run_bpe(backend, texts, vocab_size - 1, [])
@@ -77,63 +97,108 @@ def _train_gpt2(texts: Iterable[str], vocab_size: int, out: Path) -> tuple[Path,
     vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     vocab[END_OF_DOCUMENT] = len(vocab)
     merges = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in model["merges"])
-    write_text(out / "vocab.json", json.dumps(vocab, ensure_ascii=False))
-    write_text(out / "merges.txt", "#version: 0.2\n" + merges)
-    return out / "vocab.json", out / "merges.txt"
+    return [json.dumps(vocab, ensure_ascii=False).encode(), f"#version: 0.2\n{merges}".encode()]
 
 
-def _run_bpe(backend: tokenizers.Tokenizer, texts: Iterable[str], vocab_size: int, specials: list[str]) -> None:
+def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, specials: list[str]) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
-    counted = _Counted(texts)
-    backend.train_from_iterator(counted, trainer)
-    counted.check()
+    _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
 
 
-def _train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
+def _train_sentencepiece(texts: _Counted, vocab_size: int) -> list[bytes]:
     try:
         import sentencepiece
     except ImportError as error:
         raise TokenizerError(
             f"kind sentencepiece needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
         ) from error
-    counted = _Counted(texts)
+    model = io.BytesIO()
+
+    def train() -> None:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            user_defined_symbols=[END_OF_DOCUMENT],
+            input_sentence_size=2_000_000,
+            minloglevel=2,
+        )
+
     try:
-        with atomic_write(out) as stream:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line for text in counted for line in text.splitlines() if line.strip()),
-                model_writer=stream,
-                vocab_size=vocab_size,
-                model_type="bpe",
-                byte_fallback=True,
-                character_coverage=0.9995,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                user_defined_symbols=[END_OF_DOCUMENT],
-                input_sentence_size=2_000_000,
-                minloglevel=2,
-            )
-            counted.check()
+        _run(train, texts)
     except RuntimeError as error:
-        counted.check()
+        texts.check()
         raise TokenizerError(f"SentencePiece could not train {vocab_size} pieces: {error}") from error
-    return out
+    return [model.getvalue()]
+
+
+def _run(train: Callable[[], None], texts: _Counted, *, bars: bool = False) -> None:
+    """Run a native trainer in a thread of its own, so that this thread can show progress and answer signals.
+
+    Args:
+        train: Reads `texts` and releases the interpreter while it works.
+        texts: Told to end where this thread is interrupted; the process can then exit although `train` still runs.
+        bars: Whether the trainer shows its own progress.
+    """
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            train()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            texts.ended.set()
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        texts.ended.wait()
+        if thread.is_alive():
+            log.info("%s characters have been read; the vocabulary is being trained", f"{texts.characters:,}")
+        if bars:
+            thread.join()
+        elif thread.is_alive():
+            with progress("training", unit="s") as seconds:
+                while thread.is_alive():
+                    thread.join(1)
+                    seconds.update(1)
+    except BaseException:
+        texts.stopped = True
+        thread.join(0.1)  # a thread that is reading must not call Python while the interpreter exits
+        raise
+    future.result()
+    texts.check()
 
 
 class _Counted:
-    """Texts in pieces of bounded size (a trainer copies each piece several times), with a count of characters."""
+    """Texts in pieces of bounded size (a trainer copies each piece several times), with a count of characters.
+
+    `ended` is set when all have been read; where `stopped` is set, no more are read.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts, self.characters = texts, 0
+        self.ended, self.stopped = Event(), False
 
     def __iter__(self) -> Iterator[str]:
         for text in self.texts:
+            if self.stopped:
+                return
             self.characters += len(text)
             yield from _pieces(text)
+        self.ended.set()
 
     def check(self) -> None:
         if not self.characters:

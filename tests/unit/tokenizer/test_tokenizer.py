@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from neox.errors import TokenizerError
+from neox.errors import DataError, TokenizerError
 from neox.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
@@ -122,6 +123,26 @@ def test_training_refuses_nothing_and_too_small(tmp_path: Path) -> None:
         train_tokenizer(["", ""], 300, tmp_path / "t.json")
     with pytest.raises(TokenizerError, match="too small"):
         train_tokenizer(TEXTS, 257, tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "gpt2"])
+def test_the_output_is_checked_before_a_text_is_read(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").touch()
+    unread = iter(TEXTS)
+    with pytest.raises(TokenizerError, match="cannot be written"):
+        train_tokenizer(unread, 300, tmp_path / "file" / "t.json", kind)  # type: ignore[arg-type]
+    with pytest.raises(TokenizerError, match="cannot be written"):
+        train_tokenizer(unread, 300, tmp_path if kind == "byte-level-bpe" else tmp_path / "file", kind)  # type: ignore[arg-type]
+    assert next(unread) == TEXTS[0]
+
+
+def test_an_error_of_the_documents_arrives(tmp_path: Path) -> None:
+    def documents() -> Iterator[str]:
+        yield "good"
+        raise DataError("line 2 is broken")
+
+    with pytest.raises(DataError, match="line 2"):
+        train_tokenizer(documents(), 300, tmp_path / "t.json")
 
 
 def test_missing_packages_are_named() -> None:

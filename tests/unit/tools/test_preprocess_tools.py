@@ -1,7 +1,9 @@
 """The commands: gpt-neox's flags, one clear line and an exit code for what is wrong."""
 
 import json
+import random
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +83,24 @@ def test_from_documents_to_a_tokenizer_to_ids(tmp_path: Path, kind: str) -> None
     dataset = IndexedDataset(tmp_path / "ids_text_document")
     assert dataset[7].tolist() == [*tokenizer.encode(texts[7]), tokenizer.eod]
     assert len(dataset) == 200
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path: Path) -> None:
+    letters = random.Random(1).choices("abcdefghij", k=1_000_000)  # one long word: each merge visits all of it
+    path = corpus(tmp_path / "a.jsonl", ["".join(letters)])
+    command = [sys.executable, "tools/train_tokenizer.py", "--input", path, "--vocab-size", "50000"]
+    with subprocess.Popen(
+        [*map(str, command), "--output", str(tmp_path / "t.json")], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        assert any("is being trained" in line for line in running.stderr)
+        running.send_signal(signal.SIGINT)
+        try:
+            said = running.communicate(timeout=60)[1]
+        finally:
+            running.kill()
+    assert (running.returncode, "Traceback" in said) == (130, False)
+    assert not (tmp_path / "t.json").exists()
 
 
 def test_a_sample_of_documents_is_seeded(tmp_path: Path) -> None:
