@@ -22,6 +22,8 @@ class ParameterSpec:
         init: Initial values.
         summed_in_neox: In gpt-neox's own files the full value is the sum of the tensor ranks' values (row-parallel
             biases under `gpt_j_residual`). Here there is one value, written on rank 0 with zeros elsewhere.
+        sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
+            a gated activation): a rank's part is its share of each, one after another. () for one section.
     """
 
     name: str
@@ -29,11 +31,41 @@ class ParameterSpec:
     partition_dim: int | None = None
     init: Initialization = "weight"
     summed_in_neox: bool = False
+    sections: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the sections."""
+        if self.sections:
+            assert self.partition_dim is not None, self
+            assert sum(self.sections) == self.shape[self.partition_dim], self
 
     @property
     def numel(self) -> int:
         """Number of elements over all tensor ranks."""
         return prod(self.shape)
+
+    def is_divisible(self, tp_size: int) -> bool:
+        """Whether every one of `tp_size` tensor ranks gets an equal part, of each section."""
+        if self.partition_dim is None:
+            return True
+        return all(size % tp_size == 0 for size in self.sections or (self.shape[self.partition_dim],))
+
+    def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
+        """Return (start, length) along `partition_dim` of what a tensor rank holds, one after another.
+
+        Raises:
+            ValueError: The parameter cannot be divided over so many ranks.
+        """
+        assert self.partition_dim is not None, self
+        if not self.is_divisible(tp_size):
+            sizes = " + ".join(str(n) for n in self.sections or (self.shape[self.partition_dim],))
+            raise ValueError(f"{self.name} ({sizes}) is not divisible by the tensor-parallel degree ({tp_size})")
+        found, first = [], 0
+        for size in self.sections or (self.shape[self.partition_dim],):
+            part = size // tp_size
+            found.append((first + tp_rank * part, part))
+            first += size
+        return found
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Return the shape on one of `tp_size` tensor ranks."""

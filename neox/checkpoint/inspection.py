@@ -225,7 +225,7 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     if heads % tp_size:
         raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
     for spec in (spec for layer in layers.weight_layers for spec in layer.parameters):
-        if spec.partition_dim is not None and spec.shape[spec.partition_dim] % tp_size:
+        if not spec.is_divisible(tp_size):
             raise CheckpointError(f"{spec.name}: shape {list(spec.shape)} does not divide by {tp_size} tensor ranks")
     iteration = reader.iteration
     if (save / reader.path.name).exists() and (save / reader.path.name).samefile(reader.path):

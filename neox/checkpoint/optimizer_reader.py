@@ -14,10 +14,10 @@ from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_la
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import Key, Kind, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reshard import VOCABULARY, fit_vocabulary, join_range, joined_shape
+from neox.checkpoint.reshard import VOCABULARY, fit_vocabulary, joined_shape, merge
 from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
-from neox.parallel import shard, shard_range
+from neox.parallel import shard
 
 
 class OptimizerReader:
@@ -54,7 +54,7 @@ class OptimizerReader:
         spec, parts = self._spec(index, name), self._parts(Key(index, name), kind)
         if parts is None:
             return self._weights.full(index, name).float()
-        full = torch.cat(parts, spec.partition_dim) if spec.partition_dim is not None and len(parts) > 1 else parts[0]
+        full = parts[0] if spec.partition_dim is None else merge(spec, parts)
         if name in VOCABULARY:
             full = fit_vocabulary(spec, full, self._weights.args.get("vocab_size"))
         if tuple(full.shape) != spec.shape:
@@ -71,7 +71,7 @@ class OptimizerReader:
             return self._weights.shard(index, name, tp_rank, tp_size).float()
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:
             return shard(self.full(index, name, kind), spec, tp_rank, tp_size)
-        return join_range(spec, parts, *shard_range(spec, tp_rank, tp_size))
+        return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
     def _parts(self, key: Key, kind: Kind) -> list[Tensor] | None:
         """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""

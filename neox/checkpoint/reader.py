@@ -23,10 +23,10 @@ from neox.checkpoint.names import (
     parse_mp_rank_file,
     parse_step_directory,
 )
-from neox.checkpoint.reshard import VOCABULARY, OnDrift, fit_vocabulary, join, join_range, joined_shape
+from neox.checkpoint.reshard import VOCABULARY, OnDrift, fit_vocabulary, join, joined_shape, merge, pieces_in_order
 from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
-from neox.parallel import shard, shard_range
+from neox.parallel import shard
 
 # What DeepSpeed itself puts beside the client state.
 _DEEPSPEED_KEYS = frozenset(
@@ -284,7 +284,7 @@ class CheckpointReader:
         parts = self.parts(index, name)
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:  # another padding, or another model
             return shard(self.full(index, name), spec, tp_rank, tp_size)
-        return join_range(spec, parts, *shard_range(spec, tp_rank, tp_size))
+        return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
     def layer_shard(self, index: int, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
         """Return one layer's parameters for one tensor rank, by name."""
@@ -310,7 +310,7 @@ class CheckpointReader:
             return
         row_bytes = parts[0][0].numel() * parts[0].element_size() * (len(parts) if spec.partition_dim == 1 else 1)
         step = max(1, max_bytes // max(1, row_bytes))
-        groups = [(part,) for part in parts] if spec.partition_dim == 0 else [parts]
+        groups = [(piece,) for piece in pieces_in_order(spec, parts)] if spec.partition_dim == 0 else [parts]
         for group in groups:
             for start in range(0, group[0].shape[0], step):
                 rows = [part[start : start + step] for part in group]

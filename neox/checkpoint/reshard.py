@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ def join(spec: ParameterSpec, parts: Sequence[Tensor], *, where: str, on_drift: 
 
     Args:
         spec: The parameter.
-        parts: Value of each tensor rank. A split parameter is concatenated, a `summed_in_neox` bias is added up in
+        parts: Value of each tensor rank. A split parameter is merged, a `summed_in_neox` bias is added up in
             fp32, a replicated one must be equal on every rank.
         where: File or directory, for messages.
         on_drift: "average" takes the mean of replicated values that differ.
@@ -35,7 +35,7 @@ def join(spec: ParameterSpec, parts: Sequence[Tensor], *, where: str, on_drift: 
     if len(parts) == 1:
         return parts[0]
     if spec.partition_dim is not None:
-        return torch.cat(list(parts), dim=spec.partition_dim)
+        return merge(spec, parts)
     if spec.summed_in_neox:
         return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
     if all(torch.equal(parts[0], part) for part in parts[1:]):
@@ -55,16 +55,44 @@ def joined_shape(spec: ParameterSpec, parts: Sequence[Tensor]) -> tuple[int, ...
     return tuple(sum(p.shape[i] for p in parts) if i == dim else n for i, n in enumerate(parts[0].shape))
 
 
-def join_range(spec: ParameterSpec, parts: Sequence[Tensor], start: int, length: int) -> Tensor:
-    """Return elements [start, start + length) along a split dimension, reading only the parts that hold them."""
+def pieces_in_order(spec: ParameterSpec, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the tensor ranks' parts of a split parameter whose concatenation is the full tensor."""
     assert spec.partition_dim is not None
-    dim, pieces, offset = spec.partition_dim, [], 0
-    for part in parts:
-        first, last = max(start, offset), min(start + length, offset + part.shape[dim])
+    if len(parts) == 1 or any(part.shape != spec.shard_shape(len(parts)) for part in parts):
+        return list(parts)  # of another padding, or of another model: without sections
+    located = []
+    for rank, part in enumerate(parts):
+        offset = 0
+        for start, length in spec.ranges(rank, len(parts)):
+            located.append((start, part.narrow(spec.partition_dim, offset, length)))
+            offset += length
+    return [piece for _, piece in sorted(located, key=lambda found: found[0])]
+
+
+def merge(spec: ParameterSpec, parts: Sequence[Tensor], ranges: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    """Return a split parameter from the tensor ranks' parts: the inverse of `neox.parallel.shard`.
+
+    Args:
+        spec: The parameter.
+        parts: Value of each tensor rank.
+        ranges: (start, length) along the split dimension of what is wanted, one after another; all of it if None. Only
+            the parts that hold it are read.
+    """
+    assert spec.partition_dim is not None
+    dim, pieces = spec.partition_dim, pieces_in_order(spec, parts)
+    if ranges is not None:
+        pieces = [piece for start, length in ranges for piece in _cut(pieces, dim, start, length)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _cut(pieces: Sequence[Tensor], dim: int, start: int, length: int) -> Iterator[Tensor]:
+    """Yield elements [start, start + length) of the concatenation of pieces along a dimension."""
+    offset = 0
+    for piece in pieces:
+        first, last = max(start, offset), min(start + length, offset + piece.shape[dim])
         if first < last:
-            pieces.append(part.narrow(dim, first - offset, last - first))
-        offset += part.shape[dim]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+            yield piece.narrow(dim, first - offset, last - first)
+        offset += piece.shape[dim]
 
 
 def neox_shard(spec: ParameterSpec, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:

@@ -140,10 +140,10 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, l
 def _check_degree(layers: LayerPlan, tp_size: int) -> None:
     heads = layers.architecture.num_attention_heads
     bad = {
-        f"{p.name} ({p.shape[p.partition_dim]})"
+        f"{p.name} {list(p.shape)}"
         for layer in layers.weight_layers
         for p in layer.parameters
-        if p.partition_dim is not None and p.shape[p.partition_dim] % tp_size
+        if not p.is_divisible(tp_size)
     }
     if heads % tp_size:
         bad.add(f"num_attention_heads ({heads})")

@@ -17,7 +17,6 @@ from neox.parallel.layers import (
     VocabParallelEmbedding,
     mark_split,
     shard,
-    shard_range,
 )
 from neox.parallel.rng import RNGTracker, derive_seed
 
@@ -37,6 +36,5 @@ __all__ = [
     "reduce_scatter_last_dim",
     "scatter_last_dim",
     "shard",
-    "shard_range",
     "vocab_parallel_cross_entropy",
 ]

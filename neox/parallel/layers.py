@@ -44,22 +44,19 @@ def shard_size(total: int, tp_size: int, what: str) -> int:
     return total // tp_size
 
 
-def shard_range(spec: ParameterSpec, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return (start, length) of a tensor rank's part along a split parameter's dimension. Raises ValueError."""
-    assert spec.partition_dim is not None
-    part = shard_size(spec.shape[spec.partition_dim], tp_size, spec.name)
-    return tp_rank * part, part
-
-
 def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return a tensor rank's part of a full parameter, as a view; replicated parameters are whole on every rank.
+    """Return a tensor rank's part of a full parameter, as a view if there is one section.
+
+    Replicated parameters are whole on every rank. `neox.checkpoint.reshard.merge` is the inverse.
 
     Raises:
         ValueError: If the split dimension does not divide by `tp_size`.
     """
     if spec.partition_dim is None or tp_size == 1:
         return full
-    return full.narrow(spec.partition_dim, *shard_range(spec, tp_rank, tp_size))
+    dim = spec.partition_dim
+    parts = [full.narrow(dim, start, length) for start, length in spec.ranges(tp_rank, tp_size)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class ColumnParallelLinear(nn.Module):
