@@ -75,6 +75,10 @@ def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
     )
 
 
+def _scale(hidden: int) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec("scale", (hidden,), init="ones"),)
+
+
 def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Fused projection with rows [heads, 3, head_dim] and output projection, both with bias."""
     h = architecture.hidden_size
@@ -87,7 +91,15 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"gelu": Activation(), "gelu_tanh": Activation()})
-NORMS: Mapping[str, Norm] = MappingProxyType({"layernorm": Norm(_layernorm)})
+NORMS: Mapping[str, Norm] = MappingProxyType(
+    {
+        "layernorm": Norm(_layernorm),
+        "rmsnorm": Norm(_scale),
+        "rmsnorm_v2.0": Norm(_scale),
+        "scalenorm": Norm(lambda hidden: (ParameterSpec("g", (1,), init="ones"),)),
+        "non_parametric_layernorm": Norm(lambda hidden: ()),
+    }
+)
 POSITIONS: Mapping[str, Positions] = MappingProxyType({"rotary": Positions(rotates=True), "none": Positions()})
 ATTENTION: Mapping[str, Attention] = MappingProxyType({"global": Attention(_self_attention, lambda length: length)})
 
@@ -97,5 +109,5 @@ if TYPE_CHECKING:
     PositionsName: TypeAlias = str
 else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
-    NormName = Literal[tuple(NORMS)]
+    NormName = Literal[(*NORMS, "te_layernorm", "te_rmsnorm")]
     PositionsName = Literal[tuple(POSITIONS)]

@@ -67,6 +67,19 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _plain_norm(name: str) -> str:
+    """Return the norm that Transformer Engine's computes."""
+    return name.removeprefix("te_")
+
+
+_EPSILONS: Final = ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon")
+
+
+def _epsilon_key(norm: str) -> str:
+    layernorm, rmsnorm, scalenorm = _EPSILONS
+    return rmsnorm if "rmsnorm" in norm else scalenorm if norm == "scalenorm" else layernorm
+
+
 _FIELDS: Mapping[str, _Field] = MappingProxyType(
     {
         "num_layers": _Field(("num_layers",), _same),
@@ -78,8 +91,11 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "activation": _Field(
             ("activation", "bias_gelu_fusion"), lambda name, fused: "gelu_tanh" if fused and name == "gelu" else name
         ),
-        "norm": _Field(("norm",), _same),
-        "norm_epsilon": _Field(("layernorm_epsilon",), _same),
+        "norm": _Field(("norm",), _plain_norm),
+        "norm_epsilon": _Field(
+            ("norm", *_EPSILONS),
+            lambda norm, *epsilons: dict(zip(_EPSILONS, epsilons, strict=True))[_epsilon_key(norm)],
+        ),
         "positions": _Field(("pos_emb",), _same),
         "rotary_ndims": _Field(("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads"), rotated_dimensions),
         "rotary_base": _Field(
@@ -123,7 +139,7 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         "seq_length": architecture.max_positions,
         "max_position_embeddings": architecture.max_positions,
         "norm": architecture.norm,
-        "layernorm_epsilon": architecture.norm_epsilon,
+        _epsilon_key(architecture.norm): architecture.norm_epsilon,
         "pos_emb": architecture.positions,
         "no_weight_tying": not architecture.tie_word_embeddings,
         "gpt_j_residual": architecture.residual == "parallel",

@@ -1,11 +1,64 @@
-"""Norms by name: modules over the last dimension whose parameters are those of `neox.architecture.NORMS`."""
+"""Norms by name: modules over the last dimension whose parameters are those of `neox.architecture.NORMS`.
+
+Legend: H hidden.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-NORMS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"layernorm": nn.LayerNorm})
+
+class RMSNorm(nn.Module):
+    """scale * x / sqrt(mean(x^2) + eps), over the last dimension (arXiv:1910.07467)."""
+
+    def __init__(self, hidden_size: int, *, eps: float, **options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(hidden_size, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise: [..., H] -> [..., H]."""
+        return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
+
+
+class RMSNormOuterEpsilon(RMSNorm):
+    """scale * x / (sqrt(mean(x^2)) + eps): gpt-neox v2.0's form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise: [..., H] -> [..., H]."""
+        wide = x.float()
+        root = wide.square().mean(-1, keepdim=True).sqrt()
+        return (self.scale * (wide / (root + self.eps))).to(x.dtype)
+
+
+class ScaleNorm(nn.Module):
+    """g * x / max(|x|, eps), with one scalar g (arXiv:1910.05895; without its factor sqrt(H), as in gpt-neox)."""
+
+    def __init__(self, hidden_size: int, *, eps: float, **options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.g = nn.Parameter(torch.ones(1, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise: [..., H] -> [..., H]."""
+        wide = x.float()
+        return (self.g * (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps))).to(x.dtype)
+
+
+NORMS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "layernorm": nn.LayerNorm,
+        "rmsnorm": RMSNorm,
+        "rmsnorm_v2.0": RMSNormOuterEpsilon,
+        "scalenorm": ScaleNorm,
+        "non_parametric_layernorm": partial(nn.LayerNorm, elementwise_affine=False),
+    }
+)
 """Name -> constructor (hidden size, eps=, device=, dtype=)."""

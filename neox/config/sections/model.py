@@ -46,10 +46,20 @@ class ModelConfig(Section):
     """Longest sequence positions exist for; at least seq_length. Required in gpt-neox; seq_length where unset."""
 
     norm: NormName = "layernorm"
-    """Normalisation layer."""
+    """Normalisation layer. `rmsnorm` adds its epsilon inside the root, as later gpt-neox and Hugging Face do;
+    `rmsnorm_v2.0` outside, as gpt-neox v2.0 does for `rmsnorm`. `te_layernorm` and `te_rmsnorm` are `layernorm` and
+    `rmsnorm`."""
 
-    layernorm_epsilon: float = Field(1e-5, gt=0)
+    layernorm_epsilon: Annotated[float, OnlyWith("norm", ("layernorm", "non_parametric_layernorm", "te_layernorm"))] = (
+        Field(1e-5, gt=0)
+    )
     """Added to the variance inside LayerNorm."""
+
+    rms_norm_epsilon: Annotated[float, OnlyWith("norm", ("rmsnorm", "rmsnorm_v2.0", "te_rmsnorm"))] = Field(1e-8, gt=0)
+    """Added to the mean square inside RMSNorm."""
+
+    scalenorm_epsilon: Annotated[float, OnlyWith("norm", ("scalenorm",))] = Field(1e-8, gt=0)
+    """Smallest length of hidden states that ScaleNorm divides by."""
 
     pos_emb: PositionsName = "learned"
     """How positions enter the network. gpt-neox's default `learned` is not implemented, so the key must be given."""

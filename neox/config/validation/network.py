@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ACTIVATIONS, ATTENTION, NORMS, POSITIONS
+from neox.architecture import ACTIVATIONS, ATTENTION, POSITIONS
 from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
@@ -20,7 +20,7 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
         if getattr(model, key) is None:
             yield f"`{key}` is missing: every model needs it"
     # gpt-neox's default is not always available.
-    for key, available in (("norm", NORMS), ("pos_emb", POSITIONS), ("activation", ACTIVATIONS)):
+    for key, available in (("pos_emb", POSITIONS), ("activation", ACTIVATIONS)):
         if (value := getattr(model, key)) not in available:
             names = ", ".join(available)
             yield f"`{key}` is missing: gpt-neox's default {value} is not implemented; give one of {names}"

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from neox.architecture import Architecture
-from neox.config import NeoXConfig, architecture_of, architecture_settings, saved_architecture
+from neox.config import NeoXConfig, architecture_of, architecture_settings, saved_architecture, yaml_keys
 from tests.plans import SMALL
 
 
@@ -64,3 +64,12 @@ def test_what_may_differ_in_finetuning(keys, field, may):
     saved = saved_architecture(architecture_settings(NeoXConfig.from_flat(SMALL)))
     assert field in [d.field for d in of(**keys).differences(saved, finetune=may)]
     assert field not in [d.field for d in of(**keys).differences(saved, finetune=not may)]
+
+
+def test_each_norm_has_its_epsilon():
+    epsilons = {"layernorm_epsilon": 0.1, "rms_norm_epsilon": 0.2, "scalenorm_epsilon": 0.3}
+    norms = {"layernorm": 0.1, "te_layernorm": 0.1, "non_parametric_layernorm": 0.1, "scalenorm": 0.3}
+    for norm, epsilon in {**norms, "rmsnorm": 0.2, "te_rmsnorm": 0.2, "rmsnorm_v2.0": 0.2}.items():
+        network = of(norm=norm, **epsilons)
+        assert (network.norm, network.norm_epsilon) == (norm.removeprefix("te_"), epsilon)
+        assert architecture_of(NeoXConfig.from_flat({**SMALL, **yaml_keys(network)})) == network

@@ -37,7 +37,7 @@ VIOLATIONS = [
     ({"pipe_partition_method": "type:conv"}, ("matches none", "TransformerLayer")),
     ({"rotary_pct": 0.2}, ("rotary_pct: 0.2", "3 of the 16", "even")),
     ({"rotary_pct": 0.05}, ("rotary_pct: 0.05", "at least 2")),
-    ({"norm": "rmsnorm"}, ("norm", "rmsnorm", "layernorm")),
+    ({"norm": "batchnorm"}, ("norm", "batchnorm", "layernorm")),
     ({"pos_emb": None}, ("pos_emb", "missing", "learned", "rotary")),
     ({"pos_emb": "alibi"}, ("pos_emb", "alibi", "rotary")),
     ({"activation": "geglu"}, ("activation", "geglu", "gelu_tanh")),
@@ -131,7 +131,7 @@ def test_features_that_are_off_load(tiny, change):
 
 
 NO_EFFECT = [
-    ({"rms_norm_epsilon": 1e-6}, "rms_norm_epsilon: 1e-06"),
+    ({"moe_jitter_eps": 0.1}, "moe_jitter_eps: 0.1"),
     ({"moe_top_k": 2}, "moe_top_k: 2"),
     ({"mamba_use_bias_in_conv": False}, "mamba_use_bias_in_conv: false"),
     ({"hysteresis": 4}, "hysteresis"),

@@ -30,7 +30,7 @@ def test_there_and_back(tmp_path, run):
 
 def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
     (tmp_path / "c.yml").write_text(
-        '{"pos-emb": "alibi", "norm": "rmsnorm", "gpt_j_tied": true, "num_layers": 2, "hidden_size": 64,'
+        '{"pos-emb": "alibi", "norm": "batchnorm", "gpt_j_tied": true, "num_layers": 2, "hidden_size": 64,'
         ' "num_attention_heads": 4, "seq_length": 64}\n'
     )
     failed = run(

@@ -1,0 +1,33 @@
+"""Norms compute their formulas, in fp32 whatever the type of the hidden states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neox.ops import NORMS
+
+FORMULAS = {
+    "layernorm": lambda x, eps: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + eps).sqrt(),
+    "rmsnorm": lambda x, eps: x / (x.square().mean(-1, keepdim=True) + eps).sqrt(),
+    "rmsnorm_v2.0": lambda x, eps: x / (x.square().mean(-1, keepdim=True).sqrt() + eps),
+    "scalenorm": lambda x, eps: x / x.norm(dim=-1, keepdim=True).clamp(min=eps),
+}
+FORMULAS["non_parametric_layernorm"] = FORMULAS["layernorm"]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_formula(name, eps):
+    torch.manual_seed(0)
+    norm = NORMS[name](24, eps=eps)
+    x = torch.randn(3, 5, 24) * torch.tensor([1e-3, 0.1, 1.0, 30.0, 0.0]).unsqueeze(1)
+    for p in norm.parameters():
+        torch.nn.init.uniform_(p, 0.5, 2.0)
+    scale, *shift = [*norm.parameters()] or [torch.ones(())]
+    expected = scale.double() * FORMULAS[name](x.double(), eps) + sum(shift)
+    torch.testing.assert_close(norm(x).double(), expected.double(), rtol=2e-5, atol=1e-5)
+    small = norm.to(torch.bfloat16)(x.bfloat16())
+    assert small.dtype == torch.bfloat16
+    if name != "layernorm":  # bf16 rounds its shift
+        torch.testing.assert_close(small.double(), expected.double(), rtol=2e-2, atol=2e-2)
