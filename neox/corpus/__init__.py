@@ -2,7 +2,7 @@
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, Position, first_lines, read_blocks
 from neox.corpus.document import BadInput, Document, SkipBudget
-from neox.corpus.records import parse_texts, read_documents, write_documents
+from neox.corpus.records import parse_records, parse_texts, read_documents, write_documents
 from neox.corpus.streams import expand_inputs
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "SkipBudget",
     "expand_inputs",
     "first_lines",
+    "parse_records",
     "parse_texts",
     "read_blocks",
     "read_documents",

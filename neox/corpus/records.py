@@ -120,6 +120,19 @@ def parse_texts(
     return columns, bad
 
 
+def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any] | BadInput]:
+    """Yield each line of a block as an object with all its keys, its text under `key` a string; or why it is bad.
+
+    A line that is a JSON string becomes `{"text": ...}`, and a list of strings is joined, as in `parse_texts`.
+    """
+    for found in _parse(block, [key]):
+        if isinstance(found, BadInput):
+            yield found
+        else:
+            record, (text,) = found
+            yield {**record, key: text} if isinstance(record, dict) else {key: text}
+
+
 def _parse(
     block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
 ) -> Iterator[tuple[Any, list[str]] | BadInput]:

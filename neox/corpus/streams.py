@@ -36,7 +36,7 @@ _PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 def is_readable(name: str) -> bool:
     """Return whether a file of this name is an input (files beside a dataset are not)."""
-    return name.endswith(_suffixes()) and not name.endswith(("_document.json", ".progress.json"))
+    return name.endswith(_suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
 
 
 def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:

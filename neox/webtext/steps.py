@@ -1,0 +1,14 @@
+"""Table of the steps, in the order of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from neox.webtext.shuffle import SHUFFLE
+from neox.webtext.step import Step
+
+_IN_ORDER: tuple[Step[Any], ...] = (SHUFFLE,)
+
+STEPS: Mapping[str, Step[Any]] = MappingProxyType({step.name: step for step in _IN_ORDER})

@@ -1,0 +1,80 @@
+"""Prepare web text, one step at a time, or all steps of a recipe.
+
+    python tools/web_text.py clean --input pages.jsonl.zst --output clean.jsonl.zst --workers 4
+    python tools/web_text.py run recipe.yml
+
+The same command resumes an interrupted step. docs/web-text.md describes the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import _checkout  # noqa: F401
+from pydantic.fields import FieldInfo
+
+from neox.errors import run_script
+from neox.log import setup_logging
+from neox.webtext import STEPS, RecipeStep, Step, describe_report, read_recipe, run_step
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser, with a sub-command for each step."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = p.add_subparsers(dest="command", required=True, metavar="STEP")
+    for step in STEPS.values():
+        about = step.settings.__doc__ or ""
+        command = commands.add_parser(step.name, help=about.split("\n")[0], description=about)
+        for name, info in step.settings.model_fields.items():
+            add_option(command, name, info)
+    run = commands.add_parser("run", help="run all steps of a recipe", description="Run all steps of a recipe.")
+    run.add_argument("recipe", type=Path, help="YAML file with `directory` and `steps`")
+    return p
+
+
+def add_option(command: argparse.ArgumentParser, name: str, info: FieldInfo) -> None:
+    """Add the option of a setting; its value is checked with the other settings."""
+    kind, about = info.annotation, (info.description or "").replace("\n", " ").replace("%", "%%")
+    if not info.is_required() and info.default not in (None, ()):
+        about += f" (default: {info.default})"
+    options: dict[str, Any] = {"help": about, "required": info.is_required(), "default": argparse.SUPPRESS}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(kind) is tuple:
+        options |= {"nargs": "+", "metavar": "VALUE"}
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    else:
+        options["metavar"] = "VALUE"
+    command.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
+
+
+def chosen_steps(args: argparse.Namespace) -> list[RecipeStep]:
+    """Return the steps of a command, their settings checked."""
+    if args.command == "run":
+        return read_recipe(args.recipe, STEPS)
+    step: Step[Any] = STEPS[args.command]
+    values = {name: value for name, value in vars(args).items() if name != "command"}
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(part for item in value for part in item.split(",") if part)
+    return [RecipeStep(step, step.make_settings(values, lambda name: f"--{name.replace('_', '-')}"))]
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for chosen in chosen_steps(args):
+        report = run_step(chosen.step, chosen.settings)
+        print(describe_report(chosen.settings, report), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
