@@ -10,6 +10,7 @@ import faulthandler
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +31,8 @@ def _show_from(script: str) -> None:
 def main() -> None:
     """Run the script that the first argument names as `__main__`."""
     script = sys.argv[1]
+    with suppress(OSError):  # where memory runs out, the kernel kills ranks before the agent that reports it
+        Path("/proc/self/oom_score_adj").write_text("500")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     sys.argv = sys.argv[1:]

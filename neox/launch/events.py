@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from neox.launch.lifeline import exit_status
 
 _MARK = "@neox "
 _MAX_TEXT = 1500  # characters; pdsh cuts lines that are longer than its buffer
@@ -26,6 +25,7 @@ _SECONDARY = re.compile(
     r"|store is being destroyed",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile(r"^MemoryError|can't allocate memory|std::bad_alloc|out of memory", re.IGNORECASE)
 _MAX_LINES = 20
 
 Event = dict[str, Any]
@@ -81,9 +81,14 @@ class LineBuffer:
 
 
 class PlainOutput:
-    """Printer of an agent's events for people, where no launcher process reads them (`launcher: none`)."""
+    """Printer of an agent's events for people, where no launcher process reads them (`launcher: none`).
 
-    def __init__(self) -> None:
+    Args:
+        rank_bytes: The plan's estimate of the memory of the fullest rank.
+    """
+
+    def __init__(self, rank_bytes: int | None = None) -> None:
+        self._rank_bytes = rank_bytes
         self._tails: defaultdict[int, str] = defaultdict(str)
 
     def take(self, event: Event) -> None:
@@ -94,8 +99,9 @@ class PlainOutput:
         elif event["kind"] == "tail":
             self._tails[event["rank"]] += event["text"] + end
         elif event["kind"] == "exit" and event["code"] != 0:
-            tail, status = self._tails[event["rank"]], exit_status(event["code"])
-            print(f"error: rank {event['rank']} ended with status {status}; its last lines:\n{tail}", file=sys.stderr)
+            how = failure_cause(event["code"], event.get("out_of_memory", False), self._rank_bytes)
+            tail = self._tails[event["rank"]]
+            print(f"error: rank {event['rank']} ended with {how}; its last lines:\n{tail}", file=sys.stderr)
         elif event["kind"] == "hang":
             print(f"no rank here made progress for {event['seconds']:.0f} s (hang_timeout)", file=sys.stderr)
 
@@ -114,6 +120,36 @@ def failure_text(lines: Sequence[str]) -> list[str]:
             break
         first = earlier
     return list(lines[first:])
+
+
+def lacks_memory(lines: Sequence[str]) -> bool:
+    """Return whether the last lines of a rank say that memory could not be allocated, on a CPU or a GPU."""
+    return any(_NO_MEMORY.search(line) for line in lines[-8:])
+
+
+def failure_cause(code: int, out_of_memory: bool, rank_bytes: int | None) -> str:
+    """Return how a rank ended, for messages.
+
+    Args:
+        code: Its `returncode`.
+        out_of_memory: Whether it lacked memory.
+        rank_bytes: The plan's estimate of the memory of the fullest rank; None where it is not known.
+    """
+    how = f"exit status {code}" if code > 0 else f"signal {-code} ({_signal_name(-code)})"
+    if not out_of_memory:
+        return how
+    planned = (
+        "" if rank_bytes is None else f"; the plan's estimate for the fullest rank is {rank_bytes / 2**30:.2f} GiB"
+    )
+    who = "killed by the kernel for lack of memory" if code < 0 else "memory could not be allocated"
+    return f"{how}: {who}{planned}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
 
 
 def is_secondary(lines: Sequence[str]) -> bool:

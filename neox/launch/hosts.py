@@ -22,6 +22,11 @@ _LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?")
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
 # Flags of /proc/cpuinfo, one of which is enough, and the least compute capability of a GPU.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+# Limit, usage and reclaimable part of a control group's memory, by version: 2 (no name), and 1 (a controller).
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _LEAST_CAPABILITY = {"bf16": 8.0, "fp16": 5.3}
 
 
@@ -208,6 +213,52 @@ def smallest_memory() -> int | None:
     """Return the memory of this machine's smallest GPU in bytes, or None where nvidia-smi reports none."""
     sizes = [int(word) for word in _nvidia_smi("memory.total") if word.isdecimal()]
     return min(sizes) * 2**20 if sizes else None
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes of main memory that new processes may take, within the limits of control groups around this one.
+
+    Args:
+        proc: The kernel's `/proc`.
+        cgroups: Where control groups are mounted, of version 1 or 2.
+
+    Returns:
+        The bytes; None where the kernel does not say.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    rooms = [] if found is None else [int(found[1]) * 1024]
+    for line in groups:  # number:controllers:path; version 2 has no controllers
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = _CGROUP_FILES["memory" if controllers else ""]
+        for mounted in (cgroups / "memory",) if controllers else (cgroups, cgroups / "unified"):
+            inside = mounted / path.lstrip("/")
+            rooms += filter(None, (_room_in_group(group, *names) for group in (inside, *inside.parents)))
+    return min(rooms, default=None)
+
+
+def _room_in_group(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Return the bytes that a control group can still take; None where it has no limit."""
+    try:
+        free = int((group / limit).read_text()) - int((group / usage).read_text())  # `max` is no number
+        match = re.search(rf"^{reclaimable} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return None
+    return max(1, free + (int(match[1]) if match else 0))
+
+
+def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Return how many processes the kernel has killed for lack of memory since it started; None where it hides that."""
+    try:
+        match = re.search(r"^oom_kill (\d+)", vmstat.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) if match else None
 
 
 def _nvidia_smi(field: str) -> list[str]:

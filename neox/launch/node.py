@@ -52,7 +52,7 @@ class NodeAgent:
 
     def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool = False) -> None:
         self.spec, self.node_rank, self.lifeline = spec, node_rank, lifeline
-        self.plain = PlainOutput() if plain else None
+        self.plain = PlainOutput(spec.rank_bytes) if plain else None
         self.host = spec.hosts[node_rank]
         self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
         self.locks = contextlib.ExitStack()  # held where no launcher process holds them

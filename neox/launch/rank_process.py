@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from neox.launch.events import Event, LineBuffer, failure_text, text_events
+from neox.launch.events import Event, LineBuffer, failure_text, lacks_memory, text_events
+from neox.launch.hosts import memory_kills
 from neox.launch.lifeline import parent_death_hook, process_state, signal_group
 
 _MAX_KEPT_LINES = 400
@@ -46,6 +47,8 @@ class RankProcess:
             self._write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         self._last_lines: deque[str] = deque(maxlen=_MAX_KEPT_LINES)
         self._buffers = {"out": LineBuffer(), "err": LineBuffer()}
+        self._kills_before = memory_kills()
+        self._was_killed = False  # by its agent
         self._shown = {"out": 0, "err": 0}  # characters of an incomplete line that were sent already
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], directory: str, stdin: str | None) -> None:
@@ -118,7 +121,10 @@ class RankProcess:
             for event in text_events({"kind": "tail"}, line):
                 self._tell(event)
         self.code = code
-        self._tell({"kind": "exit", "code": code})
+        by_kernel = (
+            code == -signal.SIGKILL and not self._was_killed and memory_kills() not in (None, self._kills_before)
+        )
+        self._tell({"kind": "exit", "code": code, "out_of_memory": by_kernel or lacks_memory(list(self._last_lines))})
         return True
 
     def signal(self, signum: int) -> None:
@@ -129,6 +135,7 @@ class RankProcess:
     def kill(self) -> None:
         """Kill the process and everything it has started, if it still runs."""
         if self.is_running:
+            self._was_killed = True
             signal_group(self.pid, signal.SIGKILL)
 
     def show_incomplete_lines(self) -> None:

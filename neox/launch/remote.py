@@ -19,7 +19,7 @@ from typing import Any
 
 from neox.errors import run_script
 from neox.launch.agent_files import agent_directory, secrets_file
-from neox.launch.hosts import count_accelerators, native_formats, port_problem
+from neox.launch.hosts import available_memory, count_accelerators, native_formats, port_problem
 from neox.launch.spec import code_root
 
 PROBE_MARK = "@probe "
@@ -47,7 +47,7 @@ def code_hash(root: Path) -> str:
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Collect what the launcher needs to know of this host: versions, code, devices, port, paths and clock."""
+    """Collect what the launcher needs to know of this host: versions, code, devices, memory, port, paths and clock."""
     marker, port = request["marker"], request["port"]
     return {
         "python": sys.version.split()[0],
@@ -56,6 +56,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "code": code_hash(code_root()),
         "accelerators": count_accelerators(),
         "formats": native_formats(),
+        "memory": available_memory(),
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: _path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),

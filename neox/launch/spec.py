@@ -45,6 +45,7 @@ class LaunchSpec:
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
         stdin: File that rank 0 reads as its standard input, on one machine.
         reserved: Directories that no other run may use meanwhile.
+        rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None where it is not known.
     """
 
     run_id: str
@@ -62,6 +63,7 @@ class LaunchSpec:
     stop_timeout: float = 60.0
     stdin: str | None = None
     reserved: tuple[str, ...] = ()
+    rank_bytes: int | None = None
 
     @property
     def world_size(self) -> int:

@@ -53,6 +53,7 @@ def new_spec(
     *,
     save: Path | None = None,
     hang_timeout: float | None = None,
+    rank_bytes: int | None = None,
 ) -> LaunchSpec:
     """Describe a new run, with an id of its own, and a free port unless one is configured.
 
@@ -66,6 +67,7 @@ def new_spec(
         forwarded: Patterns of the variables that are forwarded.
         save: Where a training writes its checkpoints.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
+        rank_bytes: Estimated memory of the fullest rank.
     """
     return LaunchSpec(
         run_id=new_run_id(),
@@ -82,6 +84,7 @@ def new_spec(
         reserved=tuple(str(path) for path in (run_directory, save) if path is not None),
         hang_timeout=hang_timeout,
         stop_timeout=runner.stop_timeout,
+        rank_bytes=rank_bytes,
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
 from neox.launch.agent_files import ANSWER_SECONDS
-from neox.launch.events import Event, LineBuffer, decode_event, is_secondary
+from neox.launch.events import Event, LineBuffer, decode_event, failure_cause, is_secondary
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
 from neox.launch.spec import LaunchSpec
 
@@ -37,10 +37,11 @@ SignalAgents = Callable[[int], None]  # on all hosts
 
 @dataclass
 class _Failure:
-    """Failure of one rank: its `returncode` and its last lines."""
+    """Failure of one rank: its `returncode`, whether it lacked memory, and its last lines."""
 
     rank: int
     code: int
+    out_of_memory: bool
     tail: list[str] = field(default_factory=list)
 
 
@@ -174,7 +175,9 @@ class Supervisor:
         elif kind == "tail":
             self._add_tail(event)
         elif kind == "exit" and event["code"] != 0:
-            failure = _Failure(event["rank"], event["code"], self.tails.get(event["rank"], []))
+            failure = _Failure(
+                event["rank"], event["code"], event.get("out_of_memory", False), self.tails.get(event["rank"], [])
+            )
             self.failures.append(failure)
             if self.stop_signal is None:
                 self._end_in(_WINDOW_SECONDS)
@@ -280,7 +283,7 @@ class Supervisor:
 
     def _explain(self, cause: _Failure) -> None:
         host = self.spec.host_of(cause.rank).name
-        how = f"exit status {cause.code}" if cause.code > 0 else f"signal {-cause.code} ({_signal_name(-cause.code)})"
+        how = failure_cause(cause.code, cause.out_of_memory, self.spec.rank_bytes)
         others = sorted({failure.rank for failure in self.failures} - {cause.rank})
         if others:
             self._print_error(f"rank {cause.rank} failed first; ended with it: {', '.join(map(str, others))}")
@@ -299,10 +302,3 @@ class Supervisor:
             raise
         except OSError:
             return  # SIGHUP follows, which lets the ranks save; their logs hold the rest
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

@@ -62,6 +62,8 @@ if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             {}["first"]
         except KeyError:
             raise ValueError("the reason of rank 1")
+    if mode == "fill":
+        held = [bytearray(os.urandom(2**20)) for _ in range(2**14)]
     if mode.startswith("exit"):
         sys.exit(int(mode[4:]))
     if mode == "segfault":

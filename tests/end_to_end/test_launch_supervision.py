@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from neox.launch.agent_files import ANSWER_SECONDS
 from tests.end_to_end.launched_runs import ROLES, LaunchedRun, marked_pids
 
@@ -26,6 +28,27 @@ def test_killing_any_process_leaves_nothing_running(tmp_path: Path, runs: list[L
             assert re.search(r"error: rank \d on localhost ended with signal 9 \(SIGKILL\)", output)
         else:
             assert run.process.returncode != 0, (role, output)
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_kills_for_memory_is_reported_as_that(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    mount = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
+    group = mount / f"neox-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = next((file for file in ("memory.limit_in_bytes", "memory.max") if (group / file).exists()), None)
+        assert limit is not None
+        (group / limit).write_text(str(300 * 2**20))
+    except (OSError, AssertionError):
+        pytest.skip("needs the right to make a control group with a limit on memory")
+    enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+    run = LaunchedRun(tmp_path, prefix=("sh", "-c", enter, "sh"), NEOX_DUMMY="fill")
+    runs.append(run)
+    output = run.output(60)
+    run.seconds_until_gone()
+    group.rmdir()
+    assert run.process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 on localhost ended with signal 9 (SIGKILL): killed by the kernel for lack of memory" in output
 
 
 def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[LaunchedRun]) -> None:

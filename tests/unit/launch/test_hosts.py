@@ -9,7 +9,15 @@ import pytest
 
 from neox.errors import LaunchError
 from neox.launch import hosts
-from neox.launch.hosts import check_host_name, native_formats, read_hostfile, select_hosts, smallest_memory
+from neox.launch.hosts import (
+    available_memory,
+    check_host_name,
+    memory_kills,
+    native_formats,
+    read_hostfile,
+    select_hosts,
+    smallest_memory,
+)
 from neox.launch.spec import Host
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1, 2, 3)), Host("c", (0, 1)))
@@ -156,3 +164,28 @@ def test_formats_of_gpus(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(hosts, "count_accelerators", lambda: 2)
     assert native_formats() == {"devices": "GPUs", "bf16": bf16, "fp16": fp16}
+
+
+def test_memory_that_control_groups_leave(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    assert available_memory(proc, groups) is None
+    (proc / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:    3000 kB\n")
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/job/step\n0::/user/job\n")
+    assert available_memory(proc, groups) == 3000 * 1024
+
+    def group(path: str, **files: object) -> None:
+        (groups / path).mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (groups / path / f"memory.{name}").write_text(f"{value}\n")
+
+    group("user", max=2_000_000, current=600_000, stat="anon 5\ninactive_file 100000")
+    group("user/job", max="max", current=500_000, stat="inactive_file 0")
+    assert available_memory(proc, groups) == 1_500_000
+    group("memory/job", limit_in_bytes=900_000, usage_in_bytes=300_000, stat="total_inactive_file 1000")
+    assert available_memory(proc, groups) == 601_000
+    group("memory/job", usage_in_bytes=950_000)
+    assert available_memory(proc, groups) == 1
+    (proc / "vmstat").write_text("pgfault 9\noom_kill 3\n")
+    assert memory_kills(proc / "vmstat") == 3
+    assert memory_kills(proc / "none") is None

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch.events import Event
+from neox.launch import rank_process
+from neox.launch.events import Event, failure_cause, lacks_memory
 from neox.launch.lifeline import is_alive
 from neox.launch.rank_process import RankProcess
 from neox.launch.watchdog import Watchdog
@@ -98,3 +99,22 @@ def test_processes_on_every_host_start_without_the_configuration() -> None:
     code = f"import sys, {', '.join(f'neox.launch.{name}' for name in names)}\n"
     code += "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_what_was_killed_for_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([5, 5, 5, 6])
+    monkeypatch.setattr(rank_process, "memory_kills", lambda: next(kills))
+    _, killed_by_hand = run(0, "import os; os.kill(os.getpid(), 9)", tmp_path / "log")
+    _, killed_by_kernel = run(0, "import os; os.kill(os.getpid(), 9)", tmp_path / "log")
+    assert [events[-1]["out_of_memory"] for events in (killed_by_hand, killed_by_kernel)] == [False, True]
+    how = failure_cause(-9, True, 3 * 2**29)
+    assert "SIGKILL" in how
+    assert "1.50 GiB" in how
+
+
+def test_memory_that_a_rank_does_not_get_is_named(tmp_path: Path) -> None:
+    code = "import resource as r; r.setrlimit(r.RLIMIT_AS, (2**29, 2**29)); bytearray(2**30)"  # a limit on itself first
+    process, events = run(0, code, tmp_path / "log")
+    assert (process.code, events[-1]["out_of_memory"]) == (1, True)
+    assert "plan" not in failure_cause(1, True, None)
+    assert lacks_memory(["RuntimeError: [enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried ..."])
