@@ -9,13 +9,13 @@ from neox.config.architecture import (
     yaml_keys,
 )
 from neox.config.deepspeed_json import deepspeed_json
-from neox.config.fit import inference_memory_problem
+from neox.config.fit import Device, gpu_device, host_device, memory_problem
 from neox.config.loader import Draft, draft_config, load_config
 from neox.config.neox_config import NeoXConfig, for_inference
 from neox.config.payload import decode_payload, encode_payload
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import Capabilities, saved_precision
-from neox.config.report import format_plan, memory_problem, plan_as_dict
+from neox.config.report import format_plan, plan_as_dict
 from neox.config.resolve import further_problems, resolve
 from neox.config.validation import missing_for_training, static_problems
 
@@ -23,6 +23,7 @@ __all__ = [
     "AttentionImpl",
     "BatchPlan",
     "Capabilities",
+    "Device",
     "Draft",
     "Topology",
     "MemoryPlan",
@@ -40,7 +41,8 @@ __all__ = [
     "for_inference",
     "format_plan",
     "further_problems",
-    "inference_memory_problem",
+    "gpu_device",
+    "host_device",
     "load_config",
     "memory_problem",
     "missing_for_training",

@@ -1,15 +1,16 @@
-"""Comparison of a run's memory with a GPU, and search for the nearest settings that fit."""
+"""Comparison of a run's memory with a GPU or a host, and search for the nearest settings that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 from neox.architecture import Architecture, LayerPlan
 from neox.config.architecture import layer_plan, padded_vocabulary
-from neox.config.memory import MemorySetting, fullest_stage, memory_setting
+from neox.config.memory import MemorySetting, fullest_stage, memory_setting, stage_memory
 from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.stages import held_parameters, partition_layers
 
@@ -17,6 +18,10 @@ GIB = 2**30
 # Reserved for the CUDA context, communication buffers and fragmentation: these bytes, and a fraction of the rest.
 RESERVE_BYTES = 2 * GIB
 RESERVE_PART = 0.05
+# Main memory of a process of torch and DeepSpeed before it holds a model (measured: 0.25 GiB).
+PROCESS_BYTES = GIB // 4
+# Dense bf16 peak of one H100 SXM, assumed where peak_theoretical_tflops is not given.
+ASSUMED_PEAK_TFLOPS = 989.0
 _MOST_CHANGES = 6
 _MOST_TRIED = 300
 _MOST_GROWTH = 64
@@ -25,13 +30,78 @@ _MOST_TENSOR_RANKS = 8  # tensor ranks communicate within each layer, and a host
 
 
 @dataclass(frozen=True)
+class Device:
+    """What one rank runs on, as far as its memory and speed are known.
+
+    Attributes:
+        name: For messages: `a GPU of 80.0 GiB`.
+        source: Where its size comes from.
+        size: Its memory in bytes.
+        usable: Bytes that it leaves to a rank.
+        shared: Whether the ranks of a host share its memory, so that more ranks there do not help.
+        peak_tflops: Peak of its arithmetic; None where nothing is assumed.
+    """
+
+    name: str
+    source: str
+    size: int
+    usable: int
+    shared: bool
+    peak_tflops: float | None
+
+
+def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
+    """Return a GPU of a size in bytes; where that is not given, of `gpu_memory_gib`."""
+    config = plan.config
+    source = config.source("gpu_memory_gib") if size is None else "the smallest GPU of this machine"
+    size = config.runner.gpu_memory_gib * GIB if size is None else size
+    peak = config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
+    return Device(
+        f"a GPU of {size / GIB:.1f} GiB", f"gpu_memory_gib: {source}", int(size), usable_bytes(size), False, peak
+    )
+
+
+def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None, *, training: bool) -> Device:
+    """Return the share that the largest of a host's CPU ranks has of its main memory.
+
+    Args:
+        plan: The plan.
+        ranks: The ranks on the host.
+        host: Name of the host.
+        available: Bytes that the host has available, unless `host_memory_gib` says how many to count with; None where
+            they are not known, which counts as enough.
+        training: Whether the model is trained, not only run.
+    """
+    config, key = plan.config, "host_memory_gib"
+    if config.runner.host_memory_gib is not None:
+        size, source = int(config.runner.host_memory_gib * GIB), config.source(key)
+    else:
+        size, source = (2**63, "not known") if available is None else (available, "what is available now")
+    needs = [rank_bytes(plan, rank, training=training) for rank in ranks]
+    room = size - len(needs) * PROCESS_BYTES
+    usable = max(0, room * max(needs) // sum(needs))
+    amount = "enough memory" if size == 2**63 else f"{size / GIB:.1f} GiB"
+    shared = "" if len(needs) == 1 else f", which {len(needs)} ranks share"
+    name = f"{host} with {amount}{shared}"
+    return Device(name, f"{key}: {source}", size, usable, True, config.logging.peak_theoretical_tflops)
+
+
+def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
+    """Return the estimated bytes of one rank, without its interpreter and libraries."""
+    if not training:
+        return inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
+    stage = plan.grid.coordinates(rank)[0]
+    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
+    return stage_memory(plan.layers, plan.stage_bounds, stage, setting).total
+
+
+@dataclass(frozen=True)
 class Fit:
     """Result of a comparison.
 
     Attributes:
         fits: Whether the run fits.
-        needed: Bytes on the fullest GPU.
-        usable: Bytes that a GPU leaves to a run.
+        needed: Bytes of the fullest rank.
         world: Number of GPUs on which the changed settings fit.
         changes: Keys and values that fit; none where the run fits or nothing was found.
         memory_then: Memory with these changes.
@@ -39,7 +109,6 @@ class Fit:
 
     fits: bool
     needed: int
-    usable: int
     world: int
     changes: tuple[tuple[str, str], ...] = ()
     memory_then: MemoryPlan | None = None
@@ -50,14 +119,14 @@ def usable_bytes(gpu_bytes: float) -> int:
     return max(0, int((gpu_bytes - RESERVE_BYTES) * (1 - RESERVE_PART)))
 
 
-def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
-    """Compare the fullest GPU with a size in bytes.
+def check_fit(plan: RunPlan, device: Device) -> Fit:
+    """Compare the fullest rank of a training with the bytes that its device leaves to it.
 
-    If it does not fit, search the nearest settings that do: on these GPUs, then on 2, 4, ... 64 times as many.
+    If it does not fit, search the nearest settings that do: on these devices, then on 2, 4, ... 64 times as many.
     """
-    usable, needed = usable_bytes(gpu_bytes), plan.memory.total
+    usable, needed = device.usable, plan.memory.total
     if needed <= usable:
-        return Fit(True, needed, usable, plan.grid.world_size)
+        return Fit(True, needed, plan.grid.world_size)
     start = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     method = plan.config.parallelism.pipe_partition_method
 
@@ -74,13 +143,13 @@ def check_fit(plan: RunPlan, gpu_bytes: float) -> Fit:
         return partition_layers(layers(mp), pp, method, mp)
 
     growth = 1
-    while growth <= _MOST_GROWTH:
+    while growth <= (1 if device.shared else _MOST_GROWTH):
         wider = replace(start, dp_size=start.dp_size * growth, accumulation=max(1, start.accumulation // growth))
         found = _search(wider, plan.architecture, lambda setting: memory(setting).total <= usable)
         if found is not None:
-            return Fit(False, needed, usable, plan.grid.world_size * growth, _changes(start, found), memory(found))
+            return Fit(False, needed, plan.grid.world_size * growth, _changes(start, found), memory(found))
         growth *= 2
-    return Fit(False, needed, usable, plan.grid.world_size)
+    return Fit(False, needed, plan.grid.world_size)
 
 
 def _search(
@@ -169,23 +238,45 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
     return max(held)
 
 
-def inference_memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
-    """Return a message if a model does not fit on GPUs of this size (bytes), with the fewest GPUs that hold it."""
-    usable, needed = usable_bytes(gpu_bytes), inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
-    if needed <= usable:
+def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | None:
+    """Return a message if a run does not fit on its devices, with the nearest settings that do; None if it fits."""
+    if training:
+        fit = check_fit(plan, device)
+        return None if fit.fits else _fit_message(fit, device, plan.grid.world_size)
+    needed = inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
+    if needed <= device.usable:
         return None
-    found = (
-        f"weights and cache need {needed / GIB:.1f} GiB of the {usable / GIB:.1f} usable on a GPU of "
-        f"{gpu_bytes / GIB:.1f} GiB: the model does not fit"
-    )
+    found = f"weights and cache need {_of_usable(needed, device)}: the model does not fit"
+    if device.shared:
+        return f"{found}; use a smaller one, more hosts, or inference_precision bf16"
     gpus = 2
     while gpus <= _MOST_GPUS:
         mp = min(gpus, _MOST_TENSOR_RANKS)
         while plan.architecture.num_attention_heads % mp:
             mp //= 2
         pp = gpus // mp
-        if pp <= plan.architecture.num_layers and inference_bytes(plan, pp, mp) <= usable:
+        if pp <= plan.architecture.num_layers and inference_bytes(plan, pp, mp) <= device.usable:
             degrees = f"--set model_parallel_size={mp} --set pipe_parallel_size={pp}"
-            return f"{found}; it does on {gpus} GPUs: {degrees} --num_gpus {gpus}"
+            return f"{found}; it does on {gpus} of these: {degrees} --num_gpus {gpus}"
         gpus *= 2
-    return f"{found}, nor on {_MOST_GPUS}; set inference_precision to bf16, or use larger GPUs"
+    return f"{found}, nor on {_MOST_GPUS}; set inference_precision to bf16, or use larger ones"
+
+
+def _fit_message(fit: Fit, device: Device, world: int) -> str:
+    found = f"a rank needs {_of_usable(fit.needed, device)}: does not fit"
+    if fit.memory_then is None:
+        more = "" if device.shared else "more ranks and "
+        way_out = "a smaller model, more hosts" if device.shared else "other degrees of parallelism"
+        return f"{found}, nor with {more}nearby settings; use {way_out}, or more memory"
+    changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
+    more = f" on {fit.world} of these" if fit.world != world else ""
+    return f"{found}; {gib(fit.memory_then.total)}{more} with {changes or 'the same settings'}"
+
+
+def _of_usable(needed: int, device: Device) -> str:
+    return f"{gib(needed)} of the {gib(device.usable)} usable on {device.name}"
+
+
+def gib(count: float) -> str:
+    """Return a number of bytes in GiB, small ones in MiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 or not count else f"{count / 2**20:.1f} MiB"

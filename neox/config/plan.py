@@ -142,3 +142,8 @@ class RunPlan:
     def architecture(self) -> Architecture:
         """The network."""
         return self.layers.architecture
+
+    @property
+    def stage_bounds(self) -> list[int]:
+        """First layer of each stage, and the number of layers: stage i holds [bounds[i], bounds[i + 1])."""
+        return [0, *(stage.last for stage in self.stages)]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from neox.architecture import training_flops_per_token
-from neox.config.fit import GIB, Fit, check_fit, inference_bytes, inference_memory_problem
+from neox.config.fit import Device, check_fit, gib, gpu_device, inference_bytes, memory_problem
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
 from neox.config.provenance import all_values, deepspeed_sources, derived_values
-
-# Dense bf16 peak of one H100 SXM, assumed where peak_theoretical_tflops is not given.
-ASSUMED_PEAK_TFLOPS = 989.0
 
 
 @dataclass(frozen=True)
@@ -27,23 +23,29 @@ class Figures:
         tokens: Tokens of the whole run; None without train_iters.
         flops_per_token: Operations of forward and backward, without recomputation.
         bubble: Fraction of a step in which a pipeline stage is idle.
-        peak_tflops: Assumed peak of one GPU.
+        peak_tflops: Peak of one rank's device; None where it is not known.
         mfu: Assumed model FLOPs utilisation.
-        days: Time of the whole run; None without train_iters.
+        days: Time of the whole run; None without train_iters, and where the peak is not known.
     """
 
     tokens_per_step: int
     tokens: int | None
     flops_per_token: int
     bubble: float
-    peak_tflops: float
+    peak_tflops: float | None
     mfu: float
     days: float | None
 
 
-def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
-    """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed."""
-    grid, fit = plan.grid, check_fit(plan, plan.config.runner.gpu_memory_gib * GIB)
+def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
+    """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed.
+
+    Args:
+        plan: The plan of a run.
+        device: What a rank runs on; a GPU of `gpu_memory_gib` where left out.
+    """
+    device = device or gpu_device(plan)
+    grid, fit = plan.grid, check_fit(plan, device)
     return {
         "grid": {"pp": grid.pp_size, "mp": grid.tp_size, "dp": grid.dp_size, "world": grid.world_size},
         "batch": asdict(plan.batch),
@@ -57,13 +59,14 @@ def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
             **_memory(plan.memory),
             "without_recompute": _memory(memory_with(plan, recompute=False)),
             "with_recompute": _memory(memory_with(plan, recompute=True)),
-            "gpu_bytes": int(plan.config.runner.gpu_memory_gib * GIB),
-            "usable_bytes": fit.usable,
+            "device": device.name,
+            "device_bytes": device.size,
+            "usable_bytes": device.usable,
             "fits": fit.fits,
             "would_fit_with": dict(fit.changes),
             "would_fit_on": fit.world if fit.memory_then is not None else None,
         },
-        "figures": asdict(figures(plan)),
+        "figures": asdict(figures(plan, device)),
         "save_iterations": len(plan.save_iterations),
         "notes": list(plan.notes),
         "derived": {name: {"value": value, "from": rule} for name, (value, rule) in derived_values(plan).items()},
@@ -73,46 +76,52 @@ def plan_as_dict(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def format_plan(plan: RunPlan, *, training: bool = True) -> str:
+def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool = True, verbose: bool = False) -> str:
     """Return the plan as text for a terminal.
 
     Args:
         plan: The plan of a run.
+        device: What a rank runs on; a GPU of `gpu_memory_gib` where left out.
         training: False where the model only generates or is evaluated: less memory, and no DeepSpeed.
+        verbose: Whether to show every stage, every given value with its source, and DeepSpeed's configuration.
     """
-    of_training = (_memory_lines, _figure_lines)
-    sections = (_grid_lines, _model_lines, *(of_training if training else (_inference_lines,)), _source_lines)
-    lines = [line for section in sections for line in section(plan)]
-    lines += _labelled("note", plan.notes)
+    device = device or gpu_device(plan)
+    lines = [*_grid_lines(plan), *_model_lines(plan, verbose=verbose)]
     if training:
-        lines.append("deepspeed " + json.dumps(_plain(plan.deepspeed), indent=2))
+        lines += [*_memory_lines(plan, device, verbose=verbose), *_figure_lines(plan, device)]
+    else:
+        lines += _inference_lines(plan, device)
+    lines += _source_lines(plan, verbose=verbose)
+    lines += labelled("note", plan.notes)
+    if training and verbose:
+        lines += labelled("deepspeed", json.dumps(_plain(plan.deepspeed), indent=2).splitlines())
     return "\n".join(lines)
 
 
-def figures(plan: RunPlan) -> Figures:
-    """Return the tokens, compute and time of a plan."""
+def labelled(label: str, texts: Iterable[str]) -> list[str]:
+    """Return lines with a label in front of the first and indentation in front of the others."""
+    return [f"{'' if index else label:<10}{text}" for index, text in enumerate(texts)]
+
+
+def figures(plan: RunPlan, device: Device | None = None) -> Figures:
+    """Return the tokens, compute and time of a plan on a device; on a GPU of `gpu_memory_gib` where left out."""
     steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
     per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
     iterations = plan.config.training.train_iters
     tokens = None if iterations is None else per_step * iterations
-    peak = plan.config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
-    mfu = plan.config.logging.expected_mfu
+    peak, mfu = (device or gpu_device(plan)).peak_tflops, plan.config.logging.expected_mfu
     operations = training_flops_per_token(plan.layers, plan.config.model.seq_length or 0)
-    days = None if tokens is None else tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
+    days = None
+    if tokens is not None and peak is not None:
+        days = tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
     return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)
-
-
-def memory_problem(plan: RunPlan, gpu_bytes: float) -> str | None:
-    """Return a message if the run does not fit on GPUs of this size (bytes), with the nearest settings that do."""
-    fit = check_fit(plan, gpu_bytes)
-    return None if fit.fits else _fit_message(fit, gpu_bytes, plan.grid.world_size)
 
 
 def memory_with(plan: RunPlan, *, recompute: bool) -> MemoryPlan:
     """Return the fullest GPU's memory with or without recompute of activations, all else equal."""
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     wanted = plan.config.training.checkpoint_num_layers if recompute else 0
-    return fullest_stage(plan.layers, _bounds(plan), replace(setting, recompute=wanted))
+    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted))
 
 
 def imbalance(plan: RunPlan) -> float:
@@ -132,92 +141,88 @@ def _grid_lines(plan: RunPlan) -> Iterator[str]:
     ranks, stages = _count(grid.world_size, "rank"), _count(grid.pp_size, "pipeline stage")
     yield f"grid      {ranks} = {stages} x {grid.dp_size} data x {grid.tp_size} tensor"
     yield (
-        f"batch     {_count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per GPU x "
+        f"batch     {_count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per rank x "
         f"{_count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp_size} data"
     )
 
 
-def _model_lines(plan: RunPlan) -> Iterator[str]:
+def _model_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
     yield (
         f"model     {plan.layers.numel:,} parameters, {plan.precision}, vocabulary {plan.vocab_size:,} padded to "
         f"{plan.padded_vocab_size:,}"
     )
-    for index, stage in enumerate(plan.stages):
-        first, last = stage_ranks(plan, index)
-        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        groups = f", {plan.grid.dp_size} tensor groups of {plan.grid.tp_size} in a row" if plan.grid.tp_size > 1 else ""
-        yield (
-            f"stage {index:<3} layers {stage.first}-{stage.last - 1} ({_contents(plan, stage)}), "
-            f"{stage.parameters:,} parameters; {ranks}{groups}"
-        )
+    if verbose:
+        for index, stage in enumerate(plan.stages):
+            first, last = stage_ranks(plan, index)
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            tensor = plan.grid.tp_size
+            groups = f", {plan.grid.dp_size} tensor groups of {tensor} in a row" if tensor > 1 else ""
+            yield (
+                f"stage {index:<3} layers {stage.first}-{stage.last - 1} ({_contents(plan, stage)}), "
+                f"{stage.parameters:,} parameters; {ranks}{groups}"
+            )
     if plan.grid.pp_size > 1:
-        yield f"          the largest stage holds {imbalance(plan):.3f} x the mean"
+        layers = ", ".join(str(stage.last - stage.first) for stage in plan.stages)
+        yield f"stages    {layers} layers; the largest holds {imbalance(plan):.3f} x the mean's parameters"
 
 
-def _memory_lines(plan: RunPlan) -> Iterator[str]:
+def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[str]:
     memory = plan.memory
-    parts = ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
-    yield f"memory    {_gib(memory.total)} on the fullest GPU: {parts}, activations {_gib(memory.activations)}"
-    without, recomputed = memory_with(plan, recompute=False), memory_with(plan, recompute=True)
-    chosen = "with" if plan.config.training.checkpoint_activations else "without"
-    yield (
-        f"          activations {_gib(recomputed.activations)} with recompute, {_gib(without.activations)} without "
-        f"(this run: {chosen})"
-    )
-    gpu_bytes = plan.config.runner.gpu_memory_gib * GIB
-    fit = check_fit(plan, gpu_bytes)
-    source = plan.config.source("gpu_memory_gib")
-    verdict = f"fits on a GPU of {_gib(gpu_bytes)}, of which {_gib(fit.usable)} are usable" if fit.fits else None
-    yield f"          {verdict or _fit_message(fit, gpu_bytes, plan.grid.world_size)} (gpu_memory_gib: {source})"
-
-
-def _inference_lines(plan: RunPlan) -> Iterator[str]:
-    needed, gpu_bytes = (
-        inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size),
-        plan.config.runner.gpu_memory_gib * GIB,
-    )
-    verdict = inference_memory_problem(plan, gpu_bytes) or f"fits on a GPU of {_gib(gpu_bytes)}"
-    yield f"memory    {_gib(needed)} on the fullest GPU: weights, keys and values"
-    yield f"          {verdict} (gpu_memory_gib: {plan.config.source('gpu_memory_gib')})"
-
-
-def _figure_lines(plan: RunPlan) -> Iterator[str]:
-    found = figures(plan)
-    yield (
-        f"step      {found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token, "
-        f"pipeline bubble {100 * found.bubble:.1f} %"
-    )
-    if found.days is not None and found.tokens is not None:
+    parts = ", ".join(f"{name} {gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
+    yield f"memory    {gib(memory.total)} on the fullest rank: {parts}, activations {gib(memory.activations)}"
+    if verbose:
+        without, recomputed = memory_with(plan, recompute=False), memory_with(plan, recompute=True)
+        chosen = "with" if plan.config.training.checkpoint_activations else "without"
         yield (
-            f"run       {plan.config.training.train_iters:,} steps, {found.tokens:,} tokens: {found.days:,.2f} days at "
-            f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s (expected_mfu, peak_theoretical_tflops)"
+            f"          activations {gib(recomputed.activations)} with recompute, {gib(without.activations)} without "
+            f"(this run: {chosen})"
         )
+    yield _verdict(plan, device, training=True)
+
+
+def _inference_lines(plan: RunPlan, device: Device) -> Iterator[str]:
+    needed = inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
+    yield f"memory    {gib(needed)} on the fullest rank: weights, keys and values"
+    yield _verdict(plan, device, training=False)
+
+
+def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
+    fits = f"fits on {device.name}, of which {gib(device.usable)} are usable"
+    return f"          {memory_problem(plan, device, training=training) or fits} ({device.source})"
+
+
+def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
+    found = figures(plan, device)
+    bubble = f", pipeline bubble {100 * found.bubble:.1f} %" if plan.grid.pp_size > 1 else ""
+    yield f"step      {found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token{bubble}"
+    if found.tokens is not None:
+        run = f"run       {plan.config.training.train_iters:,} steps, {found.tokens:,} tokens"
+        if found.days is not None and found.peak_tflops is not None:
+            run += (
+                f": {_duration(found.days * 86_400)} at {100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"
+                f" (expected_mfu, peak_theoretical_tflops: {plan.config.source('peak_theoretical_tflops')})"
+            )
+        yield run
     if plan.save_iterations:
         saves = _count(len(plan.save_iterations), "checkpoint")
         yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}"
 
 
-def _source_lines(plan: RunPlan) -> Iterator[str]:
-    yield from _labelled(
-        "derived", [f"{name} = {value}: {rule}" for name, (value, rule) in derived_values(plan).items()]
+def _source_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
+    """Yield what was derived from what; unless verbose, only what is no key's value itself."""
+    config = plan.config
+    yield from labelled(
+        "derived",
+        [
+            f"{name} = {value}: {rule}"
+            for name, (value, rule) in derived_values(plan).items()
+            if verbose or not (config.given(name) or name in ("pp", "mp", "padded_vocab_size", "lr_decay_iters"))
+        ],
     )
-    given = [(key, value, source) for key, value, source in all_values(plan.config) if source != "default"]
-    yield from _labelled("given", [f"{key} = {_short(value)}: {source}" for key, value, source in given])
-    yield "          all other keys have their defaults (configs/neox_arguments.md; --json lists them)"
-
-
-def _labelled(label: str, texts: Any) -> Iterator[str]:
-    for index, text in enumerate(texts):
-        yield f"{label if index == 0 else '':<10}{text}"
-
-
-def _fit_message(fit: Fit, gpu_bytes: float, world: int) -> str:
-    found = f"needs {_gib(fit.needed)} of the {_gib(fit.usable)} usable on a GPU of {_gib(gpu_bytes)}: does not fit"
-    if fit.memory_then is None:
-        return f"{found}, nor with more GPUs and nearby settings; use other degrees of parallelism, or a larger GPU"
-    changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
-    more = f" on {fit.world} GPUs" if fit.world != world else ""
-    return f"{found}; {_gib(fit.memory_then.total)}{more} with {changes or 'the same settings'}"
+    if verbose:
+        given = [(key, value, source) for key, value, source in all_values(config) if source != "default"]
+        yield from labelled("given", [f"{key} = {_short(value)}: {source}" for key, value, source in given])
+        yield "          all other keys have their defaults (configs/neox_arguments.md; --json lists them)"
 
 
 def _stage(plan: RunPlan, index: int, stage: StagePlan) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def _stage(plan: RunPlan, index: int, stage: StagePlan) -> dict[str, Any]:
         "contents": _contents(plan, stage),
         "parameters": stage.parameters,
         "ranks": [first, last],
-        "memory": _memory(stage_memory(plan.layers, _bounds(plan), index, setting)),
+        "memory": _memory(stage_memory(plan.layers, plan.stage_bounds, index, setting)),
     }
 
 
@@ -243,16 +248,16 @@ def _contents(plan: RunPlan, stage: StagePlan) -> str:
     return ", ".join([*words, *(kind for kind in others if kind != "embedding")])
 
 
-def _bounds(plan: RunPlan) -> list[int]:
-    return [0, *(stage.last for stage in plan.stages)]
-
-
 def _memory(memory: MemoryPlan) -> dict[str, int]:
     return {**asdict(memory), "total": memory.total}
 
 
-def _gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 or not count else f"{count / 2**20:.1f} MiB"
+def _duration(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} seconds" if seconds >= 0.1 else "under 0.1 seconds"
 
 
 def _flop(count: float) -> str:

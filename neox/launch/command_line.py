@@ -55,6 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key (repeatable)")
     parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for so many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
     parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
@@ -81,8 +82,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not arguments.conf_file and arguments.script != "doctor":
         parser.error("at least one configuration file is needed")
-    if (arguments.json or arguments.hosts or arguments.gpus) and not arguments.dry_run:
-        parser.error("--json, --hosts and --gpus go with --dry-run")
+    if (arguments.json or arguments.verbose or arguments.hosts or arguments.gpus) and not arguments.dry_run:
+        parser.error("--json, --verbose, --hosts and --gpus go with --dry-run")
     return arguments
 
 

@@ -38,11 +38,13 @@ class Placement:
         hosts: The chosen hosts, in rank order.
         why: What decided it, for messages.
         accelerators: Number of GPUs of this machine.
+        assumed: Whether the hosts need not exist: a dry run imagines them.
     """
 
     hosts: tuple[Host, ...]
     why: str
     accelerators: int
+    assumed: bool = False
 
     @property
     def world_size(self) -> int:
@@ -74,7 +76,7 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
             raise LaunchError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
         slots = tuple(range(gpus))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
-        return Placement(hosts, "--hosts and --gpus", 0), []
+        return Placement(hosts, "--hosts and --gpus", 0, assumed=True), []
     try:
         placement = place_ranks(config.runner)
         if not arguments.dry_run:
@@ -215,7 +217,7 @@ def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
     what = "" if runner.global_num_gpus or runner.num_gpus else ", one copy of the model"
     visible = visible_accelerators()
     hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
-    return Placement(hosts, "assumed", len(visible)), [f"{why}; {count} ranks are assumed{what}"]
+    return Placement(hosts, "assumed", len(visible), assumed=True), [f"{why}; {count} ranks are assumed{what}"]
 
 
 def master_address(placement: Placement, runner: RunnerConfig) -> str:

@@ -9,10 +9,12 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from neox.config import (
+    Device,
     NeoXConfig,
     RunPlan,
     architecture_settings,
-    inference_memory_problem,
+    gpu_device,
+    host_device,
     memory_problem,
     missing_for_training,
     setting_differences,
@@ -21,7 +23,7 @@ from neox.config.precision import newest_checkpoint
 from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
-from neox.launch.hosts import smallest_memory
+from neox.launch.hosts import available_memory, smallest_memory
 from neox.launch.placement import Placement
 
 if TYPE_CHECKING:
@@ -150,24 +152,29 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
     return []
 
 
-def memory_problems(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> list[str]:
-    """Return why a run does not fit into GPU memory.
+def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> Device:
+    """Return what the ranks run on: CPUs or GPUs of this machine, or GPUs of `gpu_memory_gib` elsewhere.
 
     Args:
         plan: The plan.
         placement: Hosts and slots.
         training: Whether the model is trained, not only run.
-        dry_run: Whether to compare with `gpu_memory_gib` only. Before a launch on this machine alone, where that key is
-            not given, the memory of its GPUs counts.
+        dry_run: Whether nothing will be started; then `gpu_memory_gib` and `global_num_gpus`, where given, mean GPUs.
     """
-    runner = plan.config.runner
-    size: float | None = runner.gpu_memory_gib * 2**30
-    if not dry_run and not plan.config.given("gpu_memory_gib"):
-        size = smallest_memory() if placement.is_local and placement.accelerators else None
-    problem_with = memory_problem if training else inference_memory_problem
-    problem = None if size is None else problem_with(plan, size)
-    advice = "gpu_memory_gib is the size of a GPU; with a larger one the run starts all the same"
-    return [] if problem is None else [f"{problem} ({advice})"]
+    asked = plan.config.given("gpu_memory_gib")
+    for_gpus = placement.assumed or (dry_run and (asked or plan.config.given("global_num_gpus")))
+    if placement.is_local and not placement.accelerators and not for_gpus:
+        name, ranks = placement.hosts[0].name, range(placement.world_size)
+        return host_device(plan, ranks, name, available_memory(), training=training)
+    here = placement.is_local and placement.accelerators and not asked and not placement.assumed
+    return gpu_device(plan, smallest_memory() if here else None)
+
+
+def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[str]:
+    """Return why a run does not fit on its devices."""
+    problem = memory_problem(plan, device, training=training)
+    key = device.source.partition(":")[0]
+    return [] if problem is None else [f"{problem} ({device.source}; with a larger {key} the run starts all the same)"]
 
 
 def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:

@@ -13,8 +13,18 @@ from typing import Any
 
 import yaml
 
-from neox.config import Capabilities, NeoXConfig, RunPlan, encode_payload, format_plan, plan_as_dict
+from neox.config import (
+    Capabilities,
+    Device,
+    NeoXConfig,
+    RunPlan,
+    encode_payload,
+    format_plan,
+    host_device,
+    plan_as_dict,
+)
 from neox.config.precision import settle_precision
+from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.command_line import INFERENCE, find_script, parse_arguments, refuse_lone_tool
@@ -35,8 +45,10 @@ from neox.launch.start import (
     new_spec,
 )
 from neox.log import setup_logging
-from neox.preflight.checks import data_prefixes
+from neox.preflight.checks import data_prefixes, memory_problems
 from neox.preflight.planning import build_plan, read_config
+
+_MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
 
 
 def main() -> int:
@@ -81,7 +93,7 @@ class _Run:
     def doctor(self) -> int:
         """Check all hosts and print the table; return 1 where something is to be fixed."""
         placement = place_ranks(self.runner)
-        reports, table = self._examine_hosts(self._spec(placement, Path(), (), Path.cwd()))
+        reports, table = self._examine_hosts(self._spec(placement, Path(), None, Path.cwd()))
         print(table)
         return 1 if any(report.problems for report in reports) else 0
 
@@ -91,10 +103,10 @@ class _Run:
         script = find_script(self.arguments.script)
         asks = self.config.model.precision == "auto" and placement.is_local
         capabilities = Capabilities.of_hosts([native_formats()]) if asks else Capabilities()
-        plan, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
+        plan, device, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
         path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
         unable = launcher_problem(placement.hosts, self.runner, path)
-        spec = self._spec(placement, script, ("--payload", encode_payload(plan)), self._run_directory())
+        spec = self._spec(placement, script, plan, self._run_directory())
         warnings += [*missing, *([unable] if unable else [])]
         try:
             commands = self._commands(spec)
@@ -104,14 +116,19 @@ class _Run:
             print(f"warning: {warning}", file=sys.stderr)
         if self.arguments.json:
             about = {"hosts": _hosts(plan, placement), "warnings": warnings, **commands}
-            print(json.dumps({**plan_as_dict(plan), **about}))
+            print(json.dumps({**plan_as_dict(plan, device), **about}))
             return 0
-        print(format_plan(plan, training=script.stem not in INFERENCE))
-        print(f"hosts     {len(placement.hosts)} ({placement.why})")
-        for group in host_groups(plan.grid, placement.hosts):
-            print(f"          {group}")
-        for index, line in enumerate(format_commands(spec, chosen_launcher(spec.hosts, self.runner))):
-            print(f"{'' if index else 'command':<10}{line}")
+        launcher, verbose = chosen_launcher(spec.hosts, self.runner), self.arguments.verbose
+        groups = host_groups(plan.grid, placement.hosts)
+        shown = groups if verbose or len(groups) <= _MOST_GROUPS else groups[: _MOST_GROUPS - 1]
+        more = [] if len(shown) == len(groups) else [f"and {len(groups) - len(shown)} more groups of hosts"]
+        title = f"{len(placement.hosts)} ({placement.why}), launcher {launcher}"
+        print("\n".join(labelled("hosts", [title, *map(str, shown), *more])))
+        print(format_plan(plan, device, training=script.stem not in INFERENCE, verbose=verbose))
+        if verbose:
+            print("\n".join(labelled("command", format_commands(spec, launcher))))
+        else:
+            print("--verbose shows every stage, the source of every key, DeepSpeed's configuration and the commands")
         return 0
 
     def start(self) -> int:
@@ -122,12 +139,13 @@ class _Run:
             print(f"warning: {warning}", file=sys.stderr)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
         before_plan = over_ssh and self.config.model.precision == "auto"
-        capabilities = Capabilities()
+        reports, capabilities = [], Capabilities()
         if before_plan:
-            capabilities = self._check_hosts(self._spec(placement, script, (), Path.cwd()))
+            reports = self._check_hosts(self._spec(placement, script, None, Path.cwd()))
+            capabilities = _capabilities(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
-        plan, problems = build_plan(self.config, placement, script, capabilities, dry_run=False)
+        plan, device, problems = build_plan(self.config, placement, script, capabilities, dry_run=False)
         unable = launcher_problem(placement.hosts, self.runner, self.environment["PATH"])
         if problems:
             raise ConfigError([*problems, *([unable] if unable else [])])
@@ -135,23 +153,22 @@ class _Run:
             raise LaunchError(unable)
         with ExitStack() as held:
             directory = reserve(self._run_directory(), self.save, script.name, held)
-            spec = self._spec(placement, script, ("--payload", encode_payload(plan)), directory)
+            spec = self._spec(placement, script, plan, directory)
             notes = plan.notes
             if over_ssh and not before_plan:
-                notes += tuple(settle_precision(plan.config, self._check_hosts(spec))[1])
+                reports = self._check_hosts(spec)
+                notes += tuple(settle_precision(plan.config, _capabilities(reports))[1])
+            _check_memory(plan, spec, reports)
             for note in notes:
                 print(f"note: {note}", file=sys.stderr)
-            commands = self._commands(spec)
-            lines = [f"# on {line['host']}\n{line['command']}" for line in commands["commands"]]
-            write_run_directory(
-                directory, plan, [join([sys.executable, *sys.argv]), *filter(None, [commands["launch"]]), *lines]
-            )
+            write_run_directory(directory, plan, device, self._commands(spec))
             return launch(spec, self.runner, self.environment, self.forwarded)
 
     def _run_directory(self) -> Path:
         return run_directory(self.config.logging.log_dir, self.arguments.conf_file[0])
 
-    def _spec(self, placement: Placement, script: Path, arguments: tuple[str, ...], directory: Path) -> LaunchSpec:
+    def _spec(self, placement: Placement, script: Path, plan: RunPlan | None, directory: Path) -> LaunchSpec:
+        arguments = () if plan is None else ("--payload", encode_payload(plan))
         return new_spec(
             placement,
             self.runner,
@@ -162,6 +179,7 @@ class _Run:
             self.forwarded,
             save=self.save if script.stem == "train" else None,
             hang_timeout=self.config.training.hang_timeout,
+            rank_bytes=plan.memory.total if plan is not None and script.stem == "train" else None,
         )
 
     def _commands(self, spec: LaunchSpec) -> dict[str, Any]:
@@ -175,12 +193,12 @@ class _Run:
             "deepspeed_launcher": join(deepspeed_command(spec)),
         }
 
-    def _check_hosts(self, spec: LaunchSpec) -> Capabilities:
-        """Check every host and return what all multiply natively. Raises LaunchError for a host with a problem."""
+    def _check_hosts(self, spec: LaunchSpec) -> list[HostReport]:
+        """Check every host and return the reports. Raises LaunchError for a host with a problem."""
         reports, table = self._examine_hosts(spec)
         if any(report.problems for report in reports):
             raise LaunchError(f"nothing was started:\n{table}")
-        return Capabilities.of_hosts([report.answer["formats"] for report in reports])
+        return reports
 
     def _examine_hosts(self, spec: LaunchSpec) -> tuple[list[HostReport], str]:
         """Check every host, with the paths of this configuration; return the reports, and as a table."""
@@ -195,6 +213,24 @@ class _Run:
         return reports, format_reports(reports)
 
 
+def _capabilities(reports: Sequence[HostReport]) -> Capabilities:
+    """Return what all hosts multiply natively."""
+    return Capabilities.of_hosts([report.answer["formats"] for report in reports])
+
+
+def _check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport]) -> None:
+    """Compare the CPU ranks of every host with its main memory. Raises LaunchError where they need more."""
+    if Path(spec.script).stem not in ("train", *INFERENCE):
+        return
+    training = Path(spec.script).stem == "train"
+    for number, report in enumerate(reports):
+        if report.answer["accelerators"] == 0:
+            ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
+            device = host_device(plan, ranks, report.host.name, report.answer["memory"], training=training)
+            if problems := memory_problems(plan, device, training=training):
+                raise LaunchError(f"nothing was started: {problems[0]}")
+
+
 def _hosts(plan: RunPlan, placement: Placement) -> list[Mapping[str, Any]]:
     return [
         {"name": host.names[0], "slots": host.slots, "ranks": host.ranks, "stages": host.stages}
@@ -207,23 +243,26 @@ def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
     return Path(log_dir).absolute() if log_dir else Path("runs", Path(first_config).stem).absolute()
 
 
-def write_run_directory(directory: Path, plan: RunPlan, commands: Sequence[str]) -> None:
+def write_run_directory(directory: Path, plan: RunPlan, device: Device, commands: Mapping[str, Any]) -> None:
     """Write plan.json, deepspeed.json, config.yml and command.txt, replacing those of the last run.
 
     Args:
         directory: The run directory.
         plan: The plan.
-        commands: The command line of `deepy.py`, then each host's.
+        device: What a rank runs on.
+        commands: The `launch` command of this process, and each host's among `commands`.
 
     Raises:
         LaunchError: The directory cannot be written.
     """
-    summary = plan_as_dict(plan)
+    summary = plan_as_dict(plan, device)
+    lines = [join([sys.executable, *sys.argv]), *filter(None, [commands["launch"]])]
+    lines += [f"# on {line['host']}\n{line['command']}" for line in commands["commands"]]
     try:
         (directory / "ranks").mkdir(parents=True, exist_ok=True)
         write_text(directory / "plan.json", json.dumps(summary, indent=2) + "\n")
         write_text(directory / "deepspeed.json", json.dumps(summary["deepspeed"], indent=2) + "\n")
         write_text(directory / "config.yml", yaml.safe_dump(plan.config.to_flat(), sort_keys=False))
-        write_text(directory / "command.txt", "".join(f"{command}\n" for command in commands))
+        write_text(directory / "command.txt", "".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None

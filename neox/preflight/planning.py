@@ -8,6 +8,7 @@ from pathlib import Path
 
 from neox.config import (
     Capabilities,
+    Device,
     Draft,
     NeoXConfig,
     RunPlan,
@@ -23,6 +24,7 @@ from neox.launch.placement import Placement, choose_hosts, master_port_problem
 from neox.preflight.checks import (
     checkpoint_problems,
     data_problems,
+    device_of_ranks,
     finetune_notes,
     memory_problems,
     missing_packages,
@@ -62,7 +64,7 @@ def _other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
 
 def build_plan(
     config: NeoXConfig, placement: Placement, script: Path, capabilities: Capabilities, *, dry_run: bool
-) -> tuple[RunPlan, list[str]]:
+) -> tuple[RunPlan, Device, list[str]]:
     """Resolve a configuration and check what the run needs.
 
     Args:
@@ -73,7 +75,8 @@ def build_plan(
         dry_run: Whether nothing will be started.
 
     Returns:
-        The plan, and the problems: what is missing or does not fit. They are warnings of a dry run, errors of a launch.
+        The plan, what a rank runs on, and the problems: what is missing or does not fit. They are warnings of a dry
+        run, errors of a launch.
 
     Raises:
         ConfigError: The configuration cannot be resolved; with the problems of a launch.
@@ -105,8 +108,9 @@ def build_plan(
         plan = resolve(config, world, size, capabilities)
     except ConfigError as error:
         raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
+    device = device_of_ranks(plan, placement, training=training, dry_run=dry_run)
     if runs_model:
-        problems += memory_problems(plan, placement, training=training, dry_run=dry_run)
+        problems += memory_problems(plan, device, training=training)
     if training:
         plan = replace(plan, notes=(*plan.notes, *finetune_notes(config)))
-    return plan, problems
+    return plan, device, problems

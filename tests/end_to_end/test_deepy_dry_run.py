@@ -98,10 +98,12 @@ def test_imagined_hosts(tiny: Path) -> None:
     assert plan["grid"]["world"] == 4096
     assert len(plan["hosts"]) == 512
     assert plan["hosts"][511] == {"name": "host511", "slots": 8, "ranks": [4088, 4095], "stages": [0, 0]}
-    text = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "512", "--gpus", "8", cwd=tiny).stdout
+    text = deepy("train.py", "tiny.yml", "--dry-run", "--verbose", *flags[2:], cwd=tiny).stdout
     done = deepy("train.py", "tiny.yml", "--dry-run", "--hosts", "3", "--set", "global_num_gpus=96", cwd=tiny)
     assert "`global_num_gpus: 96`, but there are 6 ranks (--hosts and --gpus)" in done.stderr
     assert "world = 6: the hosts" in done.stdout
+    assert len(done.stdout.splitlines()) <= 18
+    assert "--verbose shows" in done.stdout
     assert "host0 to host511 (512 hosts): 8 slots each, ranks 0-4095, stage 0" in text
     assert "on 511 more hosts the same with --node_rank 1 to 511" in text
 
@@ -124,14 +126,24 @@ def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> No
     assert not (tiny / "run").exists()
 
 
-def test_memory_of_a_gpu_that_is_given_is_a_law_of_a_launch(tiny: Path) -> None:
+def test_a_dry_run_compares_with_a_gpu_that_is_given(tiny: Path) -> None:
     small = ("--set", "gpu_memory_gib=2.001")
     done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny)
     assert "does not fit" in done.stderr
     (tiny / "other.py").touch()  # nobody knows what this one needs
     assert "does not fit" not in deepy("other.py", "tiny.yml", *small, "--dry-run", cwd=tiny).stderr
-    done = deepy("train.py", "tiny.yml", *small, cwd=tiny, code=2)
-    assert "does not fit" in done.stderr
+
+
+def test_what_this_machine_cannot_hold_is_not_started(tiny: Path) -> None:
+    (tiny / "train.py").unlink()
+    large = ("--set", "hidden_size=32768", "--set", "num_layers=96")
+    done = deepy("train.py", "tiny.yml", *large, "--dry-run", cwd=tiny)
+    assert "usable on localhost with" in done.stderr
+    assert "H100" not in done.stdout
+    for keys in (large, ("--set", "host_memory_gib=0.5")):
+        done = deepy("train.py", "tiny.yml", *keys, cwd=tiny, code=2)
+        assert "which 2 ranks share: does not fit" in done.stderr
+        assert "with a larger host_memory_gib" in done.stderr
     assert not (tiny / "run").exists()
 
 

@@ -85,7 +85,12 @@ class RunnerConfig(Section):
     """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed."""
 
     gpu_memory_gib: float = Field(80.0, gt=0)
-    """Memory of one GPU, in GiB, that a dry run compares with."""
+    """Memory of one GPU, in GiB, that the plan is compared with; that of this machine's GPUs counts where a run uses
+    these alone and this is not given."""
+
+    host_memory_gib: float | None = Field(None, gt=0)
+    """Main memory of each host, in GiB, that its CPU ranks share; what the host has available where unset. A run that
+    needs more is refused."""
 
     @field_validator("launcher", mode="before")
     @classmethod

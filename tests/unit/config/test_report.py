@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from neox.config import NeoXConfig, format_plan, load_config, memory_problem, plan_as_dict, resolve
-from neox.config.fit import GIB, check_fit, usable_bytes
+from neox.config import (
+    NeoXConfig,
+    format_plan,
+    gpu_device,
+    host_device,
+    load_config,
+    memory_problem,
+    plan_as_dict,
+    resolve,
+)
+from neox.config.fit import GIB, PROCESS_BYTES, check_fit, rank_bytes, usable_bytes
 from neox.config.report import figures, imbalance, memory_with, stage_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -58,7 +67,7 @@ class TestJson:
 
 class TestText:
     def test_20b(self):
-        text = format_plan(shipped("20B", 96))
+        text = format_plan(shipped("20B", 96), verbose=True)
         for expected in (
             "96 ranks = 4 pipeline stages x 12 data x 2 tensor",
             "20,554,567,680 parameters",
@@ -78,6 +87,62 @@ class TestText:
         assert plan_as_dict(plan)["stages"][3]["ranks"] == [3072, 4095]
 
 
+def problem_of(plan, gib):
+    """Why a plan does not train on GPUs of this size."""
+    return memory_problem(plan, gpu_device(plan, gib * GIB), training=True)
+
+
+class TestBrief:
+    def test_about_fifteen_lines(self):
+        plan = shipped("20B", 96)
+        brief, whole = format_plan(plan).splitlines(), format_plan(plan, verbose=True).splitlines()
+        assert len([line for line in brief if line not in whole]) == 0
+        assert len(brief) - len(plan.notes) <= 15
+        for expected in ("3,145,728 tokens", "days at", "dp = 12: world 96", "13, 11, 11, 14 layers"):
+            assert expected in "\n".join(brief), expected
+
+    @pytest.mark.parametrize(
+        ("steps", "unit"), [(1, "0.1 seconds"), (1000, " seconds"), (100_000, " minutes"), (10**8, " days")]
+    )
+    def test_times_are_in_units_that_suit_them(self, tiny, steps, unit):
+        plan = resolve(NeoXConfig.from_flat({**tiny, "train_iters": steps, "peak_theoretical_tflops": 0.1}), 1, 100)
+        run = next(line for line in format_plan(plan).splitlines() if line.startswith("run"))
+        assert unit in run
+
+    def test_nothing_is_assumed_of_cpus(self, tiny):
+        plan = resolve(NeoXConfig.from_flat(tiny), 1, 100)
+        text = format_plan(plan, host_device(plan, [0], "here", 4 * GIB, training=True))
+        assert "fits on here with 4.0 GiB" in text
+        assert "MFU" not in text
+        assert "GPU" not in text
+        known = resolve(NeoXConfig.from_flat({**tiny, "peak_theoretical_tflops": 0.1}), 1, 100)
+        assert "MFU of 0 TFLOP/s" in format_plan(known, host_device(known, [0], "here", 4 * GIB, training=True))
+
+
+class TestHosts:
+    def test_ranks_share_the_memory_of_their_host(self, tiny):
+        keys = {**tiny, "hidden_size": 1024, "pipe_parallel_size": 2}
+        plan = resolve(NeoXConfig.from_flat(keys), 2, 100)
+        needs = [rank_bytes(plan, rank, training=True) for rank in (0, 1)]
+        assert plan.memory.total == max(needs) > min(needs)
+        enough = sum(needs) + 2 * PROCESS_BYTES + 2**20
+        for ranks, available, fits in (((0, 1), enough, True), ((0, 1), enough - 2**24, False), ((1,), enough, True)):
+            device = host_device(plan, ranks, "here", available, training=True)
+            assert (memory_problem(plan, device, training=True) is None) is fits
+        assert memory_problem(plan, host_device(plan, (0, 1), "here", None, training=True), training=True) is None
+        given = resolve(NeoXConfig.from_flat({**keys, "host_memory_gib": 0.6}), 2, 100)
+        problem = memory_problem(given, host_device(given, (0, 1), "here", enough, training=True), training=True)
+        assert "which 2 ranks share" in problem
+
+    def test_the_way_out_of_a_host_is_not_more_ranks(self, tiny):
+        plan = resolve(NeoXConfig.from_flat({**tiny, "hidden_size": 8192}), 1, 100)
+        device = host_device(plan, [0], "here", GIB, training=True)
+        for training in (True, False):
+            problem = memory_problem(plan, device, training=training)
+            assert "more hosts" in problem
+            assert "more ranks" not in problem
+
+
 class TestFit:
     @pytest.mark.parametrize(
         ("name", "world", "gib"),
@@ -85,7 +150,7 @@ class TestFit:
     )
     def test_what_is_proposed_resolves_and_fits(self, name, world, gib):
         plan = shipped(name, world)
-        fit = check_fit(plan, gib * GIB)
+        fit = check_fit(plan, gpu_device(plan, gib * GIB))
         assert not fit.fits
         assert fit.memory_then is not None
         overrides = [f"{key}={value}" for key, value in fit.changes]
@@ -94,14 +159,14 @@ class TestFit:
         assert changed.batch.train_batch_size >= plan.batch.train_batch_size
 
     def test_sentence(self):
-        assert memory_problem(shipped("20B", 96), 80 * GIB) is None
-        sentence = memory_problem(shipped("pythia/160M", 1), 12 * GIB)
+        assert problem_of(shipped("20B", 96), 80) is None
+        sentence = problem_of(shipped("pythia/160M", 1), 12)
         assert "does not fit" in sentence
         assert "--set train_micro_batch_size_per_gpu=" in sentence
-        assert "on 2 GPUs with the same settings" in memory_problem(shipped("6-7B", 1), 80 * GIB)
+        assert "on 2 of these with the same settings" in problem_of(shipped("6-7B", 1), 80)
 
     def test_nothing_fits(self):
-        assert "nor with more GPUs" in memory_problem(shipped("175B", 96), 3 * GIB)
+        assert "nor with more ranks" in problem_of(shipped("175B", 96), 3)
 
     def test_recompute_needs_less(self):
         plan = shipped("20B", 96)

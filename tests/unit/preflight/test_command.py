@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neox.config import Capabilities
+from neox.config import Capabilities, gpu_device
 from neox.errors import LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
@@ -26,16 +26,17 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_written(tmp_path: Path) -> None:
     for steps in (1, 2):
         plan = plan_of(**{**SIZES, "train_iters": steps})
-        write_run_directory(tmp_path / "run", plan, ["python deepy.py 'a b'"])
+        commands = {"launch": "launch 'a b'", "commands": [{"host": "here", "command": "agent"}]}
+        write_run_directory(tmp_path / "run", plan, gpu_device(plan), commands)
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"plan.json", "deepspeed.json", "config.yml", "command.txt", "ranks"}
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["grid"]["world"] == 1
     assert json.loads((tmp_path / "run" / "deepspeed.json").read_text())["train_micro_batch_size_per_gpu"] == 2
     assert yaml.safe_load((tmp_path / "run" / "config.yml").read_text())["train_iters"] == 2
-    assert (tmp_path / "run" / "command.txt").read_text() == "python deepy.py 'a b'\n"
+    assert (tmp_path / "run" / "command.txt").read_text().endswith("launch 'a b'\n# on here\nagent\n")
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="choose another log_dir"):
-        write_run_directory(tmp_path / "file", plan, [])
+        write_run_directory(tmp_path / "file", plan, gpu_device(plan), commands)
 
 
 OF_96_RANKS = {**SIZES, "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
@@ -48,7 +49,7 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         arguments = parse_arguments([script, str(file), "--dry-run"])
         config = read_config(arguments)
         placement, _ = choose_hosts(config, arguments)
-        plan, _ = build_plan(config, placement, find_script(script), Capabilities(), dry_run=True)
+        plan, _, _ = build_plan(config, placement, find_script(script), Capabilities(), dry_run=True)
         assert plan.grid.world_size == world
 
 
@@ -60,7 +61,7 @@ def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
     placement, _ = choose_hosts(config, arguments)
 
     def plan(*asked: dict[str, object], dry_run: bool) -> tuple[str, bool]:
-        plan, problems = build_plan(
+        plan, _, problems = build_plan(
             config, placement, find_script("train.py"), Capabilities.of_hosts(asked), dry_run=dry_run
         )
         return plan.precision, any("precision: auto" in problem for problem in problems)
