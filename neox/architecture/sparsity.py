@@ -1,0 +1,79 @@
+"""Block-sparse attention on paper: the patterns, and the settings of each with gpt-neox's defaults.
+
+A pattern allows pairs of blocks of tokens; inside them attention stays causal. The names and settings are those of
+DeepSpeed's sparse attention as gpt-neox uses it. Sparse Transformers (`sparse_fixed`): arXiv:1904.10509, BigBird:
+arXiv:2007.14062, Longformer: arXiv:2004.05150.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+Sparsity = tuple[tuple[str, Any], ...]
+"""Pairs (`KIND.SETTING`, value) for the sparse kinds that a network has, lists as tuples."""
+
+_BLOCKS = {"block": 16}
+_HEADS = {**_BLOCKS, "different_layout_per_head": False}
+_RANGES = {"global_block_indices": (0,), "global_block_end_indices": None}
+_RANDOM = {"random_seed": 1234}
+
+SPARSITY: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "local": {**_BLOCKS, "num_local_blocks": 4},
+        "sparse_fixed": {**_HEADS, "num_local_blocks": 4, "num_global_blocks": 1, "num_different_global_patterns": 1},
+        "sparse_variable": {**_HEADS, **_RANDOM, "num_random_blocks": 0, "local_window_blocks": (4,), **_RANGES},
+        "bigbird": {
+            **_HEADS,
+            **_RANDOM,
+            "num_random_blocks": 1,
+            "num_sliding_window_blocks": 3,
+            "num_global_blocks": 1,
+        },
+        "bslongformer": {**_BLOCKS, "num_sliding_window_blocks": 3, **_RANGES},
+    }
+)
+"""Kind -> its settings with their defaults. `random_seed` is ours: gpt-neox draws from a shared generator."""
+
+
+def sparsity_of(kinds: set[str], given: Mapping[str, Any]) -> Sparsity:
+    """Return the settings of the sparse kinds among a network's attention kinds.
+
+    Args:
+        kinds: Attention kinds of the blocks.
+        given: `sparsity_config`; None stands for a default.
+    """
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if value is not None
+    }
+    pairs = []
+    for kind in sorted(kinds & set(SPARSITY)):
+        defaults = dict(SPARSITY[kind])
+        if kind == "local":
+            defaults["num_local_blocks"] = given.get("num_sliding_window_blocks", defaults["num_local_blocks"])
+        pairs += [(f"{kind}.{key}", given.get(key, default)) for key, default in defaults.items()]
+    return tuple(pairs)
+
+
+def settings_of(kind: str, sparsity: Sparsity) -> dict[str, Any]:
+    """Return the settings of one sparse kind."""
+    return {key.removeprefix(f"{kind}."): value for key, value in sparsity if key.startswith(f"{kind}.")}
+
+
+def sparsity_problem(kind: str, settings: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the settings of one kind, or None."""
+    starts, ends = settings.get("global_block_indices", ()), settings.get("global_block_end_indices")
+    if ends is not None and (len(ends) != len(starts) or any(e <= s for s, e in zip(starts, ends, strict=True))):
+        return "`global_block_end_indices` needs one larger number for each of `global_block_indices`"
+    if kind != "sparse_fixed":
+        return None
+    window, width = settings["num_local_blocks"], settings["num_global_blocks"]
+    patterns = settings["num_different_global_patterns"]
+    if window % width:
+        return f"`num_local_blocks` {window} is not a multiple of `num_global_blocks` {width}"
+    if patterns > window // width:
+        return f"`num_different_global_patterns` {patterns} is more than num_local_blocks / num_global_blocks"
+    if patterns > 1 and not settings["different_layout_per_head"]:
+        return "`num_different_global_patterns` above 1 needs `different_layout_per_head`"
+    return None
