@@ -5,6 +5,7 @@ from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, 
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
 from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerKind, LayerPlan, build_layer_plan
 from neox.architecture.parameter import Initialization, ParameterSpec
+from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
 
 __all__ = [
     "ACTIVATIONS",
@@ -12,6 +13,7 @@ __all__ = [
     "BLOCK_OFFSET",
     "NORMS",
     "POSITIONS",
+    "SPARSITY",
     "Activation",
     "Architecture",
     "Attention",
@@ -26,6 +28,9 @@ __all__ = [
     "Positions",
     "build_layer_plan",
     "forward_flops_per_token",
+    "settings_of",
+    "sparsity_of",
+    "sparsity_problem",
     "frozen",
     "training_flops_per_token",
 ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.parameter import ParameterSpec
+from neox.architecture.sparsity import SPARSITY
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ NORMS: Mapping[str, Norm] = MappingProxyType(
     }
 )
 POSITIONS: Mapping[str, Positions] = MappingProxyType({"rotary": Positions(rotates=True), "none": Positions()})
-ATTENTION: Mapping[str, Attention] = MappingProxyType({"global": Attention(_self_attention, lambda length: length)})
+_SELF_ATTENTION = Attention(_self_attention, lambda length: length)  # sparse kinds mask a dense product
+ATTENTION: Mapping[str, Attention] = MappingProxyType(dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION))
 
 if TYPE_CHECKING:
     ActivationName: TypeAlias = str

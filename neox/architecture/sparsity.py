@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-Sparsity = tuple[tuple[str, Any], ...]
-"""Pairs (`KIND.SETTING`, value) for the sparse kinds that a network has, lists as tuples."""
+from neox.architecture.architecture import Pairs, frozen
 
 _BLOCKS = {"block": 16}
 _HEADS = {**_BLOCKS, "different_layout_per_head": False}
@@ -37,26 +36,24 @@ SPARSITY: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Kind -> its settings with their defaults. `random_seed` is ours: gpt-neox draws from a shared generator."""
 
 
-def sparsity_of(kinds: set[str], given: Mapping[str, Any]) -> Sparsity:
-    """Return the settings of the sparse kinds among a network's attention kinds.
+def sparsity_of(kinds: set[str], given: Mapping[str, Any]) -> Pairs:
+    """Return pairs (`KIND.SETTING`, value) for the sparse kinds among a network's attention kinds.
 
     Args:
         kinds: Attention kinds of the blocks.
         given: `sparsity_config`; None stands for a default.
     """
-    given = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if value is not None
-    }
-    pairs = []
-    for kind in sorted(kinds & set(SPARSITY)):
-        defaults = dict(SPARSITY[kind])
-        if kind == "local":
-            defaults["num_local_blocks"] = given.get("num_sliding_window_blocks", defaults["num_local_blocks"])
-        pairs += [(f"{kind}.{key}", given.get(key, default)) for key, default in defaults.items()]
-    return tuple(pairs)
+    given = {key: frozen(value) for key, value in given.items() if value is not None}
+    if "num_sliding_window_blocks" in given:  # `local` takes either
+        given = {"local.num_local_blocks": given["num_sliding_window_blocks"], **given}
+    return tuple(
+        (f"{kind}.{key}", given.get(key, given.get(f"{kind}.{key}", default)))
+        for kind in sorted(kinds & set(SPARSITY))
+        for key, default in SPARSITY[kind].items()
+    )
 
 
-def settings_of(kind: str, sparsity: Sparsity) -> dict[str, Any]:
+def settings_of(kind: str, sparsity: Pairs) -> dict[str, Any]:
     """Return the settings of one sparse kind."""
     return {key.removeprefix(f"{kind}."): value for key, value in sparsity if key.startswith(f"{kind}.")}
 
@@ -66,6 +63,8 @@ def sparsity_problem(kind: str, settings: Mapping[str, Any]) -> str | None:
     starts, ends = settings.get("global_block_indices", ()), settings.get("global_block_end_indices")
     if ends is not None and (len(ends) != len(starts) or any(e <= s for s, e in zip(starts, ends, strict=True))):
         return "`global_block_end_indices` needs one larger number for each of `global_block_indices`"
+    if min(settings.get("local_window_blocks", ()), default=1) < 1 or min(starts, default=0) < 0:
+        return "`local_window_blocks` must be above 0, and `global_block_indices` not below"
     if kind != "sparse_fixed":
         return None
     window, width = settings["num_local_blocks"], settings["num_global_blocks"]

@@ -8,9 +8,10 @@ from operator import floordiv
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from neox.architecture import Architecture, LayerPlan, build_layer_plan
+from neox.architecture import SPARSITY, Architecture, LayerPlan, build_layer_plan, sparsity_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
+from neox.config.sections.base import Section
 from neox.errors import ConfigError
 
 _SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
@@ -58,6 +59,10 @@ def _attention(attention_config: Sequence[Any] | None, num_layers: int) -> tuple
     return tuple("global" if kind == FLASH else kind for kind in attention_kinds(attention_config, num_layers))
 
 
+def _sparsity(given: Mapping[str, Any] | None, attention_config: Sequence[Any] | None, num_layers: int) -> Any:
+    return sparsity_of(set(attention_kinds(attention_config, num_layers)), given or {})
+
+
 def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int) -> int:
     """Return the dimensions of each head that are rotated: 0 without rotary positions."""
     return int(hidden_size // heads * rotary_pct) if positions == "rotary" else 0
@@ -103,6 +108,7 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         ),
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
         "attention": _Field(("attention_config", "num_layers"), _attention),
+        "sparsity": _Field(("sparsity_config", "attention_config", "num_layers"), _sparsity),
         "residual": _Field(("gpt_j_residual",), lambda parallel: "parallel" if parallel else "sequential"),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
@@ -119,7 +125,8 @@ def architecture_keys(field: str) -> tuple[str, ...]:
 
 def architecture_settings(config: NeoXConfig) -> dict[str, Any]:
     """Return `ARCHITECTURE_KEYS` with their values, as checkpoints store them."""
-    return {key: getattr(config.model, key) for key in ARCHITECTURE_KEYS}
+    values = {key: getattr(config.model, key) for key in ARCHITECTURE_KEYS}
+    return {k: v.model_dump(exclude_none=True) if isinstance(v, Section) else v for k, v in values.items()}
 
 
 def architecture_of(config: NeoXConfig) -> Architecture:
@@ -150,6 +157,8 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         keys |= {"rotary_pct": architecture.rotary_fraction, "rotary_emb_base": int(architecture.rotary_base)}
     if set(architecture.attention) != {"global"}:
         keys["attention_config"] = list(architecture.attention)
+    if architecture.sparsity:
+        keys["sparsity_config"] = {key.partition(".")[2]: value for key, value in architecture.sparsity}
     return keys
 
 
@@ -193,10 +202,10 @@ def setting_differences(
 
 
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
-    """Return the kernel of each block's attention: flash, or the masked softmax, fused or not."""
+    """Return the kernel of each block's attention: flash (which takes masks), or the causal softmax, fused or not."""
     plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"
     kinds = attention_kinds(config.model.attention_config, config.model.num_layers or 0)
-    return tuple(FLASH if kind == FLASH else plain for kind in kinds)
+    return tuple(FLASH if kind == FLASH or kind in SPARSITY else plain for kind in kinds)
 
 
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:

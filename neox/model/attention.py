@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import Architecture
+from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.model.cache import LayerCache
 from neox.model.positions import POSITIONS, Tables
-from neox.ops import AttentionImpl, core_attention, linear
+from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
 
@@ -27,10 +28,11 @@ class SelfAttention(nn.Module):
 
     Args:
         architecture: The network.
+        number: Of the block, from 0.
         grid: Process groups; the number of heads must be a multiple of the tensor-parallel degree.
         impl: Kernel.
         dropout: Probability of dropping an attention weight in training.
-        layer_scaling: NeoX's query-key layer scaling: the block's number from 1, or 1 for off.
+        layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number from 1.
         **options: Device and type of the parameters.
 
     Raises:
@@ -40,11 +42,12 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         architecture: Architecture,
+        number: int,
         grid: ParallelGrid,
         *,
         impl: AttentionImpl,
         dropout: float = 0.0,
-        layer_scaling: int = 1,
+        layer_scaling: bool = False,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
@@ -59,8 +62,8 @@ class SelfAttention(nn.Module):
         self.heads_here = heads // grid.tp_size
         self.head_dim = architecture.head_dim
         self.dropout = dropout
-        self.softmax_scale = float(layer_scaling)
-        self.scale = 1.0 / (math.sqrt(self.head_dim) * layer_scaling)
+        self.softmax_scale = float(number + 1 if layer_scaling else 1)
+        self.scale = 1.0 / (math.sqrt(self.head_dim) * self.softmax_scale)
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, multiply=linear, **options)
         encoding = POSITIONS[architecture.positions]
         self.rotary_emb = None if encoding is None else encoding(architecture, options.get("device"))
@@ -72,6 +75,7 @@ class SelfAttention(nn.Module):
         tables: Tables | None = None,
         cache: LayerCache | None = None,
         same_document: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return the heads' outputs, before the output projection `dense`: x [B, S, H] -> [B, S, N*D].
 
@@ -80,18 +84,20 @@ class SelfAttention(nn.Module):
             tables: Of the positions (`position_tables`); those of 0..S-1 if None.
             cache: Keys and values seen before, in generation.
             same_document: Pairs (query, key) that see each other, bool [B, 1, S, S]; all earlier ones if None.
+            positions: Of the tokens, [S] or [B, S]; 0..S-1 if None.
         """
         batch, length, _ = x.shape
+        positions = torch.arange(length, device=x.device) if positions is None else positions
         qkv = self.query_key_value(x).view(batch, length, self.heads_here, 3, self.head_dim)
         if self.rotary_emb is None:
             q, k, v = qkv.unbind(3)  # each [B, S, N, D]
         else:
-            tables = self.position_tables(torch.arange(length, device=x.device), x.dtype) if tables is None else tables
+            tables = self.position_tables(positions, x.dtype) if tables is None else tables
             queries_keys, v = qkv.split((2, 1), dim=3)
             q, k = self.rotary_emb(queries_keys, tables).unbind(3)
             v = v.squeeze(3)
         if cache is not None:
-            out = cache.attend(q, k, v, self.scale * self.softmax_scale)
+            out = cache.attend(q, k, v, self.scale * self.softmax_scale, self.pairs(positions, cache.positions))
         else:
             out = core_attention(
                 q,
@@ -102,13 +108,50 @@ class SelfAttention(nn.Module):
                 softmax_scale=self.softmax_scale,
                 dropout_p=self.dropout if self.training else 0.0,
                 dropout_context=self.grid.rng.fork(x.device) if self.grid.rng.enabled else None,
-                same_document=same_document,
+                mask=_both(same_document, self.pairs(positions, positions)),
             )
         return out.reshape(batch, length, self.heads_here * self.head_dim)
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Return the pairs that this kind of attention allows, for positions [S] or [B, S] and [T] or [B, T].
+
+        Returns:
+            Bool [B or 1, N or 1, S, T], causal; None for all earlier keys.
+        """
+        return None
 
     def position_tables(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
         """Return what blocks need of the tokens' positions [S] or [B, S]: the same for every block."""
         return None if self.rotary_emb is None else self.rotary_emb.tables(positions, dtype)
 
 
-ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType({"global": SelfAttention})
+class SparseSelfAttention(SelfAttention):
+    """Self-attention to the keys that a pattern of blocks allows (`neox.architecture.sparsity`)."""
+
+    def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
+        super().__init__(architecture, number, grid, **arguments)
+        kind = architecture.attention[number]
+        settings = settings_of(kind, architecture.sparsity)
+        first = grid.tp_rank * self.heads_here
+        self.block: int = settings["block"]
+        self._new_layout = partial(
+            block_layout, kind, settings, heads=range(first, first + self.heads_here), layer=number
+        )
+        self._layout = self._new_layout(blocks=-(-architecture.max_positions // self.block))
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the pairs whose blocks see each other."""
+        blocks = -(-keys.shape[-1] // self.block)
+        if blocks > self._layout.shape[-1]:  # longer than the network is meant for
+            self._layout = self._new_layout(blocks=blocks)
+        self._layout = self._layout.to(queries.device)
+        return sparse_pairs(self._layout, self.block, queries, keys)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a & b
+
+
+ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(
+    {"global": SelfAttention, **dict.fromkeys(SPARSITY, SparseSelfAttention)}
+)

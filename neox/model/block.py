@@ -78,10 +78,11 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = build_norm(architecture, **options)
         self.attention = ATTENTION[architecture.attention[number]](
             architecture,
+            number,
             grid,
             impl=impl,
             dropout=attention_dropout,
-            layer_scaling=number + 1 if layer_scaling else 1,
+            layer_scaling=layer_scaling,
             **options,
         )
         self.post_attention_layernorm = build_norm(architecture, **options)
@@ -93,10 +94,11 @@ class TransformerLayer(nn.Module):
         tables: Tables | None = None,
         cache: LayerCache | None = None,
         same_document: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
         attention, mlp, p = self.attention, self.mlp, self.hidden_dropout
-        attended = attention(self.input_layernorm(x), tables, cache, same_document)
+        attended = attention(self.input_layernorm(x), tables, cache, same_document, positions)
         if self.parallel_residual and self.grid.tp_size > 1:
             return x + self._reduced_together(attended, mlp(self.post_attention_layernorm(x)))
         attended = F.dropout(attention.dense(attended), p, self.training)
@@ -160,7 +162,7 @@ def run_blocks(
     tables = blocks[0].attention.position_tables(positions, x.dtype)
     if cache is not None:
         for block, part in zip(blocks, cache.layers(length), strict=True):
-            x = block(x, tables, part)
+            x = block(x, tables, part, None, positions)
         cache.advance(length)
         return x
     size = recompute or len(blocks)
@@ -169,7 +171,7 @@ def run_blocks(
 
         def run(x: Tensor, chunk: Sequence[TransformerLayer] = chunk) -> Tensor:
             for block in chunk:
-                x = block(x, tables, None, same_document)
+                x = block(x, tables, None, same_document, positions)
             return x
 
         x = chunk[0].grid.rng.checkpoint(run, x) if recompute else run(x)

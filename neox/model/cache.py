@@ -33,10 +33,6 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if other := set(architecture.attention) - {"global"}:  # the mask below is theirs alone
-            raise NeoXError(
-                f"generation with a KV cache supports attention kind global, not {', '.join(sorted(other))}"
-            )
         heads = architecture.num_attention_heads // grid.tp_size
         shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
         self.pairs = torch.zeros(shape, device=device, dtype=dtype)
@@ -63,11 +59,14 @@ class KVCache:
                 "do not fit: make max_length larger"
             )
         mask, causal = self._mask(new_tokens)
+        slots = torch.arange(end, device=self.pairs.device)
         # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
+        positions = slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp_(min=0)
         new = self.pairs.narrow(4, self.length, new_tokens).unbind(0)
         keys, values = self.pairs.narrow(4, 0, end).unbind(3)
         return [
-            LayerCache(n, k, v, mask, causal) for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
+            LayerCache(n, k, v, mask, causal, positions)
+            for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
         ]
 
     def reorder(self, rows: Tensor) -> None:
@@ -101,7 +100,7 @@ class LayerCache(NamedTuple):
     """One layer's part of a KVCache during one forward.
 
     new: view [B, N, 2, S, D], where keys and values of the new tokens belong; keys, values: views [B, N, length + S, D]
-    of everything seen, the new tokens included.
+    of everything seen, the new tokens included; positions: of the keys, [length + S] or [B, length + S].
     """
 
     new: Tensor
@@ -109,12 +108,29 @@ class LayerCache(NamedTuple):
     values: Tensor
     mask: Tensor | None
     causal: bool
+    positions: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D]."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None) -> Tensor:
+        """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D].
+
+        Args:
+            q: Queries.
+            k: New keys.
+            v: New values.
+            scale: Factor of the scores.
+            pairs: Bool [B or 1, N or 1, S, length + S], causal: attend to these alone.
+        """
+        mask = self.mask
+        if pairs is not None:
+            mask = pairs if mask is None else mask & pairs
         self.new[:, :, 0] = k.transpose(1, 2)
         self.new[:, :, 1] = v.transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), self.keys, self.values, attn_mask=self.mask, is_causal=self.causal, scale=scale
+            q.transpose(1, 2),
+            self.keys,
+            self.values,
+            attn_mask=mask,
+            is_causal=self.causal and pairs is None,
+            scale=scale,
         )
         return out.transpose(1, 2)

@@ -12,6 +12,7 @@ from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.rotary import rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
+from neox.ops.sparsity import block_layout, sparse_pairs
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 """Type of a precision's parameters."""
@@ -25,6 +26,7 @@ __all__ = [
     "PackedWeight",
     "can_pack",
     "SoftmaxImpl",
+    "block_layout",
     "core_attention",
     "linear",
     "linear_cross_entropy",
@@ -33,5 +35,6 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "same_document_pairs",
+    "sparse_pairs",
     "scale_mask_softmax",
 ]

@@ -1,6 +1,6 @@
 """Causal attention of one layer: three implementations with one signature.
 
-A mask tensor is passed only if documents in one row are kept apart.
+A mask tensor is passed only if documents in one row are kept apart, or by kinds of attention that need one.
 
 Legend: B batch, S sequence, N heads, D head dim.
 """
@@ -30,7 +30,7 @@ def core_attention(
     softmax_scale: float = 1.0,
     dropout_p: float = 0.0,
     dropout_context: AbstractContextManager[None] | None = None,
-    same_document: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Attend: q, k, v [B, S, N, D] -> [B, S, N, D].
 
@@ -45,10 +45,10 @@ def core_attention(
             first and multiplies here, against overflow in fp16.
         dropout_p: Dropout probability of the attention weights.
         dropout_context: Entered around the dropout, to choose its random stream.
-        same_document: [B, 1, S, S] bool, the pairs (query, key) that may see each other, as `same_document_pairs`
-            makes it (causal itself); all earlier ones if None. Not for "fused".
+        mask: Bool, [B or 1, N or 1, S, S]: the pairs (query, key) that see each other, causal itself; all earlier ones
+            if None. Not for "fused".
     """
-    assert same_document is None or impl != "fused", "refused by the configuration's validation"
+    assert mask is None or impl != "fused", "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
@@ -58,16 +58,16 @@ def core_attention(
                 q,
                 k,
                 v,
-                attn_mask=same_document,
+                attn_mask=mask,
                 dropout_p=dropout_p,
-                is_causal=same_document is None,
+                is_causal=mask is None,
                 scale=scale * softmax_scale,
             )
         return out.transpose(1, 2)
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
     scores = torch.matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
-    if same_document is not None:
-        scores = scores.masked_fill(~same_document, MASKED_SCORE)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, MASKED_SCORE)
     weights = scale_mask_softmax(scores, softmax_scale, kernel)
     if dropout_p > 0.0:
         with context:

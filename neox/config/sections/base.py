@@ -14,7 +14,8 @@ from pydantic_core import PydanticCustomError
 class OnlyWith:
     """Of a field, in `Annotated`: its value changes something only where another key is on. Several: where any is.
 
-    key: dotted path of that key; values: those that mean on, where it is not enough to be true, given or above 0.
+    key: dotted path of that key; values: those that mean on, where it is not enough to be true, given or above 0. A
+    list is on where an item is.
     """
 
     key: str
@@ -22,6 +23,8 @@ class OnlyWith:
 
     def is_on(self, value: Any) -> bool:
         """Whether a value of `key` switches the field on."""
+        if isinstance(value, (list, tuple)) and self.values:
+            return any(self.is_on(item) for item in value)
         return value in self.values if self.values else bool(value)
 
     def __str__(self) -> str:

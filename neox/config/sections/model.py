@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from neox.architecture import SPARSITY
 from neox.architecture.choices import ActivationName, NormName, PositionsName
 from neox.config.sections.base import OnlyWith, Section
 
@@ -19,6 +20,38 @@ InitMethod = Literal[
     "wang_init",
     "small_init",
 ]
+
+
+def _only(*kinds: str) -> OnlyWith:
+    return OnlyWith("attention_config", kinds)
+
+
+class SparsityConfig(Section):
+    """Patterns of sparse attention, in blocks of tokens; unset settings have the default of each pattern."""
+
+    block: Annotated[int | None, _only(*SPARSITY)] = Field(None, ge=1)
+    """Tokens in a block; 16 where unset. seq_length must be a multiple."""
+    different_layout_per_head: Annotated[bool | None, _only("sparse_fixed", "sparse_variable", "bigbird")] = None
+    """Heads have different random blocks or global patterns."""
+    num_local_blocks: Annotated[int | None, _only("local", "sparse_fixed")] = Field(None, ge=1)
+    """`sparse_fixed`: blocks in a local window; `local`: twice the earlier blocks seen. 4 where unset."""
+    num_global_blocks: Annotated[int | None, _only("sparse_fixed", "bigbird")] = Field(None, ge=1)
+    """`sparse_fixed`: last blocks of each window that all later ones see; `bigbird`: first blocks, which see and are
+    seen by all. 1 where unset."""
+    num_different_global_patterns: Annotated[int | None, _only("sparse_fixed")] = Field(None, ge=1)
+    """Heads take turns in which blocks of a window are global; with different_layout_per_head."""
+    num_random_blocks: Annotated[int | None, _only("sparse_variable", "bigbird")] = Field(None, ge=0)
+    """Earlier blocks drawn for each block. `bigbird`: 1, `sparse_variable`: 0 where unset."""
+    random_seed: Annotated[int | None, _only("sparse_variable", "bigbird")] = None
+    """Seed of random blocks, which depend on it, the layer and the head alone; 1234 where unset. Not gpt-neox's."""
+    local_window_blocks: Annotated[tuple[int, ...] | None, _only("sparse_variable")] = Field(None, min_length=1)
+    """Blocks in each local window, the last size repeated; [4] where unset."""
+    global_block_indices: Annotated[tuple[int, ...] | None, _only("sparse_variable", "bslongformer")] = None
+    """Blocks that all later ones see, and in `bslongformer` that see all; [0] where unset."""
+    global_block_end_indices: Annotated[tuple[int, ...] | None, _only("sparse_variable", "bslongformer")] = None
+    """Makes each of global_block_indices a range that ends before this block."""
+    num_sliding_window_blocks: Annotated[int | None, _only("local", "bigbird", "bslongformer")] = Field(None, ge=1)
+    """Width of the sliding window around a block, of which earlier blocks are half; 3 where unset."""
 
 
 class ModelConfig(Section):
@@ -92,7 +125,11 @@ class ModelConfig(Section):
     """Divide attention scores by the layer's number, and multiply by it in the softmax, against overflow in fp16."""
 
     attention_config: tuple[Any, ...] | None = None
-    """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`. `global` and `flash` work."""
+    """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
+    kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`."""
+
+    sparsity_config: SparsityConfig | None = None
+    """Patterns of the sparse kinds of attention_config."""
 
     make_vocab_size_divisible_by: int = Field(128, ge=1)
     """The vocabulary is padded to a multiple of this times model_parallel_size."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ACTIVATIONS, ATTENTION, POSITIONS
+from neox.architecture import ACTIVATIONS, ATTENTION, POSITIONS, settings_of, sparsity_of, sparsity_problem
 from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
@@ -102,3 +102,15 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
             f"{where}`attention_config` describes {len(kinds)} layers, but {config.describe_setting('num_layers')}; "
             f'write [[["{kinds[0] if kinds else "global"}"], {layers}]]'
         )
+    yield from _sparsity(config, set(kinds))
+
+
+def _sparsity(config: NeoXConfig, kinds: set[str]) -> Iterator[str]:
+    given = config.model.sparsity_config
+    sparsity = sparsity_of(kinds, given.model_dump() if given else {})
+    for kind in sorted({key.partition(".")[0] for key, _ in sparsity}):
+        settings = settings_of(kind, sparsity)
+        if problem := sparsity_problem(kind, settings):
+            yield f"{config.source_prefix('sparsity_config')}`sparsity_config` for {kind}: {problem}"
+        if (length := config.model.seq_length) and length % settings["block"]:
+            yield config.problem("seq_length", f"is not a multiple of sparsity_config.block, {settings['block']}")

@@ -41,7 +41,7 @@ VIOLATIONS = [
     ({"pos_emb": None}, ("pos_emb", "missing", "learned", "rotary")),
     ({"pos_emb": "alibi"}, ("pos_emb", "alibi", "rotary")),
     ({"activation": "geglu"}, ("activation", "geglu", "gelu_tanh")),
-    ({"attention_config": [[["sparse_fixed"], 4]]}, ("sparse_fixed", "global or flash")),
+    ({"attention_config": [[["rwkv"], 4]]}, ("rwkv", "or flash")),
     ({"attention_config": [[["flash"], 3]]}, ("3 layers", "num_layers: 4", '[[["flash"], 4]]')),
     ({"attention_config": [[["flash", "global", "flash"], "all"]]}, ("3 kinds over 4 layers",)),
     ({"attention_config": [["flash", 4]]}, ("should be a list such as",)),
