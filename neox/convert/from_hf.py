@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from neox.checkpoint import (
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig, Precision, RunPlan, architecture_of, yaml_keys
+from neox.convert.hf_directory import import_tokenizer
 from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
@@ -75,14 +75,16 @@ def from_hf(
     staged = stage_directory(output, 0)
     try:
         _write_layers(weights, tensors, plan.layers, staged, model_parallel_size, precision)
-        client_state = {"iteration": 0, **_identity(plan, source, model_parallel_size)}
+        tokenizer = import_tokenizer(source, output)
+        client_state = {"iteration": 0, **_identity(plan, tokenizer, model_parallel_size)}
         for rank in range(model_parallel_size):
             write_client_state(staged, rank, client_state)
         checkpoint = commit(staged)
     except BaseException:
         discard(staged)
         raise
-    return FromHFResult(checkpoint, _write_config(source, output, keys, rows), plan.layers.numel)
+    header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
+    return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), plan.layers.numel)
 
 
 def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSettings]:
@@ -182,28 +184,25 @@ def _write_layers(
             bar.update(layer.numel)
 
 
-def _identity(plan: RunPlan, source: Path, tp_size: int) -> dict[str, dict[str, Any]]:
+def _identity(plan: RunPlan, tokenizer: Path | None, tp_size: int) -> dict[str, dict[str, Any]]:
     """Return the model's entries of the client state, without those of a training run."""
     state = identity_state(plan)
     state[ARGS]["model_parallel_size"] = tp_size
     del state[ARGS]["tokenizer_type"]
     for key in ("vocab_size", "precision", "zero_stage", "data_parallel_size"):
         del state[MODEL][key]
-    if (tokenizer := source / "tokenizer.json").is_file():
+    if tokenizer is not None:
         state[ARGS]["tokenizer_type"] = "HFTokenizer"
         state[MODEL]["vocab_size"] = build_tokenizer("HFTokenizer", tokenizer).vocab_size
     return state
 
 
-def _write_config(source: Path, output: Path, keys: Mapping[str, Any], rows: int) -> Path:
+def _write_config(output: Path, header: str, keys: Mapping[str, Any], tokenizer: Path | None) -> Path:
     """Write the model's keys as YAML, with the tokenizer if there is one, ready to finetune from."""
     flat = dict(keys)
-    tokenizer = source / "tokenizer.json"
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, output / "tokenizer.json")
-        flat |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(output / "tokenizer.json")}
+    if tokenizer is not None:
+        flat |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(tokenizer)}
     flat |= {"load": str(output), "finetune": True}
     path = output / "config.yml"
-    header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
     path.write_text(header + yaml.safe_dump(flat, sort_keys=False), encoding="utf-8")
     return path

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from neox.config import NeoXConfig
-from neox.convert.hf_weights import Export, write_json
+from neox.convert.hf_weights import Export, read_json, write_json
 from neox.convert.verification import Verification
 from neox.errors import ConversionError
 from neox.families import Family
 from neox.files import atomic_directory
 from neox.log import get_logger
-from neox.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
+from neox.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, Tokenizer, build_tokenizer, special_token
 
 _log = get_logger(__name__)
 _TOKENIZER_CLASSES = {
@@ -24,6 +24,8 @@ _TOKENIZER_CLASSES = {
     "HFGPT2Tokenizer": "GPT2TokenizerFast",
     "GPT2BPETokenizer": "GPT2TokenizerFast",
 }
+_COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files beside a `tokenizer.json` that travel with it: special tokens and the chat template."""
 _CARD_KEYS = (
     "num_hidden_layers",
     "hidden_size",
@@ -69,6 +71,20 @@ class TokenizerSource:
     vocab_file: Path
     merge_file: Path | None
 
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a text: of the `bos_token` that the tokenizer's files name, else the end-of-document id."""
+        if not self.has_configuration or not isinstance(self.tokenizer, HFTokenizer):
+            return self.tokenizer.eod
+        token = special_token(self.vocab_file, "bos_token")
+        return None if token is None else self.tokenizer.backend.token_to_id(token)
+
+    @property
+    def has_configuration(self) -> bool:
+        """Whether Hugging Face's `tokenizer_config.json` lies beside a `tokenizer.json`."""
+        path = self.vocab_file
+        return self.type == "HFTokenizer" and path.name == TOKENIZER_FILE and path.with_name(TOKENIZER_CONFIG).is_file()
+
 
 def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> TokenizerSource | None:
     """Build the configuration's tokenizer.
@@ -109,12 +125,19 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
         _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
         return
     if source.type == "HFTokenizer":
-        _copy(source.vocab_file, output / "tokenizer.json")
+        _copy(source.vocab_file, output / TOKENIZER_FILE)
     else:
         assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
         _copy(source.vocab_file, output / "vocab.json")
         _copy(source.merge_file, output / "merges.txt")
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
+    if source.has_configuration:
+        copy_companions(source.vocab_file.parent, output)
+        # transformers 5 builds the tokenizer of a class of its own anew, which may give other ids than the file
+        config = read_json(output / TOKENIZER_CONFIG) | {"tokenizer_class": _TOKENIZER_CLASSES[source.type]}
+        write_json(output / TOKENIZER_CONFIG, config)
+        return
+    assert isinstance(source.tokenizer, HFTokenizer), source.type
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), source.tokenizer.eod_token)
     config = {
         "tokenizer_class": _TOKENIZER_CLASSES[source.type],
         "add_prefix_space": False,
@@ -122,8 +145,45 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
         "model_max_length": max_length,
         **special,
     }
-    write_json(output / "tokenizer_config.json", config)
+    write_json(output / TOKENIZER_CONFIG, config)
     write_json(output / "special_tokens_map.json", special)
+
+
+def copy_companions(source: Path, output: Path) -> None:
+    """Copy the files that belong to a `tokenizer.json`. Raises ConversionError if one cannot be copied."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            _copy(source / name, output / name)
+
+
+def import_tokenizer(source: Path, output: Path) -> Path | None:
+    """Copy the tokenizer of a Hugging Face directory; `transformers` writes a `tokenizer.json` where there is none.
+
+    Args:
+        source: Directory of the model.
+        output: Directory to copy to.
+
+    Returns:
+        The `tokenizer.json`; None, with a warning, if there is no tokenizer.
+
+    Raises:
+        ConversionError: If a file cannot be copied.
+    """
+    if (source / TOKENIZER_FILE).is_file():
+        _copy(source / TOKENIZER_FILE, output / TOKENIZER_FILE)
+        copy_companions(source, output)
+        return output / TOKENIZER_FILE
+    if any((source / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+        from transformers import AutoTokenizer
+
+        try:
+            AutoTokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(output))
+        except (OSError, ValueError, ImportError) as error:
+            _log.warning("%s: transformers cannot read the tokenizer: %s", source, error)
+    if (output / TOKENIZER_FILE).is_file():
+        return output / TOKENIZER_FILE
+    _log.warning("%s has no tokenizer: set tokenizer_type and vocab_file in the configuration", source)
+    return None
 
 
 def _copy(source: Path, target: Path) -> None:

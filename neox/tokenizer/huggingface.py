@@ -13,9 +13,16 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from neox.errors import TokenizerError
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>")
+"""Tokens that end a document where `tokenizer_config.json` names none: GPT-NeoX's and GPT-2's, Llama 2's, Llama 3's."""
+
 
 class HFTokenizer(Tokenizer):
     """Tokenizer of a `tokenizer.json` of Hugging Face, such as `20B_tokenizer.json`.
+
+    The `eos_token` of a `tokenizer_config.json` beside a `tokenizer.json` ends documents; without one `<|endoftext|>`
+    does, or `</s>`, or `<|end_of_text|>`, the first that is in the vocabulary.
 
     A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox (it is an added token there);
     `special_in_text=False` encodes it as ordinary text, whatever the end-of-document token is named.
@@ -24,21 +31,25 @@ class HFTokenizer(Tokenizer):
     Attributes:
         backend: The tokenizer of the library.
         special_in_text: Whether special tokens in a text are recognized.
+        eod_token: Token that ends a document.
     """
 
     name = "HFTokenizer"
 
-    def __init__(self, path: str | Path, *, eod_token: str = END_OF_DOCUMENT, special_in_text: bool = True) -> None:
-        self._setup(_from_file(Path(path)), str(path), eod_token, special_in_text)
+    def __init__(self, path: str | Path, *, special_in_text: bool = True) -> None:
+        eos = special_token(Path(path), "eos_token")
+        self._setup(_from_file(Path(path)), str(path), (eos,) if eos else _END_TOKENS, special_in_text)
 
-    def _setup(self, backend: tokenizers.Tokenizer, origin: str, eod_token: str, special_in_text: bool) -> None:
+    def _setup(
+        self, backend: tokenizers.Tokenizer, origin: str, eod_tokens: Sequence[str], special_in_text: bool
+    ) -> None:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = not special_in_text
         self.backend = backend
         self.special_in_text = special_in_text
         self.vocab_size = backend.get_vocab_size()
-        self.eod = _required_id(backend, eod_token, origin)
+        self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
         self.pad = backend.token_to_id(PADDING)
 
     def encode(self, text: str) -> list[int]:
@@ -86,7 +97,7 @@ class HFGPT2Tokenizer(HFTokenizer):
         """
         backend = _gpt2_like(Path(path), None if merge_file is None else Path(merge_file))
         backend.add_special_tokens([END_OF_DOCUMENT, PADDING])
-        self._setup(backend, str(path), END_OF_DOCUMENT, special_in_text)
+        self._setup(backend, str(path), [END_OF_DOCUMENT], special_in_text)
 
 
 class GPT2BPETokenizer(HFTokenizer):
@@ -102,7 +113,7 @@ class GPT2BPETokenizer(HFTokenizer):
         backend = _byte_level_bpe(Path(vocab_file), Path(merge_file))
         if special_in_text:
             backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-        self._setup(backend, str(vocab_file), END_OF_DOCUMENT, special_in_text)
+        self._setup(backend, str(vocab_file), [END_OF_DOCUMENT], special_in_text)
 
     def _content(self) -> Any:
         content = super()._content()
@@ -160,11 +171,33 @@ def _check_file(path: Path, what: str) -> None:
         )
 
 
-def _required_id(backend: tokenizers.Tokenizer, token: str, origin: str) -> int:
-    found = backend.token_to_id(token)
-    if found is None:
-        raise TokenizerError(
-            f"{origin}: the vocabulary has no token {token!r}, which ends a document; add it to the vocabulary "
-            "(tools/train_tokenizer.py does)"
-        )
-    return found
+def special_token(vocab_file: Path, key: str) -> str | None:
+    """Return a special token that the `tokenizer_config.json` beside a `tokenizer.json` names.
+
+    Args:
+        vocab_file: The `tokenizer.json`; a file of another name belongs to no configuration.
+        key: Such as `eos_token`.
+
+    Raises:
+        TokenizerError: If the configuration cannot be read.
+    """
+    path = vocab_file.with_name(TOKENIZER_CONFIG)
+    if vocab_file.name != TOKENIZER_FILE or not path.is_file():
+        return None
+    try:
+        value = orjson.loads(path.read_bytes()).get(key)
+    except (OSError, ValueError, AttributeError) as error:
+        raise TokenizerError(f"{path}: cannot be read as a JSON object: {error}") from error
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _end_of_document(backend: tokenizers.Tokenizer, tokens: Sequence[str], origin: str) -> tuple[int, str]:
+    """Return id and text of the first token of `tokens` that is in the vocabulary."""
+    for token in tokens:
+        if (found := backend.token_to_id(token)) is not None:
+            return found, token
+    raise TokenizerError(
+        f"{origin}: the vocabulary has no token {' or '.join(map(repr, tokens))}, which ends a document; add it to the "
+        f"vocabulary (tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} beside a "
+        f"{TOKENIZER_FILE}"
+    )
