@@ -14,6 +14,7 @@ from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
 from neox.convert import to_hf, upload
 from neox.errors import ConversionError, run_script
+from neox.families import FAMILIES
 from neox.log import setup_logging
 
 
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
     add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")
     add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary")
     add(
@@ -67,6 +69,7 @@ def main() -> None:
         max_shard_bytes=int(args.max_shard_size * 1e9),
         average_replicas=args.average_replicas,
         overwrite=args.overwrite,
+        hf_architecture=args.hf_architecture,
     )
     export = result.export
     print(f"{result.output}: {export.tensors} tensors, {export.total_bytes:,} bytes in {export.files} file(s)")

@@ -119,8 +119,8 @@ ARCHITECTURE_KEYS = tuple(dict.fromkeys(key for field in _FIELDS.values() for ke
 
 
 def architecture_keys(field: str) -> tuple[str, ...]:
-    """Return the YAML keys that a field of `Architecture` follows from."""
-    return _FIELDS[field].keys
+    """Return the YAML keys that a field of `Architecture` follows from; none for one that no key decides."""
+    return _FIELDS[field].keys if field in _FIELDS else ()
 
 
 def architecture_settings(config: NeoXConfig) -> dict[str, Any]:

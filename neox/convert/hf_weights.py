@@ -122,12 +122,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def to_hf_layout(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
     """Return the Hugging Face tensors that a parameter is made of, one per module of `source`."""
-    count = len(source.modules)
+    count, heads, width = len(source.modules), architecture.num_attention_heads, architecture.head_dim
+    parts = list(tensor.tensor_split(count))
     if source.layout == "heads":
-        # [heads, 3, head_dim, ...] -> [3, heads, head_dim, ...] -> queries, keys and values of all heads
-        heads, rest = architecture.num_attention_heads, tensor.shape[1:]
-        tensor = tensor.reshape(heads, 3, architecture.head_dim, *rest).transpose(0, 1).reshape(-1, *rest)
-    parts = tensor.tensor_split(count)
+        rest = tensor.shape[1:]
+        if architecture.num_kv_heads == heads:  # rows [heads, 3, head_dim] here
+            tensor = tensor.reshape(heads, 3, width, *rest).transpose(0, 1).reshape(-1, *rest)
+        queries, keys, values = tensor.split(_head_rows(architecture))
+        if source.interleaved:
+            queries, keys = (_pairs(part, architecture, neighbours=True) for part in (queries, keys))
+        parts = [queries, keys, values] if count == 3 else [torch.cat([queries, keys, values])]
     return [part.T.contiguous() if source.transpose and part.dim() == 2 else part for part in parts]
 
 
@@ -136,9 +140,28 @@ def from_hf_layout(tensors: Sequence[Tensor], source: TensorSource, architecture
     parts = [tensor.T if source.transpose and tensor.dim() == 2 else tensor for tensor in tensors]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if source.layout == "heads":
-        heads, rest = architecture.num_attention_heads, tensor.shape[1:]
-        tensor = tensor.reshape(3, heads, -1, *rest).transpose(0, 1).reshape(tensor.shape)
+        if source.interleaved:
+            queries, keys, values = tensor.split(_head_rows(architecture))
+            queries, keys = (_pairs(part, architecture, neighbours=False) for part in (queries, keys))
+            tensor = torch.cat([queries, keys, values])
+        if architecture.num_kv_heads == architecture.num_attention_heads:
+            heads, rest = architecture.num_attention_heads, tensor.shape[1:]
+            tensor = tensor.reshape(3, heads, -1, *rest).transpose(0, 1).reshape(tensor.shape)
     return tensor.contiguous()
+
+
+def _head_rows(architecture: Architecture) -> list[int]:
+    """Return the rows of all queries, keys and values."""
+    kv = architecture.num_kv_heads * architecture.head_dim
+    return [architecture.num_attention_heads * architecture.head_dim, kv, kv]
+
+
+def _pairs(rows: Tensor, architecture: Architecture, *, neighbours: bool) -> Tensor:
+    """Reorder the rotated rows of each head: rotary pairs (i, i + n/2) become neighbours, or the reverse."""
+    rotated, width, rest = architecture.rotary_ndims, architecture.head_dim, rows.shape[1:]
+    order = torch.arange(rotated).reshape((2, -1) if neighbours else (-1, 2)).T.flatten()
+    order = torch.cat([order, torch.arange(rotated, width)]).to(rows.device)
+    return rows.reshape(-1, width, *rest).index_select(1, order).reshape(rows.shape)
 
 
 @dataclass(frozen=True)

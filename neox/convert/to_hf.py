@@ -53,6 +53,7 @@ def to_hf(
     max_shard_bytes: int = 5_000_000_000,
     average_replicas: bool = False,
     overwrite: bool = False,
+    hf_architecture: str | None = None,
 ) -> ToHFResult:
     """Write a checkpoint as a Hugging Face directory, one tensor at a time.
 
@@ -70,6 +71,7 @@ def to_hf(
         max_shard_bytes: Largest safetensors file.
         average_replicas: Average replicated weights whose copies differ between tensor ranks, instead of refusing.
         overwrite: Replace `output_dir`.
+        hf_architecture: Key of `FAMILIES`; None takes the first that can express the model.
 
     Raises:
         ConfigError: For settings of the network that are not supported, before any file is read.
@@ -77,7 +79,7 @@ def to_hf(
             or contradicting checkpoint, and for an export with other logits.
         CheckpointError: If the checkpoint cannot be read or belongs to another model.
     """
-    family = choose_family(config)
+    family = choose_family(config, hf_architecture)
     output = Path(output_dir)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
     layers = plan.layers
@@ -90,10 +92,10 @@ def to_hf(
         export = write_weights(reader, layers, planned, partial, max_shard_bytes=max_shard_bytes)
         if damage is not None and (problems := damage.result()):
             raise ConversionError(f"{reader.path} is damaged: {'; '.join(problems)}; the export was removed")
-        settings = _settings(config, rows, source.tokenizer.eod if source else None, export.dtype)
-        hf = family.write_config(plan.architecture, settings)
+        settings = _settings(config, rows, source, export.dtype)
+        hf = family.config_json(plan.architecture, settings)
         write_json(partial / "config.json", hf)
-        generation = {"_from_model_config": True, "bos_token_id": settings.eod, "eos_token_id": settings.eod}
+        generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
         write_json(partial / "generation_config.json", generation)
         if source is not None:
             write_tokenizer(source, partial, max_length=plan.architecture.max_positions)
@@ -113,24 +115,38 @@ def to_hf(
     return ToHFResult(output, export, check)
 
 
-def choose_family(config: NeoXConfig) -> Family:
-    """Return the first family that can express a configuration's network.
+def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
+    """Return the family that a configuration's network is exported as.
+
+    Args:
+        config: The configuration.
+        name: Key of `FAMILIES`; None takes the first that can express the network.
 
     Raises:
         ConfigError: For settings of the network that are not supported.
         ConversionError: If there is none, with every family's reasons.
     """
     architecture = single_rank_plan(config, 1).architecture
-    reasons: list[str] = []
-    for family in FAMILIES.values():
-        problems = family.problems(architecture)
-        if not problems:
+    if name is not None and name not in FAMILIES:
+        raise ConversionError(f"--hf-architecture {name} is unknown; there are {', '.join(FAMILIES)}")
+    families = [FAMILIES[name]] if name else list(FAMILIES.values())
+    problems = {family.model_type: family.problems(architecture) for family in families}
+    for family in families:
+        if not problems[family.model_type]:
             return family
-        for field, reason in problems.items():
-            keys = [key for key in architecture_keys(field) if config.given(key)] or architecture_keys(field)[:1]
-            given = ", ".join(f"{key}: {getattr(config.model, key)}" for key in keys)
-            reasons.append(f"{family.title} ({family.model_type}) cannot express `{given}`: {reason}")
-    raise ConversionError("this model has no Hugging Face form:\n  " + "\n  ".join(reasons))
+    lines = []
+    for family in sorted(families, key=lambda family: len(problems[family.model_type])):
+        reasons = {_setting(config, field): reason for field, reason in reversed(problems[family.model_type].items())}
+        listed = "; ".join(f"`{setting}`: {reason}" for setting, reason in reversed(reasons.items()))
+        lines.append(f"{family.title} ({family.model_type}) cannot express {listed}")
+    raise ConversionError("this model has no Hugging Face form:\n  " + "\n  ".join(lines))
+
+
+def _setting(config: NeoXConfig, field: str) -> str:
+    """Return the YAML keys that a field of the architecture follows from, with their values."""
+    keys = architecture_keys(field)
+    given = [key for key in keys if config.given(key)] or keys[:1]
+    return ", ".join(f"{key}: {getattr(config.model, key)}" for key in given) or field
 
 
 def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[CheckpointReader, RunPlan]:
@@ -157,14 +173,15 @@ def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, t
     return int(known)
 
 
-def _settings(config: NeoXConfig, rows: int, eod: int | None, dtype: torch.dtype) -> ModelSettings:
+def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dtype: torch.dtype) -> ModelSettings:
     return ModelSettings(
         dtype=next(name for name, known in DTYPES.items() if known == dtype),
         initializer_range=config.model.init_method_std,
         attention_dropout=config.training.attention_dropout,
         hidden_dropout=config.training.hidden_dropout,
         vocab_size=rows,
-        eod=eod,
+        eod=source.tokenizer.eod if source else None,
+        bos=source.bos if source else None,
     )
 
 

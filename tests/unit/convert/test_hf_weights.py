@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
@@ -18,6 +20,7 @@ from tests.unit.convert.test_to_hf import SIZES, checkpoint, tensors
 ARCHITECTURE = single_rank_plan(NeoXConfig.from_flat(SIZES), 96).architecture
 SEPARATE = TensorSource(("q", "k", "v"), layout="heads")
 FUSED = TensorSource(("c_attn",), transpose=True, layout="heads")
+NEIGHBOURS = replace(SEPARATE, interleaved=True)
 HALVES = TensorSource(("gate", "up"))
 TRANSPOSED = TensorSource(("c_fc",), transpose=True)
 
@@ -39,6 +42,45 @@ def test_queries_keys_and_values_of_all_heads_come_one_after_another():
     (fused,) = to_hf_layout(ours, FUSED, ARCHITECTURE)
     assert fused.shape == (32, 96)
     assert torch.equal(fused[0], torch.cat([rows[:, part].flatten() for part in range(3)]))
+
+
+def test_fewer_key_heads_are_stored_one_after_another_on_both_sides():
+    architecture = replace(ARCHITECTURE, num_kv_heads=2)
+    ours = torch.arange(64.0)
+    parts = to_hf_layout(ours, SEPARATE, architecture)
+    assert [part.tolist() for part in parts] == [ours[:32].tolist(), ours[32:48].tolist(), ours[48:].tolist()]
+    assert torch.equal(from_hf_layout(parts, SEPARATE, architecture), ours)
+
+
+def test_neighbouring_rotary_dimensions_become_halves():
+    """GPT-J turns dimensions (0, 1), (2, 3), ... of a head; ours (0, n/2), (1, n/2 + 1), ... of its n rotated ones."""
+    architecture = replace(ARCHITECTURE, rotary_ndims=6)  # of 8
+    theirs = [torch.arange(32.0).view(4, 8).flatten() + 100 * part for part in range(3)]
+    ours = from_hf_layout(theirs, NEIGHBOURS, architecture).view(4, 3, 8)
+    assert ours[1, 0].tolist() == [8, 10, 12, 9, 11, 13, 14, 15]
+    assert ours[1, 1].tolist() == [108, 110, 112, 109, 111, 113, 114, 115]
+    assert ours[1, 2].tolist() == list(range(208, 216))
+
+
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    pairs=st.integers(0, 4),
+    source=st.sampled_from([SEPARATE, FUSED, NEIGHBOURS]),
+    weight=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_layouts_of_heads_are_inverted_for_any_sizes(kv_heads, group, pairs, source, weight):
+    heads, head_dim = kv_heads * group, 8
+    changes = {"num_attention_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "rotary_ndims": 2 * pairs}
+    architecture = replace(ARCHITECTURE, **changes)
+    ours = torch.randperm((heads + 2 * kv_heads) * head_dim).float()
+    ours = ours[:, None].expand(-1, 5) if weight else ours
+    parts = to_hf_layout(ours, source, architecture)
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    rows = [part.shape[-1 if source.transpose else 0] for part in parts]
+    assert rows == (sizes if len(source.modules) == 3 else [sum(sizes)])
+    assert torch.equal(from_hf_layout(parts, source, architecture), ours)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 from neox.architecture import ATTENTION, Architecture, build_layer_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, ModelSettings
+from neox.families.config_json import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 ARCHITECTURE = Architecture(
     num_layers=2,
@@ -26,32 +27,40 @@ ARCHITECTURE = Architecture(
     residual="parallel",
     tie_word_embeddings=False,
 )
-SETTINGS = ModelSettings("bf16", 0.01, 0.1, 0.2, 1000, 7)
+SETTINGS = ModelSettings("bf16", 0.01, 0.1, 0.2, 1000, 7, 6)
+NEOX = FAMILIES["gpt_neox"]
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def comes_back(family, architecture):
+    assert family.problems(architecture) == {}
+    hf = family.config_json(architecture, SETTINGS)
+    assert hf["model_type"] == family.model_type
+    assert hf["architectures"] == [family.class_name]
+    read, settings = family.read_config(hf)
+    assert read == architecture
+    assert replace(settings, hidden_dropout=SETTINGS.hidden_dropout) == SETTINGS
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"activation": "gelu_tanh", "tie_word_embeddings": True, "residual": "sequential"},
-        {"mlp_width": 100, "rotary_base": 0.5},
+        {"mlp_width": 100, "rotary_base": 0.5, "activation": "relu"},
+        {"qkv_bias": False, "attention_output_bias": False},
+        {"rope_scaling": (("factor", 2.0), ("rope_type", "linear"))},
         *({"rotary_ndims": ndims} for ndims in range(2, 49, 2)),
     ],
     ids=str,
 )
-def test_a_configuration_comes_back(family, changes):
-    architecture = replace(ARCHITECTURE, **changes)
-    assert family.problems(architecture) == {}
-    hf = family.write_config(architecture, SETTINGS)
-    assert hf["model_type"] == family.model_type
-    assert hf["architectures"] == [family.class_name]
-    assert family.read_config(hf) == (architecture, SETTINGS)
+def test_a_configuration_of_gpt_neox_comes_back(changes):
+    comes_back(NEOX, replace(ARCHITECTURE, **changes))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_parameter_has_names_of_its_own(family):
-    layers = build_layer_plan(ARCHITECTURE, 1000)
+    architecture, _ = family.read_config(family.config_json(ARCHITECTURE, SETTINGS))
+    layers = build_layer_plan(architecture, 1000)
     mappings = list(family.mappings(layers))
     parameters = [(layer.index, p.name) for layer in layers.weight_layers for p in layer.parameters]
     assert [(mapping.layer, mapping.name) for mapping in mappings] == parameters
@@ -60,12 +69,37 @@ def test_every_parameter_has_names_of_its_own(family):
     assert family.head_keys() & set(keys)
 
 
-def test_fields_that_gpt_neox_cannot_express_are_named():
+def test_fields_that_a_family_cannot_express_are_named():
     other = replace(ARCHITECTURE, positions="none", norm="other", activation="other", attention=(*ATTENTION, "other"))
-    assert list(FAMILIES["gpt_neox"].problems(other)) == ["positions", "norm", "activation", "attention"]
+    assert list(NEOX.problems(other)) == ["activation", "norm", "positions", "attention"]
+    assert NEOX.problems(other)["attention"] == "its attention is global"
+    assert list(NEOX.problems(replace(ARCHITECTURE, attention_output_bias=False, window=4))) == [
+        "attention_output_bias",
+        "window",
+    ]
 
 
-def test_values_of_config_json_that_are_not_supported_are_named_together():
-    hf = {"hidden_act": "relu", "attention_bias": False, "rope_scaling": {"type": "linear"}}
-    with pytest.raises(ConversionError, match=r"(?s)hidden_act: relu.*attention_bias.*rope type linear"):
-        FAMILIES["gpt_neox"].read_config(hf)
+def test_values_of_config_json_that_are_not_supported_are_named():
+    with pytest.raises(ConversionError, match=r"hidden_act: tanh.*gelu"):
+        NEOX.read_config({"hidden_act": "tanh"})
+
+
+def test_activations_have_one_name_here_and_every_name_of_transformers_is_read():
+    from transformers.activations import ACT2FN
+
+    names = [*PLAIN_ACTIVATIONS.values(), *GATED_ACTIVATIONS.values(), "gelu_fast", "gelu_pytorch_tanh"]
+    assert set(names) <= set(ACT2FN)
+    for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        assert NEOX.read_config({"hidden_act": name})[0].activation == "gelu_tanh"
+    assert NEOX.read_config({"hidden_act": "swish"})[0].activation == "swish"
+
+
+def test_rotary_positions_of_both_forms_are_read():
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    old = NEOX.read_config(
+        {"rotary_emb_base": 500, "rotary_pct": 0.5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    )
+    new = NEOX.read_config({"rope_parameters": {**scaling, "rope_theta": 500.0, "partial_rotary_factor": 0.5}})
+    assert old == new
+    assert new[0].rope_scaling == (("factor", 4.0), ("rope_type", "linear"))
+    assert (new[0].rotary_base, new[0].rotary_ndims) == (500.0, 48)
