@@ -17,7 +17,7 @@ import _checkout  # noqa: F401
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
 from neox.errors import run_script
-from neox.evaluation.results import check_writable, flat_metrics, format_table, write_results
+from neox.evaluation.results import check_writable, flat_metrics, format_table, write_harness_report, write_results
 from neox.evaluation.run import check_tasks, evaluate_tasks
 from neox.generation.load import load_model
 from neox.generation.startup import (
@@ -65,8 +65,10 @@ def main() -> None:
             "config": plan.config.to_flat(),
         }
         print(format_table(results), flush=True)  # a full disk or a tracker that fails loses no scores
-        path = write_results(keys.eval_results_prefix, results, about, datetime.now())
-        print(f"\nresults in {path}", flush=True)
+        now = datetime.now()
+        path = write_results(keys.eval_results_prefix, results, about, now)
+        report = write_harness_report(keys.eval_results_prefix, results, about, now)
+        print(f"\nresults in {path}" + (f", and in lm-eval's form in {report}" if report else ""), flush=True)
         report_scores(plan, flat_metrics(results), iteration)
 
 

@@ -43,6 +43,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     check_deepspeed(deepspeed.__version__)
     keys = plan.config.deepspeed
     show_deepspeed_log(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval: every rank would start a process for each core
     given = set(os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 _DEFAULT_NEW_TOKENS = 256  # the harness's own default for tasks that name no maximum
+_RESAMPLES = 1000  # for standard errors of metrics without a formula; the harness's 100,000 take minutes for LAMBADA
+_SECTIONS = (
+    "results",
+    "groups",
+    "group_subtasks",
+    "configs",
+    "versions",
+    "n-shot",
+    "higher_is_better",
+    "n-samples",
+)  # of the harness's report: tables by task
 
 
 def open_tasks(names: Sequence[str]) -> TaskManager:
@@ -106,7 +118,7 @@ def harness_tasks(
         num_fewshot=num_fewshot,
         limit=limit,
         task_manager=manager,
-        bootstrap_iters=0,
+        bootstrap_iters=_RESAMPLES,
         log_samples=False,
     )
     if scorer.grid.world_size == 1:
@@ -115,16 +127,30 @@ def harness_tasks(
 
 
 def results_of(found: Any) -> list[TaskResult]:
-    """Convert the harness's `metric,filter` -> value tables; standard errors keep their names `..._stderr`."""
+    """Convert the harness's report; the standard error of a metric is `METRIC_stderr`, where there is one."""
+    from lm_eval.utils import handle_non_serializable
+
     results = []
     for task, table in found["results"].items():
         metrics: dict[str, float] = {}
         for key, value in table.items():
             metric, _, name = key.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and name:
-                metrics[metric if name == "none" else f"{metric}_{name}"] = float(value)
+                error = "_stderr" if metric.endswith("_stderr") else ""
+                metrics[metric.removesuffix("_stderr") + ("" if name == "none" else f"_{name}") + error] = float(value)
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
-        results.append(TaskResult(task, metrics, {"examples": int(samples)} if samples else {}))
+        shots, version = found.get("n-shot", {}).get(task), found.get("versions", {}).get(task)
+        settings = {"num_fewshot": shots, "version": version}
+        record = {section: found[section][task] for section in _SECTIONS if task in found.get(section, {})}
+        results.append(
+            TaskResult(
+                task,
+                metrics,
+                {"examples": int(samples)} if samples else {},
+                {name: value for name, value in settings.items() if value is not None},
+                json.loads(json.dumps(record, default=handle_non_serializable)),
+            )
+        )
     return results
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ class TaskResult:
     Attributes:
         task: Name of the task.
         metrics: Value by name, such as `word_ppl`; tasks of the harness keep its names without the filter.
+            The standard error of a metric is `METRIC_stderr`.
         counts: What the scores were computed over (tokens, words, examples, ...).
+        settings: Of a task of the harness: `num_fewshot` and the task's `version`.
+        record: The task's entries in the harness's own report, by section.
     """
 
     task: str
     metrics: Mapping[str, float]
     counts: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
@@ -35,22 +41,25 @@ def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
 
 
 def format_table(results: Sequence[TaskResult]) -> str:
-    """Return a table with one line per metric; a task's first line has its counts."""
-    rows = [("task", "metric", "value", "over")]
+    """Return a table with one line per metric; a task's first line has its counts and settings."""
+    rows = [("task", "metric", "value", "std. error", "over")]
     for result in results:
-        counts = ", ".join(f"{value:,} {name}" for name, value in result.counts.items())
-        for number, (name, value) in enumerate(result.metrics.items()):
-            first = number == 0
-            rows.append((result.task if first else "", name, f"{value:.6g}", counts if first else ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        over = [f"{value:,} {name}" for name, value in result.counts.items()]
+        over += [f"{name} {value}" for name, value in result.settings.items()]
+        values = {name: value for name, value in result.metrics.items() if not name.endswith("_stderr")}
+        for number, (name, value) in enumerate(values.items()):
+            first, error = number == 0, result.metrics.get(f"{name}_stderr")
+            shown = "" if error is None else f"{error:.2g}"
+            rows.append((result.task if first else "", name, f"{value:.6g}", shown, ", ".join(over) if first else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
-def results_path(prefix: str, now: datetime) -> Path:
-    """Return the path of a result file: `PREFIX_eval_results_DATE.json`, gpt-neox's name."""
-    name = f"eval_results_{now:%m-%d-%Y-%H-%M-%S}.json"
+def results_path(prefix: str, now: datetime, kind: str = "eval") -> Path:
+    """Return the path of a result file: `PREFIX_eval_results_DATE.json`, gpt-neox's name, or another kind's."""
+    name = f"{kind}_results_{now:%m-%d-%Y-%H-%M-%S}.json"
     return Path(f"{prefix}_{name}" if prefix else name)
 
 
@@ -80,17 +89,60 @@ def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str
     Raises:
         EvaluationError: If it cannot be written.
     """
-    path = results_path(prefix, now)
     record = {
-        "results": {
-            result.task: {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
-            for result in results
-        },
-        "counts": {result.task: dict(result.counts) for result in results},
+        "results": {result.task: result.metrics for result in results},
+        "counts": {result.task: result.counts for result in results},
+        "settings": {result.task: result.settings for result in results if result.settings},
         **about,
     }
+    return _write(results_path(prefix, now), record)
+
+
+def write_harness_report(
+    prefix: str, results: Sequence[TaskResult], about: Mapping[str, Any], now: datetime
+) -> Path | None:
+    """Write the results of the harness's tasks in its own JSON form to `PREFIX_lm_eval_results_DATE.json`.
+
+    Args:
+        prefix: Beginning of the path.
+        results: Results; those of other tasks are left out.
+        about: What was evaluated: the harness's entry `config`.
+        now: Time in the file's name and in the entry `date`.
+
+    Returns:
+        The path of the file; None if no task is the harness's.
+
+    Raises:
+        EvaluationError: If it cannot be written.
+    """
+    report: dict[str, Any] = {}
+    for result in results:
+        for section, entry in result.record.items():
+            report.setdefault(section, {})[result.task] = entry
+    if not report:
+        return None
+    report |= {
+        "config": {"model": "neox", **about},
+        "date": now.timestamp(),
+        "lm_eval_version": version("lm_eval"),
+        "model_source": "neox",
+        "model_name": about.get("checkpoint"),
+    }
+    return _write(results_path(prefix, now, "lm_eval"), report)
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write JSON atomically, with null for numbers that are not finite in `results`. Raises EvaluationError."""
+    finite = {
+        task: {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        for task, metrics in record["results"].items()
+    }
     try:
-        files.write_text(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps({**record, "results": finite}, indent=2, ensure_ascii=False, allow_nan=False, default=dict)
+        files.write_text(path, text + "\n")
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: cannot be written ({error})") from error
     return path

@@ -15,6 +15,7 @@ doc_to_text: "{{question}}"
 doc_to_choice: ["yes", "no", "perhaps so"]
 doc_to_target: label
 metric_list: [{metric: acc}, {metric: acc_norm}]
+metadata: {version: 2.5}
 """
 ROLLING = """
 task: local_rolling

@@ -63,15 +63,17 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
     theirs = simple_evaluate(
         model=HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=2),
         tasks=tasks,
-        bootstrap_iters=0,
         log_samples=False,
     )["results"]
     assert set(ours) == set(theirs) == {"local_choice", "local_rolling", "local_until"}
     for task, metrics in theirs.items():
-        for name in ("acc", "acc_norm", "word_perplexity", "byte_perplexity", "exact_match"):
+        for name in ("acc", "acc_stderr", "acc_norm", "word_perplexity", "byte_perplexity", "exact_match"):
             if f"{name},none" in metrics:
                 assert ours[task].metrics[name] == pytest.approx(metrics[f"{name},none"], rel=1e-4), (task, name)
         assert ours[task].counts == {"examples": 3}
+        assert ours[task].settings == {"num_fewshot": 0, "version": 2.5 if task == "local_choice" else "Yaml"}
+        assert set(ours[task].record["results"]) == set(metrics)
+    assert "acc_stderr" in ours["local_choice"].metrics
     assert ours["local_rolling"].metrics["word_perplexity"] > 1
     limited = harness_tasks(tasks[:1], open_tasks(tasks[:1]), scoring, limit=2)
     assert limited[0].counts == {"examples": 2}
