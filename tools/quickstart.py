@@ -23,6 +23,7 @@ import _checkout  # noqa: F401
 from neox.config import NeoXConfig, load_config
 from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.hosts import count_accelerators
+from neox.metrics import METRICS_FILE, curves
 
 CONFIG = "quickstart.yml"
 TEXT_CONFIG = "text_generation.yml"
@@ -96,28 +97,19 @@ def finished_checkpoint(save: Path, steps: int) -> Path | None:
     return found[max(found)] if found and max(found) >= steps else None
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The run's metrics by iteration; after a resume the later line of an iteration wins."""
-    rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rows.setdefault(row["iteration"], {}).update(row)
-    return [rows[iteration] for iteration in sorted(rows)]
-
-
 def summarize(config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
     """Print what happened, where everything lies, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
-    rows = read_metrics(log_dir / "metrics.jsonl")
-    losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
-    validation = [row["validation/lm_loss"] for row in rows if "validation/lm_loss" in row]
-    tokens = [row["runtime/tokens_per_sec"] for row in rows if "runtime/tokens_per_sec" in row]
+    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec")
+    found = curves(log_dir / METRICS_FILE, names)
+    losses, validation, tokens = (list(found.get(name, {}).values()) for name in names)
+    steps = max(found[names[0]])
     held_out = f"{validation[-1]:.3f}" if validation else "none: the text has too few documents to hold one out"
     extra = "".join(f" {word}" for word in settings)
     print(
         f"""
 quickstart finished in {seconds:,.0f} s
-  training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {rows[-1]["iteration"]:.0f} steps
+  training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps
   validation loss  {held_out}
   speed            {sorted(tokens)[len(tokens) // 2]:,.0f} tokens/s (median)
   data             {Path(config.data.data_path or "").parent}/
@@ -126,7 +118,7 @@ quickstart finished in {seconds:,.0f} s
   Hugging Face     {hf}/ (transformers: AutoModelForCausalLM.from_pretrained("{hf}"))
 
   train on, from the last checkpoint:
-    .venv/bin/python deepy.py train.py -d configs {CONFIG} --set train_iters={2 * int(rows[-1]["iteration"])}{extra}
+    .venv/bin/python deepy.py train.py -d configs {CONFIG} --set train_iters={2 * steps}{extra}
   more text:
     .venv/bin/python deepy.py generate.py -d configs {CONFIG} {TEXT_CONFIG}{extra}
   start over:      make clean && make quickstart

@@ -73,7 +73,7 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
         TerminalLine(training.train_iters or 0, keys.log_interval, log_grad_norm=keys.log_grad_norm)
     ]
     if keys.tensorboard_dir:
-        callbacks.append(TensorBoard(keys.tensorboard_dir))
+        callbacks.append(TensorBoard(keys.tensorboard_dir, plan))
     if keys.use_wandb:
         callbacks.append(WandB(plan))
     if keys.log_dir:

@@ -11,18 +11,18 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from neox.config import RunPlan
+from neox.config.report import plan_as_dict
 from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
+from neox.metrics import METRICS_FILE, PICTURE, draw
 from neox.train.callbacks import Callback, StepReport, TrainState
 
-METRICS_FILE = "metrics.jsonl"
-PICTURE = "loss.png"
 WANDB_RUN_ID_FILE = "wandb_run_id"
 """In the run directory: the id of the wandb run that a resumed training continues."""
 
@@ -30,21 +30,39 @@ WANDB_RUN_ID_FILE = "wandb_run_id"
 class Tracker(Callback):
     """Callback that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`."""
 
-    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars by name, at an iteration."""
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+        """Write scalars by name, at an iteration; `kind` is `step`, `save` or the name of an evaluation."""
         raise NotImplementedError
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """Write the step's scalars."""
-        self.write(state.iteration, report.scalars())
+        self.write(state.iteration, "step", report.scalars())
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         """Write the evaluation's scalars."""
-        self.write(state.iteration, scalars)
+        self.write(state.iteration, name, scalars)
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Write the save's durations."""
-        self.write(state.iteration, report.scalars())
+        self.write(state.iteration, "save", report.scalars())
+
+
+def run_settings(plan: RunPlan) -> dict[str, Any]:
+    """Return what a tracker shows of a run: its configuration as flat keys, and under `plan` what follows from it."""
+    report = plan_as_dict(plan)
+    shown = (
+        "grid",
+        "batch",
+        "precision",
+        "vocab_size",
+        "padded_vocab_size",
+        "parameters",
+        "memory",
+        "figures",
+        "notes",
+    )
+    follows = {name: report[name] for name in (*shown, "deepspeed")}
+    return {**plan.config.to_flat(), "plan": {"architecture": plan.architecture.to_dict(), **follows}}
 
 
 class TensorBoard(Tracker):
@@ -52,6 +70,7 @@ class TensorBoard(Tracker):
 
     Args:
         directory: `tensorboard_dir`.
+        plan: Shown as text and as hyperparameters; None for scores of a checkpoint.
         purge: Whether `on_start` makes TensorBoard drop earlier points: those that a resume trains again, or, from
             iteration 0, all of an earlier run.
 
@@ -59,7 +78,7 @@ class TensorBoard(Tracker):
         ConfigError: tensorboard is not installed.
     """
 
-    def __init__(self, directory: str, *, purge: bool = True) -> None:
+    def __init__(self, directory: str, plan: RunPlan | None = None, *, purge: bool = True) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -67,7 +86,7 @@ class TensorBoard(Tracker):
                 f"tensorboard_dir is set, but tensorboard is not installed ({error}): "
                 f"{install_command('requirements-tensorboard.txt')}, or unset tensorboard_dir"
             ) from error
-        self.directory, self.purge = directory, purge
+        self.directory, self.plan, self.purge = directory, plan, purge
         self._make_writer: Any = SummaryWriter
         self._writer: Any = None
 
@@ -82,6 +101,20 @@ class TensorBoard(Tracker):
             self._writer = self._make_writer(self.directory, purge_step=first if self.purge else None)
         except OSError as error:
             raise TrainingError(f"tensorboard_dir: {self.directory} cannot be written: {error.strerror}") from error
+        if self.plan is not None:
+            self._describe(run_settings(self.plan), state.iteration)
+
+    def _describe(self, settings: dict[str, Any], iteration: int) -> None:
+        """Add the settings as text, and those that are numbers, words or truth values as hyperparameters."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plan = settings.pop("plan")
+        for name, values in (("config", settings), ("plan", plan)):
+            text = json.dumps(values, indent=2, default=str)
+            self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), iteration)
+        flat = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+        for summary in hparams(flat, {"train/lm_loss": 0.0, "validation/lm_loss": 0.0}):
+            self._writer.file_writer.add_summary(summary)
 
     def on_end(self, state: TrainState) -> None:
         """Close the event file."""
@@ -92,7 +125,7 @@ class TensorBoard(Tracker):
         if self._writer is not None:
             self._writer.close()
 
-    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Add one point to each curve."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
@@ -139,7 +172,7 @@ class WandB(Tracker):
                 group=keys.wandb_group,
                 name=keys.wandb_run_name,
                 entity=keys.wandb_team,
-                config=self._plan.config.to_flat(),
+                config=run_settings(self._plan),
                 dir=directory,
                 id=run_id,
                 resume="allow",
@@ -152,7 +185,7 @@ class WandB(Tracker):
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Log one row."""
         self._run.log({"iteration": iteration, **scalars})
 
@@ -200,6 +233,8 @@ def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int) ->
 class MetricsFile(Tracker):
     """Appender to `log_dir/metrics.jsonl`, one JSON object a line, and drawer of `log_dir/loss.png`.
 
+    A row's `kind` says what was measured (see `neox.metrics.read_metrics`); each iteration has one row of kind `step`.
+
     The picture is drawn at checkpoints and at the end. A run that starts at iteration 0 begins new files; an earlier
     run's are kept beside them as `metrics-1.jsonl` and `loss-1.png`, and so on. Values are unrounded; one that is not
     finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
@@ -240,19 +275,19 @@ class MetricsFile(Tracker):
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Write the save's durations, and draw."""
         super().on_save(state, report)
-        draw_losses(self.path, self.picture)
+        draw({"": self.path}, self.picture)
 
     def on_end(self, state: TrainState) -> None:
         """Close the file, and draw."""
         self._stream.close()
-        draw_losses(self.path, self.picture)
+        draw({"": self.path}, self.picture)
 
     on_failure = on_end
 
-    def write(self, iteration: int, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Append one line."""
         values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
-        self._stream.write(json.dumps({"iteration": iteration, **values}) + "\n")
+        self._stream.write(json.dumps({"iteration": iteration, "kind": kind, **values}) + "\n")
         self._stream.flush()
 
 
@@ -272,53 +307,3 @@ def _keep_earlier_run(*files: Path) -> None:
     for file, name in zip(files, kept, strict=True):
         if file.exists():
             file.rename(name)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics file; a last line that was cut off is left out."""
-    with open(path, encoding="utf-8") as stream:
-        for line in stream:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def curves(path: Path) -> dict[str, dict[int, float]]:
-    """Return the losses of a metrics file by name and iteration, values that are not finite left out.
-
-    A training step of an iteration that is there already is a resume from an earlier checkpoint: what the file holds
-    from that iteration on was trained again, and does not count.
-    """
-    result: dict[str, dict[int, float]] = {}
-    last = 0
-    for line in read_metrics(path):
-        iteration = line["iteration"]
-        if "train/lm_loss" in line:
-            if iteration <= last:
-                result = {key: {i: y for i, y in points.items() if i < iteration} for key, points in result.items()}
-            last = iteration
-        for key, value in line.items():
-            if key.endswith("/lm_loss") and isinstance(value, float):
-                result.setdefault(key, {})[iteration] = value
-    return result
-
-
-def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draw the loss curves of a metrics file as PNG, where it holds any."""
-    losses = curves(metrics)
-    if not losses:
-        return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # see MetricsFile.on_step
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, points in losses.items():
-        iterations = sorted(points)
-        marker = "" if name.startswith("train/") else "o"
-        axes.plot(iterations, [points[i] for i in iterations], marker=marker, label=name)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture)

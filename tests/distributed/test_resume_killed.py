@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from neox.config import NeoXConfig, encode_payload, resolve
+from neox.metrics import curves
 from neox.tokenizer import build_tokenizer
-from neox.train.trackers import curves
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 28

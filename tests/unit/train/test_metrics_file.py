@@ -2,13 +2,16 @@
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 
-from neox.engine import StepResult
-from neox.errors import TrainingError
+from neox.engine import SaveReport, StepResult
+from neox.errors import DataError, TrainingError
+from neox.metrics import curves, draw, read_metrics
 from neox.train.callbacks import StepReport, TrainState
-from neox.train.trackers import MetricsFile, curves, read_metrics
+from neox.train.trackers import MetricsFile
 
 
 def report(loss=2.5, norm=1.25):
@@ -27,7 +30,17 @@ def test_a_line_a_step_with_known_names_unrounded(tmp_path):
     assert {"train/learning_rate", "train/loss_scale", "runtime/samples_per_sec", "runtime/iteration_time"} <= set(
         first
     )
-    assert second == {"iteration": 1, "validation/lm_loss": 3.0}
+    assert second == {"iteration": 1, "kind": "validation", "validation/lm_loss": 3.0}
+
+
+def test_each_iteration_has_one_row_of_kind_step(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    for iteration in (1, 2):
+        metrics.on_step(TrainState(iteration=iteration), report())
+        metrics.on_evaluation(TrainState(iteration=iteration), "tasks", {"eval/x_acc": 0.5})
+        metrics.on_save(TrainState(iteration=iteration), SaveReport(tmp_path, iteration, 1.0, 1.0))
+    rows = [(row["iteration"], row["kind"]) for row in read_metrics(metrics.path)]
+    assert rows == [(i, kind) for i in (1, 2) for kind in ("step", "tasks", "save")]
 
 
 def run(directory, losses):
@@ -91,3 +104,18 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="log_dir"):
         MetricsFile(tmp_path / "file" / "logs")
+
+
+def test_several_runs_in_one_picture(tmp_path):
+    for name in ("a", "b"):
+        run(tmp_path / name / "logs", {1: 4.0, 2: 3.0})
+    script = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "plot_runs.py"))
+    files = {name: script["metrics_file"](str(tmp_path / name)) for name in ("a", "b")}
+    assert draw(files, tmp_path / "both.png", ["train/grad_norm", "train/lm_loss"])
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert not draw(files, tmp_path / "none.png", ["no/such"])
+    (tmp_path / "a" / "more").mkdir()
+    (tmp_path / "a" / "more" / "metrics.jsonl").touch()
+    for broken, reason in ((tmp_path / "a", "has several"), (tmp_path / "none", "has none")):
+        with pytest.raises(DataError, match=reason):
+            script["metrics_file"](str(broken))

@@ -54,6 +54,20 @@ def test_tensorboard_holds_every_name_and_the_later_point_after_a_resume(tmp_pat
     assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, 4.0), (2, 3.0), (3, 2.5), (4, 1.5)]
 
 
+def test_tensorboard_shows_the_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    (callback,) = build_callbacks(small_plan(tensorboard_dir=str(tmp_path)))[1:]
+    run(callback, [4.0])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    texts = {name: events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0] for name in ("config", "plan")}
+    assert b'"hidden_size": 32' in texts["config"]
+    assert b'"padded_vocab_size"' in texts["plan"]
+    data = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    assert data.session_start_info.hparams["num_layers"].number_value == 2
+
+
 def test_a_fresh_start_replaces_the_points_of_an_earlier_run_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -116,15 +130,17 @@ def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, t
     __import__("wandb").teardown()  # waits for what wandb's own process still has to write
     assert (logs / WANDB_RUN_ID_FILE).read_text().strip() == run_id
     directories = [*(logs / "wandb-first").glob("offline-run-*"), *(logs / "wandb").glob("offline-run-*")]
-    rows, runs = [], []
+    rows, runs, configs = [], [], []
     for directory in directories:
         for record in wandb_records(directory):
             if record.HasField("run"):
                 runs.append(record.run)
+                configs.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
             if record.HasField("history"):
                 items = record.history.item
                 rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
     assert {r.run_id for r in runs} == {run_id}
+    assert all(config["plan"]["grid"]["world"] == 1 and config["num_layers"] == 2 for config in configs)
     assert {(r.project, r.run_group, r.display_name) for r in runs} == {("p", "g", "n")}
     losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
     assert losses == [(1, 4.0), (2, 3.0), (3, 2.0), (3, 2.5)]

@@ -1,0 +1,60 @@
+"""Draw the curves of several runs in one picture.
+
+python tools/plot_runs.py runs/a runs/b=wider --output compare.png
+python tools/plot_runs.py runs/a/logs/metrics.jsonl runs/a/logs/metrics-1.jsonl --metric train/grad_norm --output x.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import _checkout  # noqa: F401
+
+from neox.errors import DataError, run_script
+from neox.metrics import METRICS_FILE, draw
+
+
+def metrics_file(run: str) -> Path:
+    """Return the metrics file of a run: the path itself, or in a `log_dir` or the directory above it.
+
+    Raises:
+        DataError: There is none, or more than one.
+    """
+    path = Path(run)
+    if path.is_file():
+        return path
+    found = [path / METRICS_FILE] if (path / METRICS_FILE).is_file() else sorted(path.glob(f"*/{METRICS_FILE}"))
+    if len(found) != 1:
+        several = f"has several: {', '.join(map(str, found))}; name one" if found else "has none"
+        raise DataError(
+            f"{run}: a RUN is a {METRICS_FILE}, or a directory with one in it or one level below; it {several}"
+        )
+    return found[0]
+
+
+def main() -> int:
+    """Run the tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN[=LABEL]", help=f"log_dir of a run, or its {METRICS_FILE}")
+    parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="default: all losses")
+    args = parser.parse_args()
+    runs: dict[str, Path] = {}
+    for argument in args.runs:
+        run, _, label = argument.partition("=") if not Path(argument).exists() else (argument, "", "")
+        runs[label or run] = metrics_file(run)
+    try:
+        drawn = draw(runs, args.output, args.metric)
+    except OSError as error:
+        raise DataError(f"{args.output}: cannot be written ({error.strerror})") from error
+    except (ValueError, KeyError) as error:
+        raise DataError(f"one of {', '.join(map(str, runs.values()))} is not a metrics file ({error})") from error
+    if not drawn:
+        raise DataError(f"no run has values of {', '.join(args.metric) or 'a loss'}")
+    print(args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
