@@ -114,7 +114,7 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
         known = (
             other for other in (old or {}).get("inputs", ()) if {**other, "sha256": None} == {**entry, "sha256": None}
         )
-        entry["sha256"] = next((other["sha256"] for other in known), None) or _hash_file(path)
+        entry["sha256"] = next((other["sha256"] for other in known), None) or hash_file(path)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
     written_by = read_sidecar(path)
@@ -156,13 +156,14 @@ def _prepare(job: Job[S], step: Step[S]) -> None:
 
 def _finish(job: Job[S], step: Step[S], sidecar: dict[str, Any]) -> None:
     outputs = step.outputs(job.settings)
-    described = {path.name: {"bytes": path.stat().st_size, "sha256": _hash_file(path)} for path in outputs}
+    described = {path.name: {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in outputs}
     for output in outputs:
         write_text(sidecar_path(output), json.dumps({**sidecar, "outputs": described}, indent=1, ensure_ascii=False))
     shutil.rmtree(job.work, ignore_errors=True)
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content. Raises OSError if it cannot be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

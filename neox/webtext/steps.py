@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.webtext.dedup import DEDUP
 from neox.webtext.shuffle import SHUFFLE
 from neox.webtext.step import Step
 
-_IN_ORDER: tuple[Step[Any], ...] = (SHUFFLE,)
+_IN_ORDER: tuple[Step[Any], ...] = (DEDUP, SHUFFLE)
 
 STEPS: Mapping[str, Step[Any]] = MappingProxyType({step.name: step for step in _IN_ORDER})

@@ -1,0 +1,125 @@
+"""Character 5-grams of texts as integers, and exact similarities of two texts.
+
+Where all five code points of a 5-gram are below 4096, it is the number of their 60 bits. Others (Chinese, emoji) are
+hashed for signatures, and the exact similarity compares their code points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NGRAM = 5
+_BITS = 12  # of a code point in a packed 5-gram
+_WIDE = np.uint64(1 << 63)  # marks a 5-gram that is hashed
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 1 << 13  # 5-grams at a time, so that temporary arrays stay in the cache
+
+Ids = NDArray[np.uint64]
+
+
+def code_points(text: str) -> NDArray[np.uint32]:
+    """Return the code points of a text [characters]; a text under five characters is padded with NUL."""
+    return np.frombuffer(text.ljust(NGRAM, "\0").encode("utf-32-le"), dtype="<u4")
+
+
+def shingles_of_texts(texts: Sequence[str]) -> tuple[Ids, Ids]:
+    """Return the 5-grams of several texts, one for each character, in one array.
+
+    The last four places of a text, where no 5-gram starts, repeat its first one; a signature does not depend on that.
+
+    Returns:
+        The 5-grams of all texts [characters], and where each text starts and the last one ends [texts + 1].
+    """
+    padded = [text if len(text) >= NGRAM else text.ljust(NGRAM, "\0") for text in texts]
+    starts = np.zeros(len(texts) + 1, dtype=np.uint64)
+    np.cumsum([len(text) for text in padded], out=starts[1:])
+    ids = _packed(code_points("".join(padded) + "\0" * (NGRAM - 1)))
+    for back in range(1, NGRAM):
+        ids[starts[1:] - np.uint64(back)] = ids[starts[:-1]]
+    return ids, starts
+
+
+def _packed(codes: NDArray[np.uint32]) -> Ids:
+    """Return the 5-gram that starts at each code point but the last four."""
+    count = len(codes) - NGRAM + 1
+    ids = np.empty(max(count, 0), dtype=np.uint64)
+    for start in range(0, count, _CHUNK):
+        stop = min(start + _CHUNK, count)
+        c = codes[start : stop + NGRAM - 1].astype(np.uint64)
+        two = c[:-1] << np.uint64(_BITS)
+        two |= c[1:]
+        four = two[:-2] << np.uint64(2 * _BITS)
+        four |= two[2:]
+        five = ids[start:stop]
+        np.left_shift(four[:-1], np.uint64(_BITS), out=five)
+        five |= c[4:]
+        if c.max() >> np.uint64(_BITS):
+            wide = c >> np.uint64(_BITS) != 0
+            np.copyto(five, _hashed(c), where=np.lib.stride_tricks.sliding_window_view(wide, NGRAM).any(axis=1))
+    return ids
+
+
+def _hashed(c: Ids) -> Ids:
+    """Return a 63-bit hash of the 5-gram at each place, marked as one."""
+    value = c[: 1 - NGRAM].copy()
+    for place in range(1, NGRAM):
+        value *= _FACTOR
+        value ^= value >> np.uint64(29)
+        value += c[place : len(c) - NGRAM + 1 + place]
+    value *= _FACTOR
+    return value | _WIDE
+
+
+def shingle_set(text: str, *, wide: bool | None = None) -> NDArray[Any]:
+    """Return the distinct 5-grams of a text, sorted and without hashing.
+
+    Args:
+        text: Text of any length.
+        wide: Whether to return them as 20 bytes each instead of as 64-bit integers; the default is what the text needs.
+    """
+    codes = code_points(text)
+    if wide or (wide is None and is_wide(text)):
+        windows = np.lib.stride_tricks.sliding_window_view(codes, NGRAM)
+        grams: NDArray[Any] = np.array(windows, order="C").view(f"S{4 * NGRAM}").ravel()
+        grams.sort()
+    else:
+        grams = _packed(codes)
+        grams.sort()
+    return grams[np.append(True, grams[1:] != grams[:-1])]
+
+
+def is_wide(text: str) -> bool:
+    """Return whether a text has code points that packed 5-grams cannot hold."""
+    return not text.isascii() and ord(max(text)) >> _BITS != 0
+
+
+def shared(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Return how many elements two sorted arrays of distinct elements have in common."""
+    both = np.concatenate([a, b])
+    both.sort(kind="stable")  # merges the two sorted halves
+    return int(np.count_nonzero(both[1:] == both[:-1]))
+
+
+# Name -> similarity of two sets, from the size of their intersection and their own sizes.
+SIMILARITIES: Mapping[str, Callable[[int, int, int], float]] = {
+    "union": lambda both, a, b: both / (a + b - both),
+    "min": lambda both, a, b: both / min(a, b),
+    "max": lambda both, a, b: both / max(a, b),
+}
+
+
+def similarity(a: str, b: str, kind: str = "union") -> float:
+    """Return the exact similarity of the sets of 5-grams of two texts, from 0 to 1.
+
+    Args:
+        a: A text.
+        b: Another one.
+        kind: Key of `SIMILARITIES`: what the size of the intersection is divided by.
+    """
+    wide = is_wide(a) or is_wide(b)
+    first, second = shingle_set(a, wide=wide), shingle_set(b, wide=wide)
+    return SIMILARITIES[kind](shared(first, second), len(first), len(second))
