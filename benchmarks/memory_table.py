@@ -24,10 +24,17 @@ def runs(directories: Iterable[Path]) -> Iterator[tuple[dict[str, Any], dict[str
     """Yield (what the file says of all its rows, row) of each run that knows both figures."""
     for directory in directories:
         for path in sorted(directory.rglob("train-*.json")):
-            about = json.loads(path.read_text())
-            for row in about["rows"]:
-                if row.get("peak_memory_bytes") and row.get("predicted_memory_bytes"):
-                    yield about, row
+            yield from _measured(json.loads(path.read_text()))
+        for path in sorted(directory.rglob("gpu-*.json")):
+            for step in json.loads(path.read_text())["steps"].values():
+                if isinstance(step["figures"], dict):
+                    yield from _measured(step["figures"])
+
+
+def _measured(about: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for row in about.get("rows", ()):
+        if row.get("peak_memory_bytes") and row.get("predicted_memory_bytes"):
+            yield about, row
 
 
 def cells(about: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -323,11 +323,12 @@ def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> 
         side = None
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # the peak of what failed is not the peak of what runs
         shape = replace(shape, micro_batch=shape.micro_batch // 2, accumulation=shape.accumulation * 2)
 
 
-def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Time all sides in turn; return one row of figures for each."""
+def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Time all sides in turn; after each counted round yield one row of figures for each side."""
     dtypes = args.dtype or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
     clock = CLOCKS[args.clock]
     kinds = args.sides or (["model"] if device.type == "cuda" else list(SIDES))
@@ -347,9 +348,23 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
             if round_number >= args.warmup:
                 seconds[side.name].append(taken)
         if round_number >= args.warmup:
+            memory = memory_of(device)  # before the probe, whose matrices count too
             for dtype in dtypes:
                 probes[dtype].append(matmul_probe(dtype, device, clock))
-    return [row_of(shape, args, device, dtype, side.name, seconds, losses, probes) for dtype, side in sides]
+            rows = (row_of(shape, args, device, dtype, side.name, seconds, losses, probes) for dtype, side in sides)
+            yield [{**row, **memory} for row in rows]
+
+
+def memory_of(device: torch.device) -> dict[str, int | None]:
+    """Return bytes on a GPU: tensors' peak, the peak of what the allocator took, and what the driver says is in use."""
+    if device.type != "cuda":
+        return dict.fromkeys(("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes"))
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "driver_memory_bytes": total - free,
+    }
 
 
 def row_of(
@@ -396,7 +411,6 @@ def row_of(
         "compile": args.compile,
         "recompute": args.recompute,
         "gradient_accumulation_dtype": "fp32" if name == "neox bf16" else dtype,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "predicted_memory_bytes": plan.memory.total if name.startswith("neox") else None,
     }
 
@@ -456,10 +470,11 @@ def main() -> None:
     if args.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu is for CPUs, with --threads 1")
     where = {**describe(device), "clock": args.clock}
-    rows = measure(shape, args, device)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**where, "name": args.shape, "rows": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    for rows in measure(shape, args, device):
+        if args.json:  # after each round: a run that is cut off leaves what it measured
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({**where, "name": args.shape, "rows": rows}, indent=1) + "\n")
     print(f"{args.shape}: {rows[0]['parameters'] / 1e6:,.1f} M parameters on {where['device']}, torch {where['torch']}")
     print(f"peak: {rows[0]['peak'] / 1e12:.2f} TFLOP/s ({rows[0]['peak_source']}); FLOPs per token = 6 P + 12 L S H")
     for row in rows:
@@ -470,7 +485,7 @@ def main() -> None:
             f"  {row['model_flops_per_second'] / 1e12:8.3f} TFLOP/s"
             f"  MFU {100 * row['mfu']:5.1f} %  of probe {row['of_probe']:.2f}"
             + (f"  {compared:.2f} x transformers fp32" if compared else "")
-            + (f"  {memory / 2**30:.1f} GiB" if memory else "")
+            + (f"  {memory / 2**30:.1f} GiB, driver {row['driver_memory_bytes'] / 2**30:.1f}" if memory else "")
             + (f" (plan: {row['predicted_memory_bytes'] / 2**30:.1f})" if row["predicted_memory_bytes"] else "")
         )
 
