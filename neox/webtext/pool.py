@@ -41,7 +41,9 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             yield item, function(item)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once, not in each process
+    # Imported once, not in each process. (The server has another import path: our modules could be those of another
+    # installation there.)
+    context.set_forkserver_preload(["numpy", "orjson", "pydantic", "yaml", "zstandard"])
     pool = ProcessPoolExecutor(workers, context, _start)
     pending: deque[tuple[T, Future[R]]] = deque()
     try:

@@ -7,9 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.webtext.dedup import DEDUP
+from neox.webtext.filter_urls import FILTER_URLS
 from neox.webtext.shuffle import SHUFFLE
 from neox.webtext.step import Step
 
-_IN_ORDER: tuple[Step[Any], ...] = (DEDUP, SHUFFLE)
+_IN_ORDER: tuple[Step[Any], ...] = (
+    FILTER_URLS,
+    DEDUP,
+    SHUFFLE,
+)
 
 STEPS: Mapping[str, Step[Any]] = MappingProxyType({step.name: step for step in _IN_ORDER})
