@@ -35,6 +35,15 @@ SMALL: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
 }
 
+# Networks that tests of every network's properties build: keys beside `SMALL`.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "learned": {"pos_emb": "learned", "opt_pos_emb_offset": 2, "max_position_embeddings": 18},
+    "sinusoidal": {"pos_emb": "sinusoidal", "norm": "scalenorm"},
+    "alibi": {"pos_emb": "alibi", "norm": "rmsnorm", "gpt_j_residual": True},
+    "none": {"pos_emb": "none", "norm": "non_parametric_layernorm"},
+}
+
 
 def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
     """Resolve flat keys as they are."""

@@ -3,7 +3,7 @@
 from neox.architecture.architecture import Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
-from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerKind, LayerPlan, build_layer_plan
+from neox.architecture.layers import BLOCK_OFFSET, WORD_EMBEDDINGS, LayerEntry, LayerKind, LayerPlan, build_layer_plan
 from neox.architecture.parameter import Initialization, ParameterSpec
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
 
@@ -14,6 +14,7 @@ __all__ = [
     "NORMS",
     "POSITIONS",
     "SPARSITY",
+    "WORD_EMBEDDINGS",
     "Activation",
     "Architecture",
     "Attention",

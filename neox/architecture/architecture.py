@@ -69,7 +69,8 @@ class Architecture:
         learned_offset: Rows of a learned table before that of position 0.
         rpe_buckets: Rows of the table of relative positions; 0 where positions are not `rpe`.
         rpe_max_distance: Distance from which on relative positions share a row; 0 likewise.
-        max_positions: Longest sequence the network is meant for, in tokens. No parameter depends on it.
+        max_positions: Longest sequence the network is meant for, in tokens, and rows of a table of learned positions.
+            No parameter of other positions depends on it, so checkpoints are not compared in it.
         attention: Key of `ATTENTION` for each block.
         window: Keys that a query of a `sliding_window` block sees, itself included; 0 without such blocks.
         sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
@@ -101,13 +102,18 @@ class Architecture:
     learned_offset: int = field(default=0, metadata=_FINETUNE)
     rpe_buckets: int = field(default=0, metadata=_FINETUNE)
     rpe_max_distance: int = field(default=0, metadata=_FINETUNE)
-    max_positions: int = field(metadata={"stored": False})
+    max_positions: int = field(metadata={"stored": False})  # compared where positions are learned
     attention: tuple[str, ...] = field(metadata=_FINETUNE)
     window: int = field(default=0, metadata=_FINETUNE)
     sparsity: Pairs = field(default=(), metadata=_FINETUNE)
     gmlp_width: int = 0
     soft_prompt_tokens: int = 0
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens that there are positions for."""
+        return self.max_positions - self.learned_offset
 
     @property
     def parallel_residual(self) -> bool:
@@ -146,6 +152,6 @@ class Architecture:
             for f in fields(self)
             if f.name in saved
             and saved[f.name] != getattr(self, f.name)
-            and f.metadata.get("stored", True)
+            and (f.metadata.get("stored", True) or self.positions == "learned")
             and finetune in (None, f.metadata.get("finetune", False))
         ]

@@ -38,15 +38,23 @@ class Norm:
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
 
 
+def _none(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Positions:
     """How positions enter the network.
 
     Attributes:
         rotates: Whether queries and keys are transformed, so that both forms are kept for the backward pass.
+        biases_scores: Whether scores are changed, so that every kernel reads a number for each of them.
+        embedding: Its parameters beside the word embeddings, in layer 0.
     """
 
     rotates: bool = False
+    biases_scores: bool = False
+    embedding: Callable[[Architecture], tuple[ParameterSpec, ...]] = _none
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,10 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     )
 
 
+def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec("position_embeddings.weight", (architecture.max_positions, architecture.hidden_size)),)
+
+
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"gelu": Activation(), "gelu_tanh": Activation()})
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
@@ -101,7 +113,15 @@ NORMS: Mapping[str, Norm] = MappingProxyType(
         "non_parametric_layernorm": Norm(lambda hidden: ()),
     }
 )
-POSITIONS: Mapping[str, Positions] = MappingProxyType({"rotary": Positions(rotates=True), "none": Positions()})
+POSITIONS: Mapping[str, Positions] = MappingProxyType(
+    {
+        "learned": Positions(embedding=_learned_positions),
+        "rotary": Positions(rotates=True),
+        "sinusoidal": Positions(),
+        "alibi": Positions(biases_scores=True),
+        "none": Positions(),
+    }
+)
 _SELF_ATTENTION = Attention(_self_attention, lambda length: length)  # sparse kinds mask a dense product
 ATTENTION: Mapping[str, Attention] = MappingProxyType(dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION))
 

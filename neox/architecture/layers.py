@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from neox.architecture.architecture import Architecture
-from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, row_parallel_bias
+from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, row_parallel_bias
 from neox.architecture.parameter import ParameterSpec
 
 LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
+WORD_EMBEDDINGS = "word_embeddings.weight"
+"""The parameter of layer 0 that a tied head uses."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,10 @@ def build_layer_plan(
         head_parallelism: Dimension of an untied head that tensor ranks split: "column" the vocabulary, "row" the
             hidden dimension (NeoX's `output_layer_parallelism`).
     """
-    embedding = (ParameterSpec("word_embeddings.weight", (padded_vocab_size, architecture.hidden_size), 0),)
+    words = ParameterSpec(WORD_EMBEDDINGS, (padded_vocab_size, architecture.hidden_size), 0)
+    embedding = (words, *POSITIONS[architecture.positions].embedding(architecture))
     tied = architecture.tie_word_embeddings
-    head = replace(embedding[0], name="final_linear.weight", partition_dim=0 if head_parallelism == "column" else 1)
+    head = replace(words, name="final_linear.weight", partition_dim=0 if head_parallelism == "column" else 1)
     last = architecture.num_layers + 4
     blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
     layers = (

@@ -85,5 +85,5 @@ def canonical_parameter(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a stored tensor is no weight but a table that can be computed (rotary frequencies, masks)."""
-    return name.endswith(("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"))
+    """Return whether a stored tensor is no weight but a table that can be computed (frequencies, slopes, masks)."""
+    return name.endswith((".inv_freq", "alibi_embed.slopes", "attention.bias", "attention.masked_bias"))

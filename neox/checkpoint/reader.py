@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from neox.architecture import LayerPlan, ParameterSpec
+from neox.architecture import WORD_EMBEDDINGS, LayerPlan, ParameterSpec
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import (
     canonical_parameter,
@@ -140,9 +140,6 @@ def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-_EMBEDDING = "word_embeddings.weight"
-
-
 class CheckpointReader:
     """The weights and the client state in one `global_stepN` directory.
 
@@ -263,7 +260,7 @@ class CheckpointReader:
         The result may be a view of the mapped file: clone it before writing into it.
         """
         if self._is_embedding(index):
-            return self.full(0, _EMBEDDING)
+            return self.full(0, WORD_EMBEDDINGS)
         spec = self.spec(index, name)
         where = str(self.path / layer_file(index, 0))
         full = join(spec, self.parts(index, name), where=where, on_drift=self._on_drift)
@@ -349,7 +346,9 @@ class CheckpointReader:
         wanted = {layer.index for layer in layers.weight_layers}
         stored, last_layer = set(self._source.indices), len(layers) - 1
         if other_head:
-            copied = last_layer not in stored or self.names(last_layer) == (_EMBEDDING,)  # a tied head may be stored
+            copied = last_layer not in stored or self.names(last_layer) == (
+                WORD_EMBEDDINGS,
+            )  # a tied head may be stored
             self._head_from_embedding = last_layer in wanted and copied
             wanted, stored = wanted - {last_layer}, stored - {last_layer}
         if missing := sorted(wanted - stored):
@@ -361,7 +360,7 @@ class CheckpointReader:
                 f"{head}, the checkpoint's last layer is {last}"
             )
         extra = [index for index in sorted(stored - wanted) if self.names(index)]
-        if tied and extra == [last_layer] and self.names(last_layer) == (_EMBEDDING,):
+        if tied and extra == [last_layer] and self.names(last_layer) == (WORD_EMBEDDINGS,):
             return  # a tied head's copy of the embedding
         if extra:
             raise CheckpointError(

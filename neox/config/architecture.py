@@ -106,6 +106,9 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "rotary_base": _Field(
             ("pos_emb", "rotary_emb_base"), lambda positions, base: float(base) if positions == "rotary" else 0.0
         ),
+        "learned_offset": _Field(
+            ("pos_emb", "opt_pos_emb_offset"), lambda positions, offset: offset if positions == "learned" else 0
+        ),
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
         "attention": _Field(("attention_config", "num_layers"), _attention),
         "sparsity": _Field(("sparsity_config", "attention_config", "num_layers"), _sparsity),
@@ -143,7 +146,7 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "num_attention_heads": architecture.num_attention_heads,
-        "seq_length": architecture.max_positions,
+        "seq_length": architecture.max_length,
         "max_position_embeddings": architecture.max_positions,
         "norm": architecture.norm,
         _epsilon_key(architecture.norm): architecture.norm_epsilon,
@@ -155,6 +158,8 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.positions == "rotary":
         keys |= {"rotary_pct": architecture.rotary_fraction, "rotary_emb_base": int(architecture.rotary_base)}
+    if architecture.learned_offset:
+        keys["opt_pos_emb_offset"] = architecture.learned_offset
     if set(architecture.attention) != {"global"}:
         keys["attention_config"] = list(architecture.attention)
     if architecture.sparsity:

@@ -161,6 +161,9 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     else:
         kept, working = blocks * one_layer, 0
     total = in_flight * kept + working
+    if POSITIONS[layers.architecture.positions].biases_scores:  # one for all blocks
+        heads = layers.architecture.num_attention_heads // setting.tp_size
+        total += in_flight * heads * setting.sequence**2 * size
     if setting.pp_size > 1:
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
     if "head" in kinds:

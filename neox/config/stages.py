@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from neox.architecture import LayerEntry, LayerPlan
+from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan
 
 # The model's layer classes by kind. DeepSpeed matches `type:REGEX` against these names, case-insensitively, so that
 # identity layers must contain neither "transformer" nor "mlp".
@@ -56,8 +56,10 @@ def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> 
 
 def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int) -> int:
     """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included."""
-    owner = plan[layer.tied_to] if layer.tied_to is not None else layer
-    return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in owner.parameters)
+    held = layer.parameters
+    if layer.tied_to is not None:
+        held = tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
+    return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in held)
 
 
 def partition_uniform(items: int, parts: int) -> list[int]:

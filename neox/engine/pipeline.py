@@ -12,14 +12,14 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from neox.architecture import WORD_EMBEDDINGS
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
-from neox.model import LMHead, TransformerLayer, build_layer, run_blocks, tied_logits
+from neox.model import Embedding, LMHead, TransformerLayer, build_layer, run_blocks, tied_logits
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 
 TIE = "embedding"
-_TIED_WEIGHT = "word_embeddings.weight"
 BuildLayer = Callable[[int], nn.Module]
 
 
@@ -35,14 +35,17 @@ class _PlannedLayer(LayerSpec):  # type: ignore[misc]
 
 
 class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """Specification of a layer that uses the embedding: the embedding itself, or a head with its weight."""
+    """Specification of a layer that uses the embedding: the embedding itself, or a head with a copy of its weight."""
 
     def __init__(self, build: BuildLayer, index: int, forward_fn: Callable[..., Tensor] | None = None) -> None:
-        super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=_TIED_WEIGHT)
+        super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=WORD_EMBEDDINGS)
         self._build_layer, self._index = build, index
 
     def build(self, log: bool = False) -> nn.Module:
-        return self._build_layer(self._index)
+        layer = self._build_layer(self._index)
+        if self.forward_fn is not None and isinstance(layer, Embedding):
+            layer.position_embeddings = None  # the head's copy holds the words alone
+        return layer
 
 
 class PipelineGPT(PipelineModule):  # type: ignore[misc]

@@ -124,7 +124,7 @@ def runner_of_forward(
         grid: Process groups.
         device: Device of the model.
     """
-    stage = Stage(blocks=(), embedding=forward, norm=nn.Identity(), head=nn.Identity())
+    stage = Stage(blocks=(), embedding=lambda tokens, _: forward(tokens), norm=nn.Identity(), head=nn.Identity())
     return _runner(plan, stage, grid, device, DTYPES[plan.precision], recompute=True)
 
 

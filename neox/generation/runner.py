@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.launch import report_progress
-from neox.model import KVCache, TransformerLayer, run_blocks
+from neox.model import KVCache, TransformerLayer, run_blocks, token_positions
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
@@ -29,7 +29,7 @@ class Stage:
     """Layers of one rank: all of them, or one pipeline stage's (embedding on the first, norm and head on the last)."""
 
     blocks: Sequence[TransformerLayer]
-    embedding: Callable[[Tensor], Tensor] | None
+    embedding: Callable[[Tensor, Tensor], Tensor] | None
     norm: Callable[[Tensor], Tensor] | None
     head: Callable[[Tensor], Tensor] | None
 
@@ -63,7 +63,7 @@ class ModelRunner:
             recompute: Compute the whole sequence at each step instead of keeping keys and values.
         """
         self.stage, self.grid = stage, grid
-        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_positions
+        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_length
         self.device, self.dtype = device, dtype
         self.recompute = recompute
 
@@ -108,7 +108,7 @@ class ModelRunner:
             x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
         else:
-            x = stage.embedding(tokens)
+            x = stage.embedding(tokens, token_positions(tokens, cache))
         x = run_blocks(stage.blocks, x, cache)
         if stage.norm is None:
             dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)

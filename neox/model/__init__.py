@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import TransformerLayer, run_blocks
+from neox.model.block import TransformerLayer, run_blocks, token_positions
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead, TiedHead, tied_logits
@@ -24,4 +24,5 @@ __all__ = [
     "initialize",
     "run_blocks",
     "tied_logits",
+    "token_positions",
 ]

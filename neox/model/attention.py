@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.model.cache import LayerCache
-from neox.model.positions import POSITIONS, Tables
+from neox.model.positions import POSITIONS, PositionEncoding, Tables
 from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
@@ -65,8 +65,11 @@ class SelfAttention(nn.Module):
         self.softmax_scale = float(number + 1 if layer_scaling else 1)
         self.scale = 1.0 / (math.sqrt(self.head_dim) * self.softmax_scale)
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, multiply=linear, **options)
-        encoding = POSITIONS[architecture.positions]
-        self.rotary_emb = None if encoding is None else encoding(architecture, options.get("device"))
+        build = POSITIONS[architecture.positions].attention
+        encoding = None if build is None else build(architecture, grid, **options)
+        self._encoding_name = None if encoding is None else encoding.name
+        if encoding is not None:
+            self.add_module(encoding.name, encoding)
         self.dense = RowParallelLinear(hidden, hidden, grid, multiply=linear, **options)
 
     def forward(
@@ -89,15 +92,19 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         positions = torch.arange(length, device=x.device) if positions is None else positions
         qkv = self.query_key_value(x).view(batch, length, self.heads_here, 3, self.head_dim)
-        if self.rotary_emb is None:
+        encoding, bias = self.encoding, None
+        if encoding is None:
             q, k, v = qkv.unbind(3)  # each [B, S, N, D]
         else:
-            tables = self.position_tables(positions, x.dtype) if tables is None else tables
+            if tables is None:
+                tables = encoding.tables(positions, length if cache is None else cache.keys.shape[2], x.dtype)
             queries_keys, v = qkv.split((2, 1), dim=3)
-            q, k = self.rotary_emb(queries_keys, tables).unbind(3)
+            q, k = encoding(queries_keys, tables).unbind(3)
             v = v.squeeze(3)
+            bias = encoding.score_bias(tables)
         if cache is not None:
-            out = cache.attend(q, k, v, self.scale * self.softmax_scale, self.pairs(positions, cache.positions))
+            pairs = self.pairs(positions, cache.positions)
+            out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
             out = core_attention(
                 q,
@@ -109,6 +116,7 @@ class SelfAttention(nn.Module):
                 dropout_p=self.dropout if self.training else 0.0,
                 dropout_context=self.grid.rng.fork(x.device) if self.grid.rng.enabled else None,
                 mask=_both(same_document, self.pairs(positions, positions)),
+                bias=bias,
             )
         return out.reshape(batch, length, self.heads_here * self.head_dim)
 
@@ -120,9 +128,14 @@ class SelfAttention(nn.Module):
         """
         return None
 
-    def position_tables(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
-        """Return what blocks need of the tokens' positions [S] or [B, S]: the same for every block."""
-        return None if self.rotary_emb is None else self.rotary_emb.tables(positions, dtype)
+    @property
+    def encoding(self) -> PositionEncoding | None:
+        """What positions do here, if anything."""
+        return None if self._encoding_name is None else cast(PositionEncoding, getattr(self, self._encoding_name))
+
+    def position_tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables | None:
+        """Return what blocks need of the new tokens' positions [S] or [B, S] and the number of all tokens seen."""
+        return None if self.encoding is None else self.encoding.tables(positions, keys, dtype)
 
 
 class SparseSelfAttention(SelfAttention):

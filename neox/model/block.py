@@ -130,11 +130,25 @@ def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> 
     return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, **options)
 
 
+def token_positions(x: Tensor, cache: KVCache | None = None, document_starts: Tensor | None = None) -> Tensor:
+    """Return the positions of tokens or hidden states [B, S, ...]: [S], or [B, S] where rows differ.
+
+    Args:
+        x: Tokens or hidden states.
+        cache: Tokens seen before, after which positions go on.
+        document_starts: Where each token's document, in which positions start from 0, starts in its row, [B, S].
+    """
+    assert cache is None or document_starts is None, "documents are kept apart in training and scoring alone"
+    if cache is not None:
+        return cache.positions(x.shape[1])
+    slots = torch.arange(x.shape[1], device=x.device)
+    return slots if document_starts is None else slots - document_starts
+
+
 def run_blocks(
     blocks: Sequence[TransformerLayer],
     x: Tensor,
     cache: KVCache | None = None,
-    positions: Tensor | None = None,
     document_starts: Tensor | None = None,
     recompute: int = 0,
 ) -> Tensor:
@@ -144,7 +158,6 @@ def run_blocks(
         blocks: In order.
         x: Hidden states.
         cache: Tokens seen before; these are appended.
-        positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
         document_starts: Where each token's document starts in its row, [B, S]; attention and positions then stay within
             documents. Not with a cache.
         recompute: Recompute so many blocks at a time in the backward pass; 0 keeps all activations.
@@ -152,14 +165,10 @@ def run_blocks(
     if not blocks:
         return x
     length = x.shape[1]
-    same_document = None
-    if document_starts is not None:
-        assert cache is None, "documents are kept apart in training and scoring alone"
-        positions = torch.arange(length, device=x.device) - document_starts
-        same_document = same_document_pairs(document_starts)
-    elif positions is None:
-        positions = torch.arange(length, device=x.device) if cache is None else cache.positions(length)
-    tables = blocks[0].attention.position_tables(positions, x.dtype)
+    same_document = None if document_starts is None else same_document_pairs(document_starts)
+    keys = length if cache is None else cache.length + length
+    positions = token_positions(x, cache, document_starts)
+    tables = blocks[0].attention.position_tables(positions, keys, x.dtype)
     if cache is not None:
         for block, part in zip(blocks, cache.layers(length), strict=True):
             x = block(x, tables, part, None, positions)

@@ -39,7 +39,7 @@ def build_layer(
     if entry.kind == "identity":
         return nn.Identity()
     if entry.kind == "embedding":
-        layer = Embedding(vocab, network.hidden_size, grid, dropout=training.hidden_dropout, **options)
+        layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
     elif entry.kind == "block":
         number = index - BLOCK_OFFSET
         layer = TransformerLayer(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
+from neox.ops import masked_bias
 from neox.parallel import ParallelGrid
 
 
@@ -110,7 +111,9 @@ class LayerCache(NamedTuple):
     causal: bool
     positions: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D].
 
         Args:
@@ -119,10 +122,13 @@ class LayerCache(NamedTuple):
             v: New values.
             scale: Factor of the scores.
             pairs: Bool [B or 1, N or 1, S, length + S], causal: attend to these alone.
+            bias: Added to the scaled scores, [1, N, S, length + S], with -inf for later keys.
         """
         mask = self.mask
         if pairs is not None:
             mask = pairs if mask is None else mask & pairs
+        if bias is not None:
+            mask = masked_bias(bias, mask)
         self.new[:, :, 0] = k.transpose(1, 2)
         self.new[:, :, 1] = v.transpose(1, 2)
         out = F.scaled_dot_product_attention(
@@ -130,7 +136,7 @@ class LayerCache(NamedTuple):
             self.keys,
             self.values,
             attn_mask=mask,
-            is_causal=self.causal and pairs is None,
+            is_causal=self.causal and mask is None,
             scale=scale,
         )
         return out.transpose(1, 2)

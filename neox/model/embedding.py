@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.model.block import build_norm
+from neox.model.positions import POSITIONS
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -27,12 +29,12 @@ from neox.parallel import (
 
 
 class Embedding(nn.Module):
-    """Layer 0: tokens [B, S] -> [B, S, H], with dropout."""
+    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of their positions added, and dropout."""
 
     def __init__(
         self,
+        architecture: Architecture,
         padded_vocab_size: int,
-        hidden_size: int,
         grid: ParallelGrid,
         *,
         dropout: float = 0.0,
@@ -41,11 +43,17 @@ class Embedding(nn.Module):
         super().__init__()
         self.grid = grid
         self.dropout = dropout
-        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, grid, **options)
+        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, architecture.hidden_size, grid, **options)
+        encoding = POSITIONS[architecture.positions].embedding
+        self.position_embeddings = None if encoding is None else encoding(architecture, **options)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look up token ids [B, S] -> [B, S, H], with dropout."""
-        return F.dropout(self.word_embeddings(tokens), self.dropout, self.training)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout."""
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x = x + self.position_embeddings(positions).to(x.dtype)
+        return F.dropout(x, self.dropout, self.training)
 
 
 class FinalNorm(nn.Module):

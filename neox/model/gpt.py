@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from neox.architecture import BLOCK_OFFSET
 from neox.config.plan import RunPlan
-from neox.model.block import TransformerLayer, run_blocks
+from neox.model.block import TransformerLayer, run_blocks, token_positions
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
 from neox.model.embedding import Embedding, Head, LMHead, TiedHead
@@ -53,7 +53,6 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         cache: KVCache | None = None,
-        positions: Tensor | None = None,
         document_starts: Tensor | None = None,
         loss: Callable[[Tensor, LMHead], Tensor] | None = None,
     ) -> Tensor:
@@ -62,7 +61,6 @@ class GPT(nn.Module):
         Args:
             tokens: Token ids [B, S].
             cache: Tokens seen before; these are appended.
-            positions: [S] or [B, S]; from the cache, or 0..S-1, if None.
             document_starts: [B, S], where each token's document starts in its row; attention and positions then stay
                 within documents. Without a cache only.
             loss: Function of the hidden states [B, S, H] and the head. It is called here because ZeRO 3 gathers the
@@ -71,20 +69,19 @@ class GPT(nn.Module):
         Returns:
             Logits [B, S, V/tp], or the result of `loss`.
         """
-        hidden = self.hidden(tokens, cache, positions, document_starts)
+        hidden = self.hidden(tokens, cache, document_starts)
         return self.logits(hidden) if loss is None else loss(hidden, self.head)
 
     def hidden(
         self,
         tokens: Tensor,
         cache: KVCache | None = None,
-        positions: Tensor | None = None,
         document_starts: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the final norm [B, S, H]."""
-        x = cast(Embedding, self.sequential[0])(tokens)
+        x = cast(Embedding, self.sequential[0])(tokens, token_positions(tokens, cache, document_starts))
         recompute = self.recompute_chunk if self.training and torch.is_grad_enabled() else 0
-        x = run_blocks(self.blocks, x, cache, positions, document_starts, recompute)
+        x = run_blocks(self.blocks, x, cache, document_starts, recompute)
         return self.sequential[-2](x)
 
     def logits(self, x: Tensor) -> Tensor:

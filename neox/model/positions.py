@@ -1,44 +1,68 @@
-"""Positions by name: what they do to queries and keys.
+"""Positions by name: what they add to the tokens' vectors, to queries and keys, or to scores.
 
-Legend: B batch, S sequence, N heads here, D head dim, R rotary dims.
+Legend: B batch, S sequence, T keys (tokens seen before, and the S new ones), N heads here, D head dim, R rotary dims,
+H hidden.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import Architecture
-from neox.ops import rotary_inv_freq, rotary_tables, rotate
+from neox.ops import alibi_slopes, rotary_inv_freq, rotary_tables, rotate
+from neox.parallel import ParallelGrid
 
 Tables = tuple[Tensor, ...]
 """What a position encoding computes from the tokens' positions once for all blocks."""
 
 
 class PositionEncoding(nn.Module):
-    """What a position encoding does to queries and keys."""
+    """What positions do in the attention of one block.
+
+    Attributes:
+        name: Of the module inside the attention, as in gpt-neox's checkpoints.
+    """
+
+    name: str
 
     def reset(self) -> None:
         """Compute the buffers again, after a module made on the meta device got memory."""
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
-        """Return what `forward` needs for positions [S] or [B, S]: computed once for all blocks."""
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+        """Return what `forward` and `score_bias` need, computed once for all blocks.
+
+        Args:
+            positions: Of the new tokens, [S] or [B, S].
+            keys: T.
+            dtype: Of the hidden states.
+        """
         raise NotImplementedError
 
     def forward(self, queries_keys: Tensor, tables: Tables) -> Tensor:
         """Encode queries and keys side by side: [B, S, N, 2, D] -> the same shape."""
-        raise NotImplementedError
+        return queries_keys
+
+    def score_bias(self, tables: Tables) -> Tensor | None:
+        """Return what is added to scaled scores, [1, N, S, T], with -inf for later keys; None for nothing."""
+        return None
 
 
 class RotaryEmbedding(PositionEncoding):
     """Rotary positions (RoFormer, arXiv:2104.09864). Holds the buffer `inv_freq` [R/2], fp32, as NeoX's files do."""
 
+    name = "rotary_emb"
     inv_freq: Tensor
 
-    def __init__(self, architecture: Architecture, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, architecture: Architecture, grid: ParallelGrid, device: torch.device | str | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.rotary_ndims, self.base = architecture.rotary_ndims, architecture.rotary_base
         self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device))
@@ -47,7 +71,7 @@ class RotaryEmbedding(PositionEncoding):
         """Compute the buffer again, after a module made on the meta device got memory."""
         self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device))
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
         """Return cosines and sines for positions [S] or [B, S]: [S, 1, 1, R] or [B, S, 1, 1, R]."""
         cos, sin = rotary_tables(self.inv_freq, positions, dtype)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -57,10 +81,118 @@ class RotaryEmbedding(PositionEncoding):
         return rotate(queries_keys, *tables)
 
 
-POSITIONS: Mapping[str, Callable[..., PositionEncoding] | None] = MappingProxyType(
-    {"rotary": RotaryEmbedding, "none": None}
+class AlibiEmbedding(PositionEncoding):
+    """Scores fall linearly with the distance (ALiBi, arXiv:2108.12409). Holds the buffer `slopes` [N], fp32.
+
+    A distance is one of the row: documents in one row, and padding, do not change it.
+    """
+
+    name = "alibi_embed"
+    slopes: Tensor
+
+    def __init__(
+        self, architecture: Architecture, grid: ParallelGrid, device: torch.device | str | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.heads, self.grid = architecture.num_attention_heads, grid
+        self.register_buffer("slopes", self._slopes_here(device))
+
+    def _slopes_here(self, device: torch.device | str | None) -> Tensor:
+        slopes = torch.tensor(alibi_slopes(self.heads), dtype=torch.float32, device=device)
+        return slopes.chunk(self.grid.tp_size)[self.grid.tp_rank].clone()
+
+    def reset(self) -> None:
+        """Compute the buffer again, after a module made on the meta device got memory."""
+        self.slopes.copy_(self._slopes_here(self.slopes.device))
+
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+        """Return the bias [1, N, S, T] itself."""
+        distance = _distances(positions, keys)
+        bias = self.slopes.float().view(1, -1, 1, 1) * -distance
+        return (bias.masked_fill(distance < 0, -math.inf).to(dtype),)
+
+    def score_bias(self, tables: Tables) -> Tensor:
+        """Return the bias [1, N, S, T]."""
+        return tables[0]
+
+
+def _distances(positions: Tensor, keys: int) -> Tensor:
+    """Return how many tokens each key lies before each query in the row, [S, T]; negative for later keys."""
+    slots = torch.arange(keys, device=positions.device)
+    return slots[keys - positions.shape[-1] :].unsqueeze(1) - slots
+
+
+class LearnedPositions(nn.Module):
+    """A trained vector for each position: `weight` [max_positions, H], whose first `learned_offset` rows are unused."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.offset = architecture.learned_offset
+        shape = (architecture.max_positions, architecture.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look up positions [...] -> [..., H]."""
+        return F.embedding(positions + self.offset, self.weight)
+
+
+class SinusoidalPositions(nn.Module):
+    """Sines and cosines of each position (arXiv:1706.03762), first all sines as in gpt-neox.
+
+    Holds the buffer `inv_freq` [H/2], fp32.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = architecture.hidden_size
+        self.register_buffer("inv_freq", rotary_inv_freq(self.hidden_size, _SINUSOIDAL_BASE, device))
+
+    def reset(self) -> None:
+        """Compute the buffer again, after a module made on the meta device got memory."""
+        self.inv_freq.copy_(rotary_inv_freq(self.hidden_size, _SINUSOIDAL_BASE, self.inv_freq.device))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Compute positions [...] -> [..., H], fp32."""
+        angles = positions.unsqueeze(-1) * self.inv_freq.float()
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+_SINUSOIDAL_BASE = 10_000.0
+
+
+class Encoding(NamedTuple):
+    """How positions of one name are computed.
+
+    Attributes:
+        attention: Constructor (architecture, grid, device=, dtype=) of what they do in each block.
+        embedding: Constructor (architecture, device=, dtype=) of the vectors added to the tokens'.
+    """
+
+    attention: Callable[..., PositionEncoding] | None = None
+    embedding: Callable[..., nn.Module] | None = None
+
+
+POSITIONS: Mapping[str, Encoding] = MappingProxyType(
+    {
+        "rotary": Encoding(attention=RotaryEmbedding),
+        "none": Encoding(),
+        "learned": Encoding(embedding=LearnedPositions),
+        "sinusoidal": Encoding(embedding=SinusoidalPositions),
+        "alibi": Encoding(attention=AlibiEmbedding),
+    }
 )
-"""Name -> constructor (architecture, device), or None where nothing is done to queries and keys."""
 
 
 def reset_buffers(layer: nn.Module) -> None:
@@ -70,7 +202,7 @@ def reset_buffers(layer: nn.Module) -> None:
         TypeError: A module has buffers and cannot compute them again.
     """
     for module in layer.modules():
-        if isinstance(module, PositionEncoding):
+        if isinstance(module, PositionEncoding | SinusoidalPositions):
             module.reset()
         elif next(module.buffers(recurse=False), None) is not None:
             raise TypeError(f"{type(module).__name__} has buffers that nothing computes again")

@@ -5,11 +5,12 @@ from types import MappingProxyType
 import torch
 
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import AttentionImpl, core_attention, same_document_pairs
+from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs
 from neox.ops.linear import linear
 from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
+from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_pairs
@@ -24,6 +25,7 @@ __all__ = [
     "MASKED_SCORE",
     "AttentionImpl",
     "PackedWeight",
+    "alibi_slopes",
     "can_pack",
     "SoftmaxImpl",
     "block_layout",
@@ -31,6 +33,8 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "masked_bias",
+    "relative_buckets",
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",

@@ -1,6 +1,7 @@
 """Causal attention of one layer: three implementations with one signature.
 
-A mask tensor is passed only if documents in one row are kept apart, or by kinds of attention that need one.
+A mask tensor is passed only if documents in one row are kept apart, or by kinds of attention that need one; a bias by
+positions that add to scores.
 
 Legend: B batch, S sequence, N heads, D head dim.
 """
@@ -31,6 +32,7 @@ def core_attention(
     dropout_p: float = 0.0,
     dropout_context: AbstractContextManager[None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend: q, k, v [B, S, N, D] -> [B, S, N, D].
 
@@ -47,12 +49,14 @@ def core_attention(
         dropout_context: Entered around the dropout, to choose its random stream.
         mask: Bool, [B or 1, N or 1, S, S]: the pairs (query, key) that see each other, causal itself; all earlier ones
             if None. Not for "fused".
+        bias: Added to the scaled scores, [1, N, S, S], with -inf for later keys.
     """
     assert mask is None or impl != "fused", "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
     if impl == "flash":
+        mask = mask if bias is None else masked_bias(bias, mask)
         with context:
             out = F.scaled_dot_product_attention(
                 q,
@@ -66,6 +70,8 @@ def core_attention(
         return out.transpose(1, 2)
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
     scores = torch.matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
+    if bias is not None:
+        scores = scores + (bias if softmax_scale == 1.0 else bias / softmax_scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, MASKED_SCORE)
     weights = scale_mask_softmax(scores, softmax_scale, kernel)
@@ -73,6 +79,11 @@ def core_attention(
         with context:
             weights = F.dropout(weights, dropout_p)
     return torch.matmul(weights, v).transpose(1, 2)
+
+
+def masked_bias(bias: Tensor, visible: Tensor | None) -> Tensor:
+    """Return a bias of scores [1, N, S, T] with -inf where a query does not see a key (bool, or for all pairs None)."""
+    return bias if visible is None else bias.masked_fill(~visible, -math.inf)
 
 
 def same_document_pairs(document_starts: Tensor) -> Tensor:

@@ -95,7 +95,12 @@ class ModelConfig(Section):
     """Smallest length of hidden states that ScaleNorm divides by."""
 
     pos_emb: PositionsName = "learned"
-    """How positions enter the network. gpt-neox's default `learned` is not implemented, so the key must be given."""
+    """How positions enter the network: `learned` and `sinusoidal` vectors are added to the tokens', `rotary` positions
+    rotate queries and keys, `alibi` lowers scores with the distance."""
+
+    opt_pos_emb_offset: Annotated[int, OnlyWith("pos_emb", ("learned",))] = Field(0, ge=0)
+    """Rows of the table of learned positions before that of position 0 (2 for OPT). They are among its
+    max_position_embeddings rows."""
 
     rotary_pct: Annotated[float, OnlyWith("pos_emb", ("rotary",))] = Field(1.0, gt=0, le=1)
     """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""

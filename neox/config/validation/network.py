@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ACTIVATIONS, ATTENTION, POSITIONS, settings_of, sparsity_of, sparsity_problem
+from neox.architecture import ATTENTION, settings_of, sparsity_of, sparsity_problem
 from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
@@ -19,11 +19,6 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     for key in REQUIRED:
         if getattr(model, key) is None:
             yield f"`{key}` is missing: every model needs it"
-    # gpt-neox's default is not always available.
-    for key, available in (("pos_emb", POSITIONS), ("activation", ACTIVATIONS)):
-        if (value := getattr(model, key)) not in available:
-            names = ", ".join(available)
-            yield f"`{key}` is missing: gpt-neox's default {value} is not implemented; give one of {names}"
     if model.bias_gelu_fusion and not model.activation.startswith("gelu"):
         yield config.problem("bias_gelu_fusion", f"is for activation gelu, not {model.activation}; remove it")
     yield from _heads(config)
@@ -66,6 +61,16 @@ def _lengths(config: NeoXConfig) -> Iterator[str]:
     if model.seq_length and model.max_position_embeddings and model.seq_length > model.max_position_embeddings:
         longest = config.describe_setting("max_position_embeddings")
         yield config.problem("seq_length", f"is longer than {longest}; raise the second")
+    elif model.seq_length and model.pos_emb == "learned" and model.opt_pos_emb_offset:
+        needed, rows = model.seq_length + model.opt_pos_emb_offset, model.max_position_embeddings or model.seq_length
+        if needed > rows:
+            yield config.problem(
+                "opt_pos_emb_offset",
+                f"and {config.describe_setting('seq_length')} need a table of {needed} rows; set "
+                f"max_position_embeddings to at least {needed} (it is {rows})",
+            )
+    if model.pos_emb == "sinusoidal" and (model.hidden_size or 0) % 2:
+        yield config.problem("hidden_size", "is odd; `pos_emb: sinusoidal` needs as many sines as cosines")
 
 
 def _stages(config: NeoXConfig) -> Iterator[str]:

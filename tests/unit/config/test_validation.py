@@ -38,8 +38,9 @@ VIOLATIONS = [
     ({"rotary_pct": 0.2}, ("rotary_pct: 0.2", "3 of the 16", "even")),
     ({"rotary_pct": 0.05}, ("rotary_pct: 0.05", "at least 2")),
     ({"norm": "batchnorm"}, ("norm", "batchnorm", "layernorm")),
-    ({"pos_emb": None}, ("pos_emb", "missing", "learned", "rotary")),
-    ({"pos_emb": "alibi"}, ("pos_emb", "alibi", "rotary")),
+    ({"pos_emb": "relative"}, ("pos_emb", "relative", "learned", "rotary")),
+    ({"pos_emb": "learned", "opt_pos_emb_offset": 2}, ("opt_pos_emb_offset", "max_position_embeddings", "34")),
+    ({"pos_emb": "sinusoidal", "hidden_size": 65, "num_attention_heads": 5}, ("hidden_size: 65", "sinusoidal")),
     ({"activation": "geglu"}, ("activation", "geglu", "gelu_tanh")),
     ({"attention_config": [[["rwkv"], 4]]}, ("rwkv", "or flash")),
     ({"attention_config": [[["flash"], 3]]}, ("3 layers", "num_layers: 4", '[[["flash"], 4]]')),
@@ -149,9 +150,17 @@ def test_what_changes_nothing_says_so(tiny, change, words):
 
 
 def test_every_violation_is_listed(tiny, tmp_path):
-    flat = {**tiny, "hidden_size": 66, "min_lr": 1.0, "pos_emb": None, "split": "x", "pipe_parallel_size": 3}
+    flat = {
+        **tiny,
+        "hidden_size": 66,
+        "min_lr": 1.0,
+        "pos_emb": "learned",
+        "opt_pos_emb_offset": 2,
+        "split": "x",
+        "pipe_parallel_size": 3,
+    }
     problems = violations(flat, world=7)
-    for text in ("hidden_size", "min_lr", "pos_emb", "split", "7 GPUs"):
+    for text in ("hidden_size", "min_lr", "opt_pos_emb_offset", "split", "7 GPUs"):
         assert any(text in problem for problem in problems)
 
 

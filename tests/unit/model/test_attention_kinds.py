@@ -38,7 +38,9 @@ def test_a_sparse_layer_is_the_softmax_over_the_pairs_of_its_layout(kind: str) -
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     q, k, v = attention.query_key_value(x).view(2, 16, 4, 3, 8).unbind(3)
-    q, k = attention.rotary_emb(torch.stack([q, k], 3), attention.position_tables(torch.arange(16), x.dtype)).unbind(3)
+    q, k = attention.rotary_emb(
+        torch.stack([q, k], 3), attention.position_tables(torch.arange(16), 16, x.dtype)
+    ).unbind(3)
     settings = settings_of(kind, model.architecture.sparsity)
     layout = block_layout(kind, settings, blocks=8, heads=range(4), layer=0)
     seen = sparse_pairs(layout, 2, torch.arange(16), torch.arange(16))

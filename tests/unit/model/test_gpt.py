@@ -9,18 +9,22 @@ from neox.errors import NeoXError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss
-from tests.plans import small_plan
+from tests.plans import NETWORKS, small_plan
 
 TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+every_network = pytest.mark.parametrize("keys", NETWORKS.values(), ids=NETWORKS)
+
+
+@every_network
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int):
+def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int, keys):
     grid = ParallelGrid.single()
     results = []
     for recompute in (False, True):
-        keys = {"checkpoint_activations": recompute, "checkpoint_num_layers": chunk}
-        model = GPT(small_plan(hidden_dropout=0.2, attention_dropout=0.2, **keys), grid)
+        recomputation = {"checkpoint_activations": recompute, "checkpoint_num_layers": chunk}
+        model = GPT(small_plan(hidden_dropout=0.2, attention_dropout=0.2, **recomputation, **keys), grid)
         grid.seed(3)
         loss = causal_lm_loss(model, TOKENS, TOKENS, torch.ones(TOKENS.shape))
         loss.backward()
@@ -28,8 +32,9 @@ def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int):
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
 
 
-def test_later_tokens_do_not_change_earlier_logits():
-    model = GPT(small_plan(), ParallelGrid.single()).eval()
+@every_network
+def test_later_tokens_do_not_change_earlier_logits(keys):
+    model = GPT(small_plan(**keys), ParallelGrid.single()).eval()
     changed = TOKENS.clone()
     changed[:, 7] = 5
     torch.testing.assert_close(model(TOKENS)[:, :7], model(changed)[:, :7])
@@ -37,17 +42,19 @@ def test_later_tokens_do_not_change_earlier_logits():
 
 
 @pytest.mark.parametrize("steps", [(12,), (5, 1, 1, 5), (1,) * 12])
+@every_network
 @torch.no_grad()
-def test_cache_gives_the_logits_of_the_whole_sequence(steps: tuple[int, ...]):
-    model = GPT(small_plan(), ParallelGrid.single()).eval()
+def test_cache_gives_the_logits_of_the_whole_sequence(steps: tuple[int, ...], keys):
+    model = GPT(small_plan(**keys), ParallelGrid.single()).eval()
     cache = model.new_cache(batch=2, max_length=12)
     logits = torch.cat([model(part, cache) for part in TOKENS.split(steps, dim=1)], dim=1)
     torch.testing.assert_close(logits, model(TOKENS), atol=1e-6, rtol=1e-5)
 
 
+@every_network
 @torch.no_grad()
-def test_left_padded_rows_give_the_logits_of_each_row_alone():
-    model = GPT(small_plan(), ParallelGrid.single()).eval()
+def test_left_padded_rows_give_the_logits_of_each_row_alone(keys):
+    model = GPT(small_plan(**keys), ParallelGrid.single()).eval()
     short = TOKENS[1:, :8]
     padded = torch.stack([TOKENS[0, :11], torch.cat([torch.zeros(3, dtype=torch.long), short[0]])])
     cache = model.new_cache(batch=2, max_length=16)

@@ -11,7 +11,7 @@ import torch
 from neox.model import GPT, build_layer, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology
-from tests.plans import small_plan
+from tests.plans import NETWORKS, small_plan
 
 
 def drawn(method: str, shape: tuple[int, int] = (300, 200)) -> torch.Tensor:
@@ -61,9 +61,11 @@ def test_methods_go_where_neox_sends_them():
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_tensor_ranks_hold_slices_of_the_same_tensors(tp_size: int):
-    whole = dict(GPT(small_plan(), ParallelGrid.single()).named_parameters())
-    plan = small_plan(tp_size, model_parallel_size=tp_size)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_tensor_ranks_hold_slices_of_the_same_tensors(tp_size: int, network: str):
+    keys = NETWORKS[network]
+    whole = dict(GPT(small_plan(**keys), ParallelGrid.single()).named_parameters())
+    plan = small_plan(tp_size, model_parallel_size=tp_size, **keys)
     for entry in plan.layers:
         parts = []
         for rank in range(tp_size):

@@ -12,7 +12,7 @@ from torch import nn
 from neox.model import GPT, TransformerLayer, build_layer
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
-from tests.plans import small_plan
+from tests.plans import NETWORKS, small_plan
 
 
 def grid_of(tp_size: int, tp_rank: int = 0) -> ParallelGrid:
@@ -22,9 +22,10 @@ def grid_of(tp_size: int, tp_rank: int = 0) -> ParallelGrid:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("head", ["row", "column", "tied"])
-def test_parameters_are_those_of_the_layer_plan(head: str, tp_size: int):
+@pytest.mark.parametrize("network", NETWORKS)
+def test_parameters_are_those_of_the_layer_plan(head: str, tp_size: int, network: str):
     keys = {"no_weight_tying": False} if head == "tied" else {"output_layer_parallelism": head}
-    plan = small_plan(tp_size, model_parallel_size=tp_size, **keys)
+    plan = small_plan(tp_size, model_parallel_size=tp_size, **keys, **NETWORKS[network])
     for entry in plan.layers:
         layer = build_layer(plan, entry.index, grid_of(tp_size), device="meta")
         shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
@@ -33,12 +34,17 @@ def test_parameters_are_those_of_the_layer_plan(head: str, tp_size: int):
         split = {spec.name for spec in entry.parameters if spec.partition_dim is not None and tp_size > 1}
         assert marked == split
         buffers = {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()}
-        rotary = {"attention.rotary_emb.inv_freq": ((2,), torch.float32)}
-        assert buffers == (rotary if entry.kind == "block" else {})
+        wanted = {
+            ("rotary", "block"): {"attention.rotary_emb.inv_freq": ((2,), torch.float32)},
+            ("alibi", "block"): {"attention.alibi_embed.slopes": ((4 // tp_size,), torch.float32)},
+            ("sinusoidal", "embedding"): {"position_embeddings.inv_freq": ((16,), torch.float32)},
+        }
+        assert buffers == wanted.get((plan.architecture.positions, entry.kind), {})
 
 
-def test_gpt_numbers_its_layers_like_the_plan():
-    plan = small_plan()
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gpt_numbers_its_layers_like_the_plan(network: str):
+    plan = small_plan(**NETWORKS[network])
     model = GPT(plan, ParallelGrid.single())
     names = [f"sequential.{entry.index}.{spec.name}" for entry in plan.layers for spec in entry.parameters]
     assert [name for name, _ in model.named_parameters()] == names
@@ -101,9 +107,19 @@ def test_block_by_hand(parallel: bool, tanh: bool, attention: str):
         torch.testing.assert_close(block(x), block_by_hand(block, x, parallel=parallel, tanh=tanh), atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_flash_and_eager_attention_are_the_same_function(network: str):
+    tokens, logits = torch.arange(20).view(2, 10), []
+    for kind in ("global", "flash"):
+        plan = small_plan(**NETWORKS[network], attention_config=[[[kind], "all"]])
+        logits.append(GPT(plan, ParallelGrid.single())(tokens))
+    torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["global", "flash"])
-def test_query_key_layer_scaling_changes_the_order_of_factors_and_not_the_function(attention: str):
-    keys = {"attention_config": [[[attention], "all"]]}
+@pytest.mark.parametrize("positions", ["rotary", "alibi"])
+def test_query_key_layer_scaling_changes_the_order_of_factors_and_not_the_function(attention: str, positions: str):
+    keys = {"attention_config": [[[attention], "all"]], "pos_emb": positions}
     plain = GPT(small_plan(**keys), ParallelGrid.single())
     scaled = GPT(small_plan(apply_query_key_layer_scaling=True, **keys), ParallelGrid.single())
     assert [block.attention.softmax_scale for block in scaled.blocks] == [1.0, 2.0]

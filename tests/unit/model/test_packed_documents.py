@@ -11,7 +11,7 @@ from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss
-from tests.plans import small_plan
+from tests.plans import NETWORKS, small_plan
 
 EOD = 0
 LENGTHS = ((5, 1, 7, 3), (12, 4))
@@ -33,12 +33,11 @@ def test_document_starts():
 
 
 @pytest.mark.parametrize("kind", ["flash", "global"])
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("network", NETWORKS)
 @torch.no_grad()
-def test_logits_of_a_packed_row_are_those_of_its_documents_alone(kind: str, residual: bool):
-    plan = small_plan(
-        attention_config=[[[kind], "all"]], gpt_j_residual=residual, apply_query_key_layer_scaling=kind == "global"
-    )
+def test_logits_of_a_packed_row_are_those_of_its_documents_alone(kind: str, network: str):
+    scaling = kind == "global"
+    plan = small_plan(attention_config=[[[kind], "all"]], apply_query_key_layer_scaling=scaling, **NETWORKS[network])
     model, rows = GPT(plan, ParallelGrid.single()).eval(), packed_rows()
     packed = model(rows, document_starts=document_starts(rows, EOD))
     for row, logits, lengths in zip(rows, packed, LENGTHS, strict=True):
