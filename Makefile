@@ -25,7 +25,7 @@ export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev quickstart test test-all lint reference clean distclean
+.PHONY: help install install-dev quickstart test test-all lint reference docs clean distclean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -47,8 +47,6 @@ $(VENV)/.installed: requirements/requirements.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
-	@command -v c++ >/dev/null || command -v g++ >/dev/null \
-	  || { echo "error: the tests need a C++ compiler (DeepSpeed compiles an extension); on Debian: apt install g++" >&2; exit 1; }
 	$(PIP) install -q -r requirements/requirements-dev.txt
 	@touch $@
 
@@ -69,6 +67,9 @@ test-all: lint  ## the same with the full matrices
 
 reference: install  ## write the generated pages of configs/ again
 	$(PY) -m neox.config.reference
+
+docs: install-dev  ## the pages of docs/ as HTML in build/site
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 clean:  ## remove the quickstart's data and runs
 	rm -rf runs/quickstart data/quickstart

@@ -1,10 +1,16 @@
 """Compiled layers train as the others do, in every body; what cannot be compiled is refused by name."""
 
+import shutil
+
 import pytest
 
 from neox.errors import ConfigError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan, train_curves
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++")), reason="torch.compile needs a C++ compiler (Debian: g++)"
+)
 
 
 def compiled_curves(plans, steps):

@@ -114,6 +114,9 @@ def test_text_comes_into_the_page_and_stops_when_told(tmp_path):
         call("POST", find("#go") + "/click")
         wait(lambda: text("#status") == "ended: length")
         assert text("#out") == "abcdefg"
+        wait(lambda: text("#settings").startswith("4 tokens in "))
+        assert text("#settings").endswith("tokens/s; max_tokens 4, temperature 0, top_p 0.95, top_k 0")
+        wait(lambda: text("#model") == "toy, 2000 tokens of context")
 
         fill("#max_tokens", "9999")
         call("POST", find("#go") + "/click")

@@ -27,3 +27,11 @@ def test_paths_in_documents_exist(document: str) -> None:
 def test_paths_are_found_in_documents() -> None:
     text = "`neox/README.md`, `neox/families/NAME.py`, `tools/ckpts/x.py`, `neox/ops/`, `neox.ops`, tests/unit"
     assert named_paths(text) == ["neox/README.md", "neox/ops/"]
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    config = pytest.importorskip("mkdocs.config", reason="mkdocs (requirements/requirements-docs.txt) is not installed")
+    from mkdocs.commands.build import build
+
+    build(config.load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    assert (tmp_path / "index.html").is_file()
