@@ -57,16 +57,18 @@ class ChunkWork(Generic[S]):
         settings: Settings of the step.
         key: Key of the text in the input.
         keep_text: Whether dropped documents are written with their text.
+        identity: Identity of the job: another job may have equal settings, but other files that they name.
     """
 
     build: Callable[[S], DocumentFunction]
     settings: S
     key: str = "text"
     keep_text: bool = True
+    identity: str = ""
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
         """Process the documents of a chunk."""
-        function = _built(self.build, self.settings)
+        function = _built(self.build, self.settings, self.identity)
         counts, bad = Counts(), list[BadInput]()
         kept, dropped = list[bytes](), list[bytes]()
         for record in _records(chunk.content, self.key):
@@ -92,7 +94,7 @@ class ChunkWork(Generic[S]):
 
 
 @lru_cache(maxsize=1)
-def _built(build: Callable[[S], DocumentFunction], settings: S) -> DocumentFunction:
+def _built(build: Callable[[S], DocumentFunction], settings: S, identity: str) -> DocumentFunction:
     return build(settings)
 
 
@@ -221,4 +223,4 @@ def document_step(
 
 
 def _run_documents(job: Job[S], build: Callable[[S], DocumentFunction]) -> None:
-    map_documents(job, ChunkWork(build, job.settings))
+    map_documents(job, ChunkWork(build, job.settings, identity=job.identity))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.webtext.decontaminate import DECONTAMINATE
 from neox.webtext.dedup import DEDUP
 from neox.webtext.filter_urls import FILTER_URLS
 from neox.webtext.shuffle import SHUFFLE
@@ -14,6 +15,7 @@ from neox.webtext.step import Step
 _IN_ORDER: tuple[Step[Any], ...] = (
     FILTER_URLS,
     DEDUP,
+    DECONTAMINATE,
     SHUFFLE,
 )
 
