@@ -77,6 +77,10 @@ class Architecture:
         gmlp_width: Inner width of the attention in `amlp` blocks; 0 without it.
         soft_prompt_tokens: Trained vectors before the tokens; 0 for none.
         tie_word_embeddings: The head multiplies by the embedding's weight.
+        attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
+        embedding_multiplier: Factor of the tokens' vectors.
+        position_multiplier: Factor of the positions' vectors.
+        logit_multiplier: Factor of the logits.
     """
 
     num_layers: int
@@ -109,6 +113,10 @@ class Architecture:
     gmlp_width: int = 0
     soft_prompt_tokens: int = 0
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
+    attention_scale: float = 0.0
+    embedding_multiplier: float = 1.0
+    position_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
 
     @property
     def max_length(self) -> int:

@@ -68,6 +68,10 @@ def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, head
     return int(hidden_size // heads * rotary_pct) if positions == "rotary" else 0
 
 
+def _if_mup(mup: bool, multiplier: float) -> float:
+    return multiplier if mup else 1.0
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -112,6 +116,16 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
         "attention": _Field(("attention_config", "num_layers"), _attention),
         "sparsity": _Field(("sparsity_config", "attention_config", "num_layers"), _sparsity),
+        "attention_scale": _Field(
+            ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads"),
+            lambda mup, temperature, hidden, heads: 1.0 / (hidden // heads * temperature) if mup else 0.0,
+        ),
+        "logit_multiplier": _Field(
+            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"),
+            lambda mup, temperature, base, hidden: base / hidden / temperature if mup else 1.0,
+        ),
+        "embedding_multiplier": _Field(("use_mup", "mup_embedding_mult"), _if_mup),
+        "position_multiplier": _Field(("use_mup", "mup_rp_embedding_mult"), _if_mup),
         "residual": _Field(("gpt_j_residual",), lambda parallel: "parallel" if parallel else "sequential"),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
@@ -128,7 +142,7 @@ def architecture_keys(field: str) -> tuple[str, ...]:
 
 def architecture_settings(config: NeoXConfig) -> dict[str, Any]:
     """Return `ARCHITECTURE_KEYS` with their values, as checkpoints store them."""
-    values = {key: getattr(config.model, key) for key in ARCHITECTURE_KEYS}
+    values = {key: config.value(key) for key in ARCHITECTURE_KEYS}
     return {k: v.model_dump(exclude_none=True) if isinstance(v, Section) else v for k, v in values.items()}
 
 

@@ -63,7 +63,8 @@ class SelfAttention(nn.Module):
         self.head_dim = architecture.head_dim
         self.dropout = dropout
         self.softmax_scale = float(number + 1 if layer_scaling else 1)
-        self.scale = 1.0 / (math.sqrt(self.head_dim) * self.softmax_scale)
+        divisor = 1.0 / architecture.attention_scale if architecture.attention_scale else math.sqrt(self.head_dim)
+        self.scale = 1.0 / (divisor * self.softmax_scale)
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, multiply=linear, **options)
         build = POSITIONS[architecture.positions].attention
         encoding = None if build is None else build(architecture, grid, **options)

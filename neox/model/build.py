@@ -77,6 +77,8 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
         std=model.init_method_std,
         layers=plan.architecture.num_layers,
         hidden=plan.architecture.hidden_size,
+        width_multiplier=plan.config.optimizer.width_multiplier(plan.architecture.hidden_size),
+        scale=plan.config.optimizer.mup_init_scale if plan.config.optimizer.use_mup else 1.0,
     )
 
 

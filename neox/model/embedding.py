@@ -29,7 +29,7 @@ from neox.parallel import (
 
 
 class Embedding(nn.Module):
-    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of their positions added, and dropout."""
+    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of their positions added; factors of both, and dropout."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.grid = grid
         self.dropout = dropout
+        self.multiplier, self.position_multiplier = architecture.embedding_multiplier, architecture.position_multiplier
         self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, architecture.hidden_size, grid, **options)
         encoding = POSITIONS[architecture.positions].embedding
         self.position_embeddings = None if encoding is None else encoding(architecture, **options)
@@ -50,14 +51,16 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout."""
         x = self.word_embeddings(tokens)
+        x = x if self.multiplier == 1.0 else x * self.multiplier
         if self.position_embeddings is not None:
             positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-            x = x + self.position_embeddings(positions).to(x.dtype)
+            vectors = self.position_embeddings(positions).to(x.dtype)
+            x = x + (vectors if self.position_multiplier == 1.0 else vectors * self.position_multiplier)
         return F.dropout(x, self.dropout, self.training)
 
 
 class FinalNorm(nn.Module):
-    """The norm after the last block: [B, S, H] -> [B, S, H]."""
+    """The norm after the last block, and the factor of the logits: [B, S, H] -> [B, S, H]."""
 
     def __init__(
         self,
@@ -66,10 +69,12 @@ class FinalNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = build_norm(architecture, **options)
+        self.multiplier = architecture.logit_multiplier
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return self.norm(x)
+        """Normalise, and multiply by the factor of the logits, which the head passes on."""
+        x = self.norm(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
 
 class Head(nn.Module):

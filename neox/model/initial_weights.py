@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerEntry
 from neox.model.positions import reset_buffers
-from neox.parallel import ParallelGrid, derive_seed, mark_split, shard
+from neox.parallel import ParallelGrid, derive_seed, mark_lr_factor, mark_split, shard
 
 
 def draw(
-    method: str, shape: tuple[int, ...], generator: torch.Generator, *, std: float, layers: int, hidden: int
+    method: str, shape: tuple[int, ...], generator: torch.Generator, *, std: float, layers: int, hidden: float
 ) -> Tensor:
     """Draw a weight [out, in] in fp32 on the CPU by one of NeoX's methods.
 
@@ -57,8 +57,25 @@ def initialize_layer(
     std: float,
     layers: int,
     hidden: int,
+    width_multiplier: float = 1.0,
+    scale: float = 1.0,
 ) -> None:
-    """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros."""
+    """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros.
+
+    Args:
+        layer: The module.
+        entry: Its entry in the layer plan.
+        grid: Process groups.
+        seed: Of the run.
+        init_method: Method of weights that read hidden states, and of the embedding.
+        output_layer_init_method: Method of weights that write into the residual.
+        std: Deviation of `normal` and `scaled_normal`.
+        layers: Number of blocks.
+        hidden: Hidden size.
+        width_multiplier: muP's m. Deviations are those of a hidden size m times smaller, and blocks' matrices get
+            1 / sqrt(m) of them, and 1 / m of the learning rate.
+        scale: Factor of everything drawn.
+    """
     parameters = dict(layer.named_parameters())
     for spec in entry.parameters:
         target = parameters[spec.name]
@@ -69,6 +86,11 @@ def initialize_layer(
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
         method = output_layer_init_method if spec.init == "output_weight" else init_method
-        full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden)
+        full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
+        if width_multiplier != 1.0 and entry.kind == "block":
+            full *= width_multiplier**-0.5
+            mark_lr_factor(target, 1.0 / width_multiplier)
+        if scale != 1.0:
+            full *= scale
         target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
     reset_buffers(layer)

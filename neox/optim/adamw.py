@@ -32,13 +32,20 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
         weight_decay: Decay of the first group; the second has 0.
 
     Returns:
-        The groups that have members.
+        The groups that have members. Those of parameters with a factor of the learning rate (`mark_lr_factor`) come
+        first and have it as `lr_factor`; the product of learning rate and weight decay is the same in all.
     """
     parameters = [p for _, p in named_parameters if p.requires_grad]
-    groups = (
-        {"params": [p for p in parameters if decays(p)], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
-    )
+    factors = sorted({getattr(p, "lr_factor", 1.0) for p in parameters})
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in parameters if decays(p) == decayed and getattr(p, "lr_factor", 1.0) == factor],
+            "weight_decay": weight_decay / factor if decayed else 0.0,
+        }
+        | ({} if factor == 1.0 else {"lr_factor": factor})
+        for decayed in (True, False)
+        for factor in factors
+    ]
     return [group for group in groups if group["params"]]
 
 

@@ -92,7 +92,7 @@ class LRSchedule:
         """Set the position to the step after `iteration` applied ones."""
         self.iteration = iteration
         for group in self.optimizer.param_groups:  # looked up each time: loading replaces them
-            group["lr"] = self.schedule.lr(iteration)
+            group["lr"] = self.schedule.lr(iteration) * group.get("lr_factor", 1.0)
 
     def step(self) -> None:
         """Advance by one applied step."""

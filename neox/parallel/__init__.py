@@ -15,6 +15,7 @@ from neox.parallel.layers import (
     RowParallelLinear,
     TensorOptions,
     VocabParallelEmbedding,
+    mark_lr_factor,
     mark_split,
     shard,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "copy_to_tensor_ranks",
     "derive_seed",
     "gather_last_dim",
+    "mark_lr_factor",
     "mark_split",
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",

@@ -37,6 +37,12 @@ def mark_split(parameter: nn.Parameter, split: bool) -> nn.Parameter:
     return parameter
 
 
+def mark_lr_factor(parameter: nn.Parameter, factor: float) -> nn.Parameter:
+    """Mark a parameter with a factor of the learning rate, and return it; 1 without a mark."""
+    parameter.lr_factor = factor  # type: ignore[attr-defined]
+    return parameter
+
+
 def shard_size(total: int, tp_size: int, what: str) -> int:
     """Return total / tp_size. Raises ValueError if it does not divide."""
     if total % tp_size:

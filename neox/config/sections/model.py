@@ -54,6 +54,10 @@ class SparsityConfig(Section):
     """Width of the sliding window around a block, of which earlier blocks are half; 3 where unset."""
 
 
+MUP_INIT_METHODS = ("normal", "scaled_normal", "wang_init", "small_init")
+"""Methods whose deviation is a formula, which muP evaluates at the base width."""
+
+
 class ModelConfig(Section):
     """Shapes, positions, residuals, attention and initial weights."""
 

@@ -14,6 +14,9 @@ WITHOUT_SAVED_OPTIMIZER = (
 """What to do about an optimizer state that cannot be loaded, for messages."""
 
 
+_MUP = OnlyWith("use_mup")
+
+
 class OptimizerParams(Section):
     """Numbers of the optimizer."""
 
@@ -54,6 +57,36 @@ class OptimizerConfig(Section):
 
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay, not applied to biases and norms."""
+
+    use_mup: bool = False
+    """Maximal update parametrisation (arXiv:2203.03466), under which a learning rate tuned at mup_base_hidden_size fits
+    any hidden_size: with m = hidden_size / mup_base_hidden_size, matrices between hidden states start at
+    1 / sqrt(m) of the deviation that init_method gives at the base and have 1 / m of the learning rate (and m times the
+    weight decay), logits are divided by m, and scores of attention by the head size instead of its root."""
+
+    mup_base_hidden_size: Annotated[int | None, _MUP] = Field(None, ge=1)
+    """hidden_size at which lr and initial weights were tuned. Required with use_mup. Not gpt-neox's, which reads the
+    shapes of the base network from base_shapes_file."""
+
+    mup_init_scale: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of all initial weights that are drawn."""
+
+    mup_attn_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Divisor of attention's scores."""
+
+    mup_output_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Divisor of the logits."""
+
+    mup_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of the tokens' vectors."""
+
+    mup_rp_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of the positions' vectors."""
+
+    def width_multiplier(self, hidden_size: int) -> float:
+        """Return muP's m of a hidden size; 1 without muP."""
+        base = self.mup_base_hidden_size if self.use_mup else None
+        return 1.0 if base is None else hidden_size / base
 
 
 class ScheduleConfig(Section):

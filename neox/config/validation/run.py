@@ -9,6 +9,7 @@ from itertools import chain
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.data import split_shares
+from neox.config.sections.model import MUP_INIT_METHODS
 from neox.errors import ConfigError
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
@@ -18,7 +19,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _schedule, _checkpoint),
+        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _checkpoint),
         *(_data, _data_weights, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -107,6 +108,18 @@ def _optimizer(config: NeoXConfig) -> Iterator[str]:
         yield config.problem(
             "optimizer.params.adam_w_mode", "does not work: weight decay is decoupled here, as in gpt-neox; remove it"
         )
+
+
+def _mup(config: NeoXConfig) -> Iterator[str]:
+    optimizer, model = config.optimizer, config.model
+    if not optimizer.use_mup:
+        return
+    if optimizer.mup_base_hidden_size is None:
+        yield config.problem("use_mup", "needs `mup_base_hidden_size`, the hidden_size that lr was tuned at")
+    for key in ("init_method", "output_layer_init_method"):
+        if getattr(model, key) not in MUP_INIT_METHODS:
+            names = ", ".join(MUP_INIT_METHODS)
+            yield config.problem(key, f"follows the width by itself, which use_mup does; use one of {names}")
 
 
 def _schedule(config: NeoXConfig) -> Iterator[str]:
