@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -93,18 +93,43 @@ def split_lines(
         ConfigError: If `split` is invalid.
         DataError: If an output exists, or more inputs are bad than may be skipped.
     """
-    bounds = np.cumsum(split_shares(split))[:-1]
-    draws = _drawn(bounds, seed)
-    budget, counts = SkipBudget(skip_bad), [0] * len(_PARTS)
+    draws = draw_parts(split, seed)
     names = [f"{output_prefix}_{name}" for name in _PARTS]
-    _refuse_existing([f"{name}.jsonl.zst" for name in names])
+    outputs = [(Path(f"{name}.jsonl.zst"), Path(f"{name}.tsv")) for name in names]
+    _refuse_existing([str(output) for output, _ in outputs])
+    with progress("split", None, "B") as bar:
+        return write_parts(_lines(inputs, SkipBudget(skip_bad), bar.update), draws, outputs)
+
+
+def draw_parts(split: str, seed: int) -> Iterator[int]:
+    """Draw the part of one document after another, endlessly: 0 is train, 1 validation, 2 test.
+
+    Raises:
+        ConfigError: If `split` is invalid.
+    """
+    return _drawn(np.cumsum(split_shares(split))[:-1], seed)
+
+
+def write_parts(
+    lines: Iterable[tuple[str, int, bytes]], parts: Iterator[int], outputs: Sequence[tuple[Path, Path]]
+) -> dict[str, int]:
+    """Write each line to its part, and where it came from to the map of this part.
+
+    Args:
+        lines: File, number of the line, and the line without its newline.
+        parts: Part of each line, at least as many as lines.
+        outputs: Documents (`.jsonl` or `.jsonl.zst`) and map of train, validation and test; they are replaced.
+
+    Returns:
+        Number of documents of each part.
+    """
+    counts = [0] * len(_PARTS)
     with ExitStack() as stack:
-        outputs = [stack.enter_context(_compressed(Path(f"{name}.jsonl.zst"))) for name in names]
-        maps = [stack.enter_context(atomic_write(Path(f"{name}.tsv"))) for name in names]
-        bar = stack.enter_context(progress("split", None, "B"))
-        for file, number, line in _lines(inputs, budget, bar.update):
-            part = next(draws)
-            outputs[part].write(line + b"\n")
+        documents = [stack.enter_context(_compressed(output)) for output, _ in outputs]
+        maps = [stack.enter_context(atomic_write(lines_map)) for _, lines_map in outputs]
+        for file, number, line in lines:
+            part = next(parts)
+            documents[part].write(line + b"\n")
             maps[part].write(f"{file}\t{number}\n".encode())
             counts[part] += 1
     return dict(zip(_PARTS, counts, strict=True))
@@ -139,7 +164,10 @@ def _refuse_existing(paths: Sequence[str]) -> None:
 
 @contextmanager
 def _compressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a zstd file with a checksum that replaces `path` once the block has ended without an exception."""
-    compressor = zstandard.ZstdCompressor(write_checksum=True)
-    with atomic_write(path) as file, compressor.stream_writer(file, closefd=False) as stream:
-        yield stream
+    """Open a file, of zstd with a checksum if its name says so, that replaces `path` at the end of the block."""
+    with atomic_write(path) as file:
+        if not path.name.endswith(".zst"):
+            yield file
+            return
+        with zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False) as stream:
+            yield stream

@@ -10,6 +10,7 @@ from neox.webtext.decontaminate import DECONTAMINATE
 from neox.webtext.dedup import DEDUP
 from neox.webtext.filter_urls import FILTER_URLS
 from neox.webtext.shuffle import SHUFFLE
+from neox.webtext.split import SPLIT
 from neox.webtext.step import Step
 
 _IN_ORDER: tuple[Step[Any], ...] = (
@@ -17,6 +18,7 @@ _IN_ORDER: tuple[Step[Any], ...] = (
     DEDUP,
     DECONTAMINATE,
     SHUFFLE,
+    SPLIT,
 )
 
 STEPS: Mapping[str, Step[Any]] = MappingProxyType({step.name: step for step in _IN_ORDER})

@@ -1,0 +1,17 @@
+"""Divide documents into train, validation and test sets: `tools/web_text.py split` by a name of its own.
+
+python tools/split_json.py --input pages.jsonl.zst --output split/pages.jsonl.zst --test-percent 5 --dev-percent 5
+"""
+
+from __future__ import annotations
+
+import sys
+
+import _checkout  # noqa: F401
+import web_text
+
+from neox.errors import run_script
+
+if __name__ == "__main__":
+    sys.argv[1:] = ["split", *sys.argv[1:]]
+    run_script(web_text.main)
