@@ -5,6 +5,7 @@ from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, 
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
 from neox.architecture.layers import BLOCK_OFFSET, WORD_EMBEDDINGS, LayerEntry, LayerKind, LayerPlan, build_layer_plan
 from neox.architecture.parameter import Initialization, ParameterSpec
+from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "BLOCK_OFFSET",
     "NORMS",
     "POSITIONS",
+    "ROPE_SCALINGS",
     "SPARSITY",
     "WORD_EMBEDDINGS",
     "Activation",
@@ -29,6 +31,8 @@ __all__ = [
     "Positions",
     "build_layer_plan",
     "forward_flops_per_token",
+    "rope_scaling_of",
+    "rope_scaling_problem",
     "settings_of",
     "sparsity_of",
     "sparsity_problem",

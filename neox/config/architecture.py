@@ -8,7 +8,7 @@ from operator import floordiv
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from neox.architecture import SPARSITY, Architecture, LayerPlan, build_layer_plan, sparsity_of
+from neox.architecture import SPARSITY, Architecture, LayerPlan, build_layer_plan, rope_scaling_of, sparsity_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
 from neox.config.sections.base import Section
@@ -110,6 +110,10 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "rotary_base": _Field(
             ("pos_emb", "rotary_emb_base"), lambda positions, base: float(base) if positions == "rotary" else 0.0
         ),
+        "rope_scaling": _Field(
+            ("pos_emb", "rope_scaling"),
+            lambda positions, scaling: rope_scaling_of(scaling if positions == "rotary" else None),
+        ),
         "learned_offset": _Field(
             ("pos_emb", "opt_pos_emb_offset"), lambda positions, offset: offset if positions == "learned" else 0
         ),
@@ -172,6 +176,8 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.positions == "rotary":
         keys |= {"rotary_pct": architecture.rotary_fraction, "rotary_emb_base": int(architecture.rotary_base)}
+    if architecture.rope_scaling:
+        keys["rope_scaling"] = dict(architecture.rope_scaling)
     if architecture.learned_offset:
         keys["opt_pos_emb_offset"] = architecture.learned_offset
     if set(architecture.attention) != {"global"}:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import Architecture
-from neox.ops import alibi_slopes, rotary_inv_freq, rotary_tables, rotate
+from neox.ops import alibi_slopes, rotary_factor, rotary_inv_freq, rotary_tables, rotate
 from neox.parallel import ParallelGrid
 
 Tables = tuple[Tensor, ...]
@@ -65,15 +65,17 @@ class RotaryEmbedding(PositionEncoding):
     ) -> None:
         super().__init__()
         self.rotary_ndims, self.base = architecture.rotary_ndims, architecture.rotary_base
-        self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device))
+        self.scaling = dict(architecture.rope_scaling)
+        self.factor = rotary_factor(self.scaling)
+        self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device, self.scaling))
 
     def reset(self) -> None:
         """Compute the buffer again, after a module made on the meta device got memory."""
-        self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device))
+        self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device, self.scaling))
 
     def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
         """Return cosines and sines for positions [S] or [B, S]: [S, 1, 1, R] or [B, S, 1, 1, R]."""
-        cos, sin = rotary_tables(self.inv_freq, positions, dtype)
+        cos, sin = rotary_tables(self.inv_freq, positions, dtype, self.factor)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
     def forward(self, queries_keys: Tensor, tables: Tables) -> Tensor:

@@ -11,7 +11,7 @@ from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_ent
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
-from neox.ops.rotary import rotary_inv_freq, rotary_tables, rotate
+from neox.ops.rotary import rotary_factor, rotary_inv_freq, rotary_tables, rotate
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_pairs
 
@@ -35,6 +35,7 @@ __all__ = [
     "linear_cross_entropy_reference",
     "masked_bias",
     "relative_buckets",
+    "rotary_factor",
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",

@@ -5,29 +5,107 @@ Legend: B batch, S sequence, N heads, D head dim, R rotary dims (even, <= D).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def rotary_inv_freq(rotary_ndims: int, base: float, device: torch.device | str | None = None) -> Tensor:
-    """Return the R/2 angular frequencies base^(-2i/R), fp32."""
+def rotary_inv_freq(
+    rotary_ndims: int,
+    base: float,
+    device: torch.device | str | None = None,
+    scaling: Mapping[str, Any] = MappingProxyType({}),
+) -> Tensor:
+    """Return the R/2 angular frequencies base^(-2i/R), fp32.
+
+    Args:
+        rotary_ndims: R.
+        base: Of the powers.
+        device: Of the result.
+        scaling: Settings of one of `neox.architecture.ROPE_SCALINGS`, which change the frequencies.
+    """
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device=device) / rotary_ndims
-    return 1.0 / (base**exponents)
+    wavelengths = base**exponents
+    return _SCALINGS[scaling.get("rope_type", "default")](wavelengths, base, scaling)
 
 
-def rotary_tables(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_factor(scaling: Mapping[str, Any]) -> float:
+    """Return the factor of cosines and sines: 1 but for YaRN (arXiv:2309.00071, section 3.4)."""
+    if scaling.get("rope_type") != "yarn":
+        return 1.0
+    if "attention_factor" in scaling:
+        return float(scaling["attention_factor"])
+
+    def of_length(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    one, other = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return of_length(one) / of_length(other) if one and other else of_length(1.0)
+
+
+def _linear(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """All frequencies divided by one factor (position interpolation, arXiv:2306.15595)."""
+    return (1.0 / wavelengths) / scaling["factor"]
+
+
+def _llama3(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Frequencies of few turns in the trained length divided by the factor, those of many kept (Llama 3.1)."""
+    frequencies, low, high = 1.0 / wavelengths, scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling["factor"] + kept * frequencies
+
+
+def _yarn(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Like Llama 3's, but with a ramp that is linear in the dimension (YaRN, arXiv:2309.00071)."""
+    rotary_ndims, trained = 2 * wavelengths.numel(), scaling["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
+        """Return the dimension that makes so many turns in the trained length."""
+        return rotary_ndims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_ndims - 1)
+    steps = torch.arange(wavelengths.numel(), dtype=torch.float32, device=wavelengths.device) - first
+    kept = 1 - (steps / (last - first if last != first else 0.001)).clamp(0, 1)
+    return (1.0 / (scaling["factor"] * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
+
+
+_SCALINGS: Mapping[str, Callable[[Tensor, float, Mapping[str, Any]], Tensor]] = MappingProxyType(
+    {
+        "default": lambda wavelengths, base, scaling: 1.0 / wavelengths,
+        "linear": _linear,
+        "llama3": _llama3,
+        "yarn": _yarn,
+    }
+)
+
+
+def rotary_tables(
+    inv_freq: Tensor, positions: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return what `rotate` multiplies with, computed in fp32 and cast to `dtype`.
 
     Args:
         inv_freq: Angular frequencies [R/2].
         positions: [S], or [B, S] where rows differ.
         dtype: Of the tables.
+        factor: Of cosines and sines (`rotary_factor`).
 
     Returns:
         [cos, cos] and [-sin, sin] of position x frequency: [S, 1, R], or [B, S, 1, R] (they broadcast over heads).
     """
     angles = (positions.to(torch.float32).unsqueeze(-1) * inv_freq.float()).unsqueeze(-2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    cos, sin = cos.to(dtype), sin.to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

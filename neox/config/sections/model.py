@@ -112,6 +112,10 @@ class ModelConfig(Section):
     rotary_emb_base: Annotated[int, OnlyWith("pos_emb", ("rotary",))] = Field(10000, ge=1)
     """Base of the rotary frequencies."""
 
+    rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
+    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: `rope_type` `linear`, `llama3` or
+    `yarn` with its settings, such as `{rope_type: linear, factor: 2.0}`."""
+
     no_weight_tying: bool = False
     """Give the head a weight of its own instead of the embedding's."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ATTENTION, settings_of, sparsity_of, sparsity_problem
+from neox.architecture import ATTENTION, rope_scaling_problem, settings_of, sparsity_of, sparsity_problem
 from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
@@ -21,6 +21,8 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
             yield f"`{key}` is missing: every model needs it"
     if model.bias_gelu_fusion and not model.activation.startswith("gelu"):
         yield config.problem("bias_gelu_fusion", f"is for activation gelu, not {model.activation}; remove it")
+    if model.rope_scaling and (problem := rope_scaling_problem(model.rope_scaling)):
+        yield config.problem("rope_scaling", problem)
     yield from _heads(config)
     yield from _lengths(config)
     yield from _stages(config)

@@ -23,6 +23,9 @@ def test_fields_from_keys():
     assert network.parallel_residual
     assert not network.tie_word_embeddings
     assert of(pos_emb="none").rotary_ndims == 0
+    scaling = {"type": "linear", "factor": 2.0}
+    assert of(rope_scaling=scaling).rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
+    assert of(pos_emb="none", rope_scaling=scaling).rope_scaling == ()
 
 
 def test_kernels_precision_and_dropout_are_no_part_of_it():

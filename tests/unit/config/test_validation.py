@@ -40,6 +40,7 @@ VIOLATIONS = [
     ({"norm": "batchnorm"}, ("norm", "batchnorm", "layernorm")),
     ({"pos_emb": "relative"}, ("pos_emb", "relative", "learned", "rotary")),
     ({"pos_emb": "learned", "opt_pos_emb_offset": 2}, ("opt_pos_emb_offset", "max_position_embeddings", "34")),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ("rope_scaling", "dynamic", "linear")),
     ({"pos_emb": "sinusoidal", "hidden_size": 65, "num_attention_heads": 5}, ("hidden_size: 65", "sinusoidal")),
     ({"activation": "geglu"}, ("activation", "geglu", "gelu_tanh")),
     ({"attention_config": [[["rwkv"], 4]]}, ("rwkv", "or flash")),
