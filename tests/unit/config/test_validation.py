@@ -51,7 +51,7 @@ VIOLATIONS = [
     ({"moe_num_experts": 8}, ("moe_num_experts: 8", "mixture of experts")),
     ({"soft_prompt_tuning": {"enabled": True}}, ("soft_prompt_tuning",)),
     ({"sequence_parallel": True}, ("sequence_parallel",)),
-    ({"use_mup": True}, ("use_mup", "muP")),
+    ({"use_mup": True}, ("use_mup", "mup_base_hidden_size")),
     ({"precision": "fp16", "bf16": {"enabled": True}}, ("two precisions", "`precision`", "`bf16`", "keep one")),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("two precisions", "`fp16`", "`bf16`")),
     ({"precision": "fp32", "fp16": {"enabled": True}}, ("two precisions",)),
