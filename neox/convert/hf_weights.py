@@ -17,6 +17,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture, LayerPlan
 from neox.checkpoint import CheckpointReader, load_file
+from neox.checkpoint.reshard import VOCABULARY
 from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry, writing
 from neox.errors import CheckpointError, ConversionError
 from neox.families import Family, TensorMapping, TensorSource
@@ -213,7 +214,7 @@ def plan_tensors(
                 f"{reader.path}: layer {mapping.layer} {mapping.name} has shape {list(stored)}, the config's model "
                 f"has {list(spec.shape)}; is this the checkpoint's config?"
             )
-        if layers[mapping.layer].kind in ("embedding", "head"):
+        if mapping.name in VOCABULARY:
             stored = (min(vocab_rows, stored[0]), *stored[1:])
         target = dtype or reader.parts(mapping.layer, mapping.name)[0].dtype
         shapes = [stored]

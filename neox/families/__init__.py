@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from neox.families.family import Family, ModelSettings, TensorMapping, TensorSource
+from neox.families.gpt2 import GPT2
 from neox.families.gpt_neox import GPT_NEOX
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in (GPT_NEOX,)})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in (GPT_NEOX, GPT2)})
 """`model_type` of `config.json` -> family, in order of preference."""
 
 __all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource"]
