@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.webtext.clean import CLEAN
 from neox.webtext.decontaminate import DECONTAMINATE
 from neox.webtext.dedup import DEDUP
 from neox.webtext.filter_urls import FILTER_URLS
@@ -15,6 +16,7 @@ from neox.webtext.step import Step
 
 _IN_ORDER: tuple[Step[Any], ...] = (
     FILTER_URLS,
+    CLEAN,
     DEDUP,
     DECONTAMINATE,
     SHUFFLE,
