@@ -13,6 +13,8 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import _checkout  # noqa: F401
 
@@ -27,8 +29,16 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = p.add_argument_group("input")
-    data.add_argument("--input", required=True, help="files or directories, separated by commas")
-    data.add_argument("--jsonl-keys", nargs="+", default=["text"], help="JSON keys; each makes a dataset")
+    data.add_argument(
+        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
+    )
+    data.add_argument(
+        *("--jsonl-keys", "--json-keys", "--json-key"),
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="JSON keys; each makes a dataset",
+    )
     data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
     data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     tokens = p.add_argument_group("tokenizer")
@@ -59,6 +69,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def input_paths(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths in the words of `--input`: separated by commas, blanks and backslashes at the ends of lines.
+
+    A word that exists as it is, commas and blanks included, is one path.
+    """
+    paths: list[str] = []
+    for word in words:
+        parts = [word] if Path(word).exists() else (part.strip(" \t\n\\") for part in word.split(","))
+        for part in parts:
+            paths += [part] if Path(part).exists() else [path for path in part.split() if path != "\\"]
+    return tuple(path for path in paths if path)
+
+
 def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
@@ -66,7 +89,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
     report = preprocess_on_rank(
         PreprocessSettings(
-            inputs=tuple(path for path in args.input.split(",") if path),
+            inputs=input_paths(args.input),
             output_prefix=args.output_prefix,
             tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
             keys=tuple(args.jsonl_keys),
@@ -92,6 +115,8 @@ def main() -> int:
         return 0
     rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
     skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""
+    if report.not_strict:
+        skipped += f", {report.not_strict:,} lines that are JSON for gpt-neox's parser (ujson) only"
     accelerator = "" if report.accelerator == "off" else f", accelerator {report.accelerator}"
     print(f"{report.seconds:.1f} s, {rate:.1f} MB/s{accelerator}{skipped}")
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
+import ujson
 import zstandard
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
@@ -57,7 +57,7 @@ def read_documents(
                 if isinstance(found, BadInput):
                     budget.add(found)
                     continue
-                record, (text,) = found
+                record, (text,), _ = found
                 if text:
                     meta = record.get("meta") if isinstance(record, dict) else None
                     yield Document(text, meta if isinstance(meta, Mapping) else {})
@@ -92,9 +92,24 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
     return count
 
 
+class BlockTexts(NamedTuple):
+    """Texts of a block.
+
+    Attributes:
+        columns: The texts of each key, without empty ones.
+        bad: The bad lines.
+        not_strict: Number of lines that are JSON for gpt-neox's parser (ujson) only: NaN, control characters, leading
+            zeros and the like.
+    """
+
+    columns: list[list[str]]
+    bad: list[BadInput]
+    not_strict: int
+
+
 def parse_texts(
     block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
-) -> tuple[list[list[str]], list[BadInput]]:
+) -> BlockTexts:
     """Return the texts of a block.
 
     A line that is a JSON string is a document itself (lm-dataformat's old form), for the key `text` only. A list of
@@ -104,20 +119,19 @@ def parse_texts(
         block: Lines to parse.
         keys: JSON keys of texts.
         problem: Returns the defect of a text, None if it has none.
-
-    Returns:
-        The texts of each key, without empty ones, and the bad lines.
     """
     columns: list[list[str]] = [[] for _ in keys]
     bad: list[BadInput] = []
+    not_strict = 0
     for found in _parse(block, keys, problem):
         if isinstance(found, BadInput):
             bad.append(found)
             continue
+        not_strict += not found[2]
         for column, text in zip(columns, found[1], strict=True):
             if text:
                 column.append(text)
-    return columns, bad
+    return BlockTexts(columns, bad, not_strict)
 
 
 def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any] | BadInput]:
@@ -125,28 +139,34 @@ def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any
 
     A line that is a JSON string becomes `{"text": ...}`, and a list of strings is joined, as in `parse_texts`.
     """
-    for found in _parse(block, [key]):
+    for found in _parse(block, [key], to_be_written=True):
         if isinstance(found, BadInput):
             yield found
         else:
-            record, (text,) = found
+            record, (text,), _ = found
             yield {**record, key: text} if isinstance(record, dict) else {key: text}
 
 
 def _parse(
-    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
-) -> Iterator[tuple[Any, list[str]] | BadInput]:
-    """Yield the JSON value and its texts for each line that is not blank, or why the line is bad."""
+    block: LineBlock,
+    keys: Sequence[str],
+    problem: Callable[[str], str | None] | None = None,
+    *,
+    to_be_written: bool = False,
+) -> Iterator[tuple[Any, list[str], bool] | BadInput]:
+    """Yield the JSON value, its texts and whether it is strict JSON for each line that is not blank, or its defect."""
     line, offset = block.start.line, block.start.offset
     for data in block.data.split(b"\n"):
         if data and not data.isspace():
             try:
-                record = _load(data, first=line == 1)
+                record, strict = _load(data, first=line == 1)
                 texts = [_text(record, key) for key in keys]
+                if not strict:
+                    _check_characters(record if to_be_written else texts)
                 reasons = map(problem, texts) if problem is not None else ()
                 if (reason := next(filter(None, reasons), None)) is not None:
                     raise _BadRecord(reason)
-                yield record, texts
+                yield record, texts, strict
             except _BadRecord as error:
                 yield BadInput(block.file, line, offset, str(error))
         line += 1
@@ -177,34 +197,34 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
 
 
-def _load(data: bytes, *, first: bool) -> Any:
+def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
+    """Return the JSON value of a line, and whether it is strict JSON. Raises _BadRecord."""
     try:
-        return orjson.loads(data)
+        return orjson.loads(data), True
     except orjson.JSONDecodeError as error:
-        return _load_slowly(data, error, first=first)
+        return _load_slowly(data, error, first=first), False
 
 
 def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
-    """Parse JSON that lm-dataformat's parsers accept and orjson does not (NaN, long integers, a byte order mark)."""
+    """Parse what ujson, gpt-neox's parser, accepts and orjson does not, and a byte order mark."""
     if b"\0" in data:
         raise _BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
     if first:
         data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        text = data.decode("utf-8")
+        return ujson.loads(data.decode("utf-8"))
     except UnicodeDecodeError as problem:
         raise _BadRecord(f"not UTF-8 at position {problem.start} of the line") from None
-    try:
-        record = json.loads(text)
     except (ValueError, RecursionError):
         raise _BadRecord(f"not JSON ({error})") from None
+
+
+def _check_characters(value: Any) -> None:
+    """Raise _BadRecord for a lone surrogate, which no tokenizer takes, or a number that JSON cannot hold."""
     try:
-        json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _BadRecord("a lone surrogate (half of a character) in a string") from None
-    except RecursionError:
-        raise _BadRecord("JSON nested too deeply") from None
-    return record
+        orjson.dumps(value)
+    except TypeError as error:
+        raise _BadRecord(f"it cannot be written as JSON: a lone surrogate (half of a character), or {error}") from None
 
 
 def _line(document: Document, number: int, path: Path) -> bytes:

@@ -58,6 +58,7 @@ class EncodedBlock:
         end: Start of the next block.
         keys: Documents of each key.
         bad: Bad lines.
+        not_strict: Number of lines that only gpt-neox's parser reads.
         text_bytes: Size of the block.
         accelerator: Accelerator used; None before it is chosen.
         note: Faster accelerators that are not used, and why; None if there is nothing to say.
@@ -66,6 +67,7 @@ class EncodedBlock:
     end: Position
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]
+    not_strict: int
     text_bytes: int
     accelerator: str | None
     note: str | None
@@ -93,9 +95,10 @@ class BlockEncoder:
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each document of a block; documents without ids are left out."""
-        columns, bad = parse_texts(block, self.job.settings.keys, self._problem if self.encoder.needs_cuts else None)
-        keys = tuple(self._encode_key(texts) for texts in columns)
-        return EncodedBlock(block.end, keys, tuple(bad), len(block.data), self.encoder.name, self.note)
+        found = parse_texts(block, self.job.settings.keys, self._problem if self.encoder.needs_cuts else None)
+        keys = tuple(self._encode_key(texts) for texts in found.columns)
+        bad, size = tuple(found.bad), len(block.data)
+        return EncodedBlock(block.end, keys, bad, found.not_strict, size, self.encoder.name, self.note)
 
     def _problem(self, text: str) -> str | None:
         """Return why a text needs too much memory at once; None if it does not."""

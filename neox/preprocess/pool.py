@@ -62,7 +62,7 @@ def send_block(connection: Connection, block: LineBlock) -> None:
 
 def _send_result(connection: Connection, result: EncodedBlock) -> None:
     header: dict[str, Any] = {"bad": [[bad.line, bad.offset, bad.reason] for bad in result.bad]}
-    header |= {"accelerator": result.accelerator, "note": result.note}
+    header |= {"not_strict": result.not_strict, "accelerator": result.accelerator, "note": result.note}
     connection.send_bytes(orjson.dumps(header))
     for key in result.keys:
         connection.send_bytes(key.ids.data)
@@ -79,7 +79,8 @@ def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> 
         for _ in job.settings.keys
     )
     bad = tuple(BadInput(block.file, line, offset, reason) for line, offset, reason in header["bad"])
-    return EncodedBlock(block.end, keys, bad, len(block.data), header["accelerator"], header["note"])
+    size = len(block.data)
+    return EncodedBlock(block.end, keys, bad, header["not_strict"], size, header["accelerator"], header["note"])
 
 
 class _Worker:
@@ -137,16 +138,17 @@ class _Worker:
 
 
 class BlockPool:
-    """Pool of worker processes, ended by the context manager."""
+    """Pool of worker processes, started as blocks come and ended by the context manager."""
 
     def __init__(self, workers: int, in_flight_bytes: int) -> None:
-        """Start the processes.
+        """Make a pool without processes.
 
         Args:
-            workers: Number of processes.
+            workers: Most processes; fewer are started if there are fewer blocks.
             in_flight_bytes: Limit of text between reading and the consumer; a longer block is processed alone.
         """
-        self._workers = [_Worker() for _ in range(workers)]
+        self._workers: list[_Worker] = []
+        self._most_workers = workers
         self._limit, self._in_flight = in_flight_bytes, 0
         self._changed = threading.Condition()
         self._tasks: SimpleQueue[tuple[int, LineBlock] | None] = SimpleQueue()
@@ -175,9 +177,7 @@ class BlockPool:
         Raises:
             Exception: An exception of the reader or of a worker, instead of the result of its block.
         """
-        threading.Thread(target=self._read, args=(blocks,), daemon=True).start()
-        for worker in self._workers:
-            threading.Thread(target=self._feed, args=(worker, job), daemon=True).start()
+        threading.Thread(target=self._read, args=(blocks, job), daemon=True).start()
         number = 0
         while True:
             with self._changed:
@@ -195,13 +195,14 @@ class BlockPool:
                     self._changed.notify_all()
             number += 1
 
-    def _read(self, blocks: Iterator[LineBlock | BadInput]) -> None:
+    def _read(self, blocks: Iterator[LineBlock | BadInput], job: EncodeJob) -> None:
         number = 0
         try:
             for block in blocks:
                 if isinstance(block, BadInput):
                     self._put(number, block)
                 elif self._admit(len(block.data)):
+                    self._start_worker(job)
                     self._tasks.put((number, block))
                 else:
                     return
@@ -219,6 +220,13 @@ class BlockPool:
             self._changed.wait_for(lambda: self._closed or not self._in_flight or self._in_flight + size <= self._limit)
             self._in_flight += size
             return not self._closed
+
+    def _start_worker(self, job: EncodeJob) -> None:
+        with self._changed:
+            if self._closed or len(self._workers) == self._most_workers:
+                return
+            self._workers.append(_Worker())
+        threading.Thread(target=self._feed, args=(self._workers[-1], job), daemon=True).start()
 
     def _feed(self, worker: _Worker, job: EncodeJob) -> None:
         while (task := self._tasks.get()) is not None and not self._closed:

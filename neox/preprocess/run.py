@@ -54,6 +54,7 @@ class PreprocessReport:
         seconds: Duration of this run.
         accelerator: Accelerator used, `off` for none.
         fresh: False if an earlier run had made everything.
+        not_strict: Lines read in this run that are JSON for gpt-neox's parser only.
     """
 
     documents: Mapping[str, int]
@@ -63,6 +64,7 @@ class PreprocessReport:
     seconds: float
     accelerator: str
     fresh: bool = True
+    not_strict: int = 0
 
 
 def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> PreprocessReport:
@@ -127,6 +129,7 @@ class _Run:
             load_ftfy()
         self.shares = share_memory(settings.workers, settings.memory_mb)
         self.accelerator: str | None = None
+        self.not_strict = 0
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -183,7 +186,7 @@ class _Run:
     def _sample(self) -> list[str]:
         """Return the first texts of the first input, to check an accelerator with; errors in it are reported later."""
         block = first_lines(self.files[0], _SAMPLE_BYTES)
-        texts = [text for column in parse_texts(block, self.settings.keys)[0] for text in column] if block else []
+        texts = [text for column in parse_texts(block, self.settings.keys).columns for text in column] if block else []
         lengths = accumulate(len(text) for text in texts)
         return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
 
@@ -255,6 +258,7 @@ class _Run:
                         if self.accelerator is None and result.note:
                             _log.warning(result.note)
                         self.accelerator = self.accelerator or result.accelerator
+                        self.not_strict += result.not_strict
                         for bad in result.bad:
                             budget.add(bad)
                         states = {}
@@ -298,6 +302,7 @@ class _Run:
             end.text_bytes,
             seconds,
             self.accelerator or "off",
+            not_strict=self.not_strict,
         )
         if not any(report.documents.values()) and not self.may_be_empty:
             for builder in builders.values():

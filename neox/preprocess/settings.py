@@ -55,7 +55,7 @@ class PreprocessSettings:
         append_eod: Whether to end each document with the end-of-document id.
         ftfy: Whether to repair broken Unicode.
         impl: Layout of the datasets.
-        workers: Processes; 0 means one for each core.
+        workers: Processes, at most one for each core; 0 means one for each core.
         memory_mb: Memory of all processes in MiB; 0 means 3 GiB and 256 MiB for each worker.
         skip_bad: Number of bad inputs that may be skipped.
         accelerator: One of `neox.tokenizer.flat.ACCELERATORS`.
@@ -103,9 +103,12 @@ class MemoryShares:
 
 def share_memory(workers: int, memory_mb: int) -> MemoryShares:
     """Divide the memory of `PreprocessSettings`. Raises DataError if it is too small for the workers."""
-    workers = workers or len(os.sched_getaffinity(0))
     if workers < 0 or memory_mb < 0:
         raise DataError(f"workers ({workers}) and memory ({memory_mb} MiB) cannot be negative")
+    cores = len(os.sched_getaffinity(0))
+    if workers > cores:
+        _log.info("--workers %d: this process may use %d cores, so %d workers are started", workers, cores, cores)
+    workers = min(workers or cores, cores)
     total = memory_mb or 3072 + 256 * workers
     in_flight = (total - _PROCESS_MIB * (workers + 1)) * _MIB // _COPIES
     if in_flight < _SMALLEST_BLOCK * (workers + 1):

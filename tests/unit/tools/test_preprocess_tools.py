@@ -35,9 +35,38 @@ def test_the_command_line_of_gpt_neox_is_understood() -> None:
         "--log-interval 5"
     )
     args = parse(line.split())
-    assert (args.input, args.jsonl_keys, args.vocab_file) == ("a.jsonl,b.jsonl.zst", ["text", "body"], "v.json")
+    assert (args.input, args.jsonl_keys, args.vocab_file) == (["a.jsonl,b.jsonl.zst"], ["text", "body"], "v.json")
     assert (args.append_eod, args.ftfy, args.workers, args.num_docs) == (True, True, 4, 10)
     assert (args.special_in_text, args.accelerator, args.skip_bad) == (None, "auto", 0)
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+def test_a_list_of_shards_over_several_shell_lines(tmp_path: Path, quoted: bool) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c d.jsonl"):
+        corpus(tmp_path / name, [name])
+    if quoted:
+        shards = '--input " a.jsonl,b.jsonl, \\ c d.jsonl"'
+    else:
+        shards = "--input a.jsonl,b.jsonl, \\\n 'c d.jsonl' "
+    command = f"{sys.executable} {ROOT}/tools/preprocess_data.py {shards} --json-key text --output-prefix out"
+    command += f" --tokenizer-type HFTokenizer --vocab-file {VOCAB} --append-eod --workers 150"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--workers 150" in done.stderr
+    tokenizer, made = build_tokenizer("HFTokenizer", VOCAB), IndexedDataset(tmp_path / "out_text_document")
+    texts = [tokenizer.decode(made[i].tolist()[:-1]) for i in range(len(made))]
+    assert texts == ["a.jsonl", "b.jsonl", "c d.jsonl"]
+
+
+def test_lines_that_only_gpt_neox_parser_reads_are_read_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "n": NaN}\n{"text": "two\ttabs", "n": 01}\n{"text": "three"}\n')
+    options = ("--output-prefix", tmp_path / "out", "--tokenizer-type", "HFTokenizer", "--vocab", VOCAB)
+    done = tool("preprocess_data", "--input", path, *options)
+    assert done.returncode == 0, done.stderr
+    assert "2 lines" in done.stdout
+    tokenizer, made = build_tokenizer("HFTokenizer", VOCAB), IndexedDataset(tmp_path / "out_text_document")
+    assert [tokenizer.decode(made[i].tolist()) for i in range(len(made))] == ["one", "two\ttabs", "three"]
 
 
 def test_the_tokenizer_flags_of_gpt_neox_are_understood() -> None:
