@@ -43,6 +43,24 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "alibi": {"pos_emb": "alibi", "norm": "rmsnorm", "gpt_j_residual": True},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
     "none": {"pos_emb": "none", "norm": "non_parametric_layernorm"},
+    "local": {"attention_config": ["local", "global"], "sparsity_config": {"block": 2, "num_local_blocks": 2}},
+    "sparse_fixed": {
+        "attention_config": ["sparse_fixed", "sparse_fixed"],
+        "sparsity_config": {
+            "block": 2,
+            "num_local_blocks": 2,
+            "different_layout_per_head": True,
+            "num_different_global_patterns": 2,
+        },
+    },
+    "bigbird": {
+        "attention_config": ["bigbird", "sparse_variable"],
+        "sparsity_config": {"block": 2, "num_random_blocks": 1, "different_layout_per_head": True},
+    },
+    "bslongformer": {"attention_config": ["bslongformer", "global"], "sparsity_config": {"block": 2}},
+    "gmlp": {"attention_config": ["gmlp", "global"]},
+    "amlp": {"attention_config": ["global", "amlp"], "gmlp_attn_dim": 8, "norm": "rmsnorm"},
+    "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_output_temp": 0.5, "mup_embedding_mult": 2.0},
 }
 
 

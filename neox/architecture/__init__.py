@@ -1,6 +1,6 @@
 """Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
 
-from neox.architecture.architecture import Architecture, Difference, Pairs, frozen
+from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
 from neox.architecture.layers import BLOCK_OFFSET, WORD_EMBEDDINGS, LayerEntry, LayerKind, LayerPlan, build_layer_plan
@@ -12,6 +12,7 @@ __all__ = [
     "ACTIVATIONS",
     "ATTENTION",
     "BLOCK_OFFSET",
+    "GATED_KINDS",
     "NORMS",
     "POSITIONS",
     "ROPE_SCALINGS",

@@ -26,6 +26,10 @@ def _thawed(value: Any) -> Any:
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
+GATED_KINDS = ("gmlp", "amlp")
+"""Attention kinds whose blocks gate over positions and hold no keys and values."""
+
+
 class Difference(NamedTuple):
     """One field in which a checkpoint's network differs from the one that loads it."""
 
@@ -122,6 +126,11 @@ class Architecture:
     def max_length(self) -> int:
         """Longest sequence in tokens that there are positions for."""
         return self.max_positions - self.learned_offset
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether keys and values are all that a new token needs of earlier ones."""
+        return not set(self.attention) & set(GATED_KINDS)
 
     @property
     def parallel_residual(self) -> bool:

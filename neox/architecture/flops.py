@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neox.architecture.choices import ATTENTION
+from neox.architecture.gmlp import gate_flops
 from neox.architecture.layers import LayerPlan
 
 
@@ -21,7 +22,8 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]
     products = sum(
         2 * p.numel for layer in layers if layer.kind == "block" for p in layer.parameters if len(p.shape) == 2
     )
-    keys = sum(ATTENTION[kind].keys_per_query(sequence) for kind in architecture.attention)
+    products += sum(gate_flops(architecture, kind, sequence) for kind in architecture.attention)
+    keys = sum(ATTENTION[kind].keys_per_query(sequence) for kind in architecture.attention if kind in ATTENTION)
     return products + 4 * architecture.hidden_size * keys, 2 * architecture.hidden_size * layers.padded_vocab_size
 
 

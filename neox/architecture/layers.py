@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from neox.architecture.architecture import Architecture
+from neox.architecture.architecture import GATED_KINDS, Architecture
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, row_parallel_bias
+from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.parameter import ParameterSpec
 
 LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
@@ -115,6 +116,8 @@ def _norm_parameters(architecture: Architecture, module: str) -> tuple[Parameter
 
 
 def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
+    if attention in GATED_KINDS:
+        return gated_block_parameters(architecture, attention)
     h, width = architecture.hidden_size, architecture.mlp_width
     inner_width = width * ACTIVATIONS[architecture.activation].width_factor
     return (

@@ -24,6 +24,7 @@ class ParameterSpec:
             biases under `gpt_j_residual`). Here there is one value, written on rank 0 with zeros elsewhere.
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
+        trained: Whether it has gradients. Others keep their initial or loaded values.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ParameterSpec:
     init: Initialization = "weight"
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
+    trained: bool = True
 
     def __post_init__(self) -> None:
         """Check the sections."""

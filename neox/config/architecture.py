@@ -130,6 +130,10 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         ),
         "embedding_multiplier": _Field(("use_mup", "mup_embedding_mult"), _if_mup),
         "position_multiplier": _Field(("use_mup", "mup_rp_embedding_mult"), _if_mup),
+        "gmlp_width": _Field(
+            ("gmlp_attn_dim", "attention_config", "num_layers"),
+            lambda width, kinds, layers: width if "amlp" in attention_kinds(kinds, layers) else 0,
+        ),
         "residual": _Field(("gpt_j_residual",), lambda parallel: "parallel" if parallel else "sequential"),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
@@ -182,6 +186,8 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         keys["opt_pos_emb_offset"] = architecture.learned_offset
     if set(architecture.attention) != {"global"}:
         keys["attention_config"] = list(architecture.attention)
+    if architecture.gmlp_width:
+        keys["gmlp_attn_dim"] = architecture.gmlp_width
     if architecture.sparsity:
         keys["sparsity_config"] = {key.partition(".")[2]: value for key, value in architecture.sparsity}
     return keys

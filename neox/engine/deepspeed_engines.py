@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
-from neox.model import GPT, TransformerLayer, build_layer
+from neox.model import GPT, Block, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
 from neox.optim import AdamW, NormScope, build_optimizer
@@ -140,7 +140,7 @@ def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device:
         model = GPT(plan, grid, device=device, dtype=dtype)
     if plan.config.training.compile_layers:
         for module in model.modules():
-            if isinstance(module, TransformerLayer):
+            if isinstance(module, Block):
                 module.compile()  # in place: names stay, and equal layers share one compiled graph
     return model
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neox.architecture import WORD_EMBEDDINGS
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
-from neox.model import Embedding, LMHead, TransformerLayer, build_layer, run_blocks, tied_logits
+from neox.model import Block, Embedding, LMHead, build_layer, run_blocks, tied_logits
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 
@@ -95,7 +95,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         """
         recompute = self._recompute_chunk if self.training and torch.is_grad_enabled() else 0
         layers = self.forward_funcs if self.targets is None else self.forward_funcs[:-1]
-        for is_blocks, neighbours in groupby(layers, lambda layer: isinstance(layer, TransformerLayer)):
+        for is_blocks, neighbours in groupby(layers, lambda layer: isinstance(layer, Block)):
             if is_blocks:
                 x = run_blocks(list(neighbours), x, recompute=recompute)
                 continue

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.launch import report_progress
-from neox.model import KVCache, TransformerLayer, run_blocks, token_positions
+from neox.model import Block, KVCache, run_blocks, token_positions
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
@@ -28,7 +28,7 @@ _SCORED_LOGITS = 2**25
 class Stage:
     """Layers of one rank: all of them, or one pipeline stage's (embedding on the first, norm and head on the last)."""
 
-    blocks: Sequence[TransformerLayer]
+    blocks: Sequence[Block]
     embedding: Callable[[Tensor, Tensor], Tensor] | None
     norm: Callable[[Tensor], Tensor] | None
     head: Callable[[Tensor], Tensor] | None
@@ -65,7 +65,7 @@ class ModelRunner:
         self.stage, self.grid = stage, grid
         self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_length
         self.device, self.dtype = device, dtype
-        self.recompute = recompute
+        self.recompute = recompute or not architecture.has_cache
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
         """Start a batch of prompts; see `LanguageModel`."""

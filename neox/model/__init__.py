@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import TransformerLayer, run_blocks, token_positions
+from neox.model.block import Block, TransformerLayer, run_blocks, token_positions
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead, TiedHead, tied_logits
@@ -11,6 +11,7 @@ from neox.model.positions import POSITIONS
 __all__ = [
     "ATTENTION",
     "GPT",
+    "Block",
     "POSITIONS",
     "Embedding",
     "FinalNorm",

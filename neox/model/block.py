@@ -16,6 +16,7 @@ from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
 from neox.architecture import Architecture
 from neox.model.attention import ATTENTION
 from neox.model.cache import KVCache, LayerCache
+from neox.model.gmlp import GatedMLPLayer
 from neox.model.positions import Tables
 from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions, reduce_over_tensor_ranks
@@ -125,6 +126,9 @@ class TransformerLayer(nn.Module):
         return reduce_over_tensor_ranks(partials[0] + partials[1], self.grid) + sum(biases)
 
 
+Block = TransformerLayer | GatedMLPLayer
+
+
 def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> nn.Module:
     """Return one of the network's norms over hidden states."""
     return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, **options)
@@ -146,7 +150,7 @@ def token_positions(x: Tensor, cache: KVCache | None = None, document_starts: Te
 
 
 def run_blocks(
-    blocks: Sequence[TransformerLayer],
+    blocks: Sequence[Block],
     x: Tensor,
     cache: KVCache | None = None,
     document_starts: Tensor | None = None,
@@ -168,7 +172,8 @@ def run_blocks(
     same_document = None if document_starts is None else same_document_pairs(document_starts)
     keys = length if cache is None else cache.length + length
     positions = token_positions(x, cache, document_starts)
-    tables = blocks[0].attention.position_tables(positions, keys, x.dtype)
+    attention = next((block.attention for block in blocks if isinstance(block, TransformerLayer)), None)
+    tables = None if attention is None else attention.position_tables(positions, keys, x.dtype)
     if cache is not None:
         for block, part in zip(blocks, cache.layers(length), strict=True):
             x = block(x, tables, part, None, positions)
@@ -178,7 +183,7 @@ def run_blocks(
     for first in range(0, len(blocks), size):
         chunk = blocks[first : first + size]
 
-        def run(x: Tensor, chunk: Sequence[TransformerLayer] = chunk) -> Tensor:
+        def run(x: Tensor, chunk: Sequence[Block] = chunk) -> Tensor:
             for block in chunk:
                 x = block(x, tables, None, same_document, positions)
             return x

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from neox.architecture import BLOCK_OFFSET
+from neox.architecture import BLOCK_OFFSET, GATED_KINDS
 from neox.config.plan import RunPlan
 from neox.log import get_logger
-from neox.model.block import TransformerLayer
+from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
+from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.ops import AttentionImpl
 from neox.parallel import ParallelGrid, TensorOptions
@@ -41,17 +42,7 @@ def build_layer(
     if entry.kind == "embedding":
         layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
     elif entry.kind == "block":
-        number = index - BLOCK_OFFSET
-        layer = TransformerLayer(
-            network,
-            number,
-            grid,
-            impl=_attention_impl(plan, number),
-            attention_dropout=training.attention_dropout,
-            hidden_dropout=training.hidden_dropout,
-            layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-            **options,
-        )
+        layer = _block(plan, index - BLOCK_OFFSET, grid, options)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
     elif entry.tied_to is not None:
@@ -62,6 +53,22 @@ def build_layer(
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer
+
+
+def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOptions) -> Block:
+    network, training = plan.architecture, plan.config.training
+    if network.attention[number] in GATED_KINDS:
+        return GatedMLPLayer(network, number, grid, **options)
+    return TransformerLayer(
+        network,
+        number,
+        grid,
+        impl=_attention_impl(plan, number),
+        attention_dropout=training.attention_dropout,
+        hidden_dropout=training.hidden_dropout,
+        layer_scaling=plan.config.model.apply_query_key_layer_scaling,
+        **options,
+    )
 
 
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:

@@ -35,6 +35,11 @@ class KVCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         heads = architecture.num_attention_heads // grid.tp_size
+        if not architecture.has_cache:
+            raise NeoXError(
+                "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
+                "sequence computed at each step, as the runner does for such a network"
+            )
         shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
         self.pairs = torch.zeros(shape, device=device, dtype=dtype)
         self.max_length = max_length

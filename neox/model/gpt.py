@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from neox.architecture import BLOCK_OFFSET
 from neox.config.plan import RunPlan
-from neox.model.block import TransformerLayer, run_blocks, token_positions
+from neox.model.block import Block, run_blocks, token_positions
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
 from neox.model.embedding import Embedding, Head, LMHead, TiedHead
@@ -100,10 +100,10 @@ class GPT(nn.Module):
         return LMHead(weight, self.logits)
 
     @property
-    def blocks(self) -> list[TransformerLayer]:
+    def blocks(self) -> list[Block]:
         """The transformer blocks in order."""
         last = BLOCK_OFFSET + self.architecture.num_layers
-        return [cast(TransformerLayer, layer) for layer in self.sequential[BLOCK_OFFSET:last]]
+        return [cast(Block, layer) for layer in self.sequential[BLOCK_OFFSET:last]]
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Return an empty KV cache of this rank's heads, on the model's device and in its dtype."""

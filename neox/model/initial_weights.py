@@ -81,6 +81,7 @@ def initialize_layer(
         target = parameters[spec.name]
         # Again here: `to_empty` makes new parameters, without the mark of the constructor.
         mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
+        target.requires_grad_(spec.trained)
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue

@@ -15,7 +15,12 @@ from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-LAYOUTS = {"v2_pp1_mp1_dp1_fp32": 1, "v2_pp2_mp1_dp1_fp32": 2, "v2_pp2_mp2_dp1_fp32": 4}
+LAYOUTS = {
+    "v2_pp1_mp1_dp1_fp32": 1,
+    "v2_pp2_mp1_dp1_fp32": 2,
+    "v2_pp2_mp2_dp1_fp32": 4,
+    "v2_gmlp_amlp_global_pp1": 1,
+}
 
 
 def golden_plan(name, directory):
@@ -75,7 +80,9 @@ def train_and_compute_logits(plan, tokens, go_on=None):
     return gather_last_dim(x, grid).numpy() if grid.pp_rank == grid.pp_size - 1 else None
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "gmlp" in name else name for name in LAYOUTS]
+)
 def test_losses_evaluations_and_logits(name, tmp_path):
     shutil.copytree(GOLDEN / "data", tmp_path / "data")
     recorded = json.loads((GOLDEN / "loss_curves.json").read_text())[name]

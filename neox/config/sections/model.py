@@ -139,10 +139,14 @@ class ModelConfig(Section):
 
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
-    kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`."""
+    kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `gmlp` and `amlp` gate over positions
+    instead (gMLP); they generate without a cache."""
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""
+
+    gmlp_attn_dim: Annotated[int, _only("amlp")] = Field(64, ge=1)
+    """Width of the attention in `amlp` blocks."""
 
     make_vocab_size_divisible_by: int = Field(128, ge=1)
     """The vocabulary is padded to a multiple of this times model_parallel_size."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ATTENTION, rope_scaling_problem, settings_of, sparsity_of, sparsity_problem
+from neox.architecture import (
+    ACTIVATIONS,
+    ATTENTION,
+    GATED_KINDS,
+    rope_scaling_problem,
+    settings_of,
+    sparsity_of,
+    sparsity_problem,
+)
 from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
@@ -101,8 +109,9 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from (f"{where}{problem}" for problem in error.problems)
         return
-    if unknown := sorted(set(kinds) - {*ATTENTION, FLASH}):
-        known = " or ".join((*ATTENTION, FLASH))
+    available = (*ATTENTION, *GATED_KINDS, FLASH)
+    if unknown := sorted(set(kinds) - set(available)):
+        known = " or ".join(available)
         yield f"{where}`attention_config` asks for {', '.join(unknown)}: not implemented, use {known}"
     if len(kinds) != layers:
         yield (
@@ -110,6 +119,22 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
             f'write [[["{kinds[0] if kinds else "global"}"], {layers}]]'
         )
     yield from _sparsity(config, set(kinds))
+    if gated := sorted(set(kinds) & set(GATED_KINDS)):
+        yield from _gates(config, " and ".join(gated))
+
+
+def _gates(config: NeoXConfig, kinds: str) -> Iterator[str]:
+    model = config.model
+    if model.max_position_embeddings not in (None, model.seq_length):
+        yield config.problem(
+            "max_position_embeddings", f"must be {config.describe_setting('seq_length')}, over which {kinds} gate"
+        )
+    if ACTIVATIONS[model.activation].width_factor != 1:
+        yield config.problem(
+            "activation", f"halves its input, which {kinds} do themselves; use gelu or another plain one"
+        )
+    if config.optimizer.use_mup:
+        yield config.problem("use_mup", f"does not work with attention kind {kinds}")
 
 
 def _sparsity(config: NeoXConfig, kinds: set[str]) -> Iterator[str]:

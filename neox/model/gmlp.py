@@ -1,0 +1,117 @@
+"""Blocks of gMLP (arXiv:2105.08050): a gate over the sequence in place of attention, as gpt-neox's layers hold it.
+
+Legend: B batch, S sequence, H hidden, F = 4H, here / tensor ranks where said, P positions the network is meant for.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neox.architecture import Architecture
+from neox.errors import NeoXError
+from neox.ops import ACTIVATIONS, NORMS, linear
+from neox.parallel import (
+    ColumnParallelLinear,
+    ParallelGrid,
+    RowParallelLinear,
+    TensorOptions,
+    gather_last_dim,
+    scatter_last_dim,
+)
+
+
+class TinyAttention(nn.Module):
+    """Causal attention with one narrow head (`amlp`), whole on every tensor rank: [B, S, 2F] -> [B, S, F]."""
+
+    def __init__(self, inner: int, width: int, **options: Unpack[TensorOptions]) -> None:
+        super().__init__()
+        self.proj_qkv = nn.Linear(2 * inner, 3 * width, **options)
+        self.proj_ffn = nn.Linear(width, inner, **options)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend to earlier tokens, or to the pairs of `mask` [B, 1, S, S]."""
+        q, k, v = linear(x, self.proj_qkv.weight, self.proj_qkv.bias).unsqueeze(1).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return linear(attended.squeeze(1), self.proj_ffn.weight, self.proj_ffn.bias)
+
+
+class SpatialGatingUnit(nn.Module):
+    """Half of the activations times a gate, which a causal matrix over positions makes of the other half.
+
+    The gate's norm needs its whole width, so it is computed whole on every tensor rank, and its parameters are copies.
+    """
+
+    def __init__(self, architecture: Architecture, kind: str, grid: ParallelGrid, **options: Unpack[TensorOptions]):
+        super().__init__()
+        inner, length = 4 * architecture.hidden_size, architecture.max_positions
+        self.grid = grid
+        self.norm = NORMS[architecture.norm](inner, eps=architecture.norm_epsilon, **options)
+        self.proj = nn.Linear(length, length, **options)
+        self.attn = TinyAttention(inner, architecture.gmlp_width, **options) if kind == "amlp" else None
+
+    def forward(self, x: Tensor, positions: Tensor, same_document: Tensor | None) -> Tensor:
+        """Gate: [B, S, 2F/tp] -> [B, S, F/tp]; pairs in one document [B, 1, S, S], or None."""
+        value, gate = x.chunk(2, dim=-1)
+        whole = gather_last_dim(gate, self.grid)  # [B, S, F]
+        attended = None
+        if self.attn is not None:
+            attended = self.attn(torch.cat([gather_last_dim(value, self.grid), whole], dim=-1), same_document)
+        whole = self._over_positions(self.norm(whole), positions, same_document)
+        whole = whole if attended is None else whole + attended
+        return value * scatter_last_dim(whole, self.grid)
+
+    def _over_positions(self, gate: Tensor, positions: Tensor, same_document: Tensor | None) -> Tensor:
+        length = gate.shape[1]
+        if length > self.proj.weight.shape[0]:
+            raise NeoXError(
+                f"the network gates over {self.proj.weight.shape[0]} positions (seq_length), and this sequence has "
+                f"{length}; give a shorter one"
+            )
+        if same_document is None:
+            weight, bias = self.proj.weight[:length, :length].tril(), self.proj.bias[:length]
+        else:  # each token is at its place in its document
+            weight = self.proj.weight[positions.unsqueeze(-1), positions.unsqueeze(-2)]  # [B, S, S]
+            weight, bias = weight.masked_fill(~same_document.squeeze(1), 0.0), self.proj.bias[positions]
+        return torch.matmul(weight, gate) + bias.unsqueeze(-1)
+
+
+class GatedMLPLayer(nn.Module):
+    """A block `gmlp` or `amlp`: hidden states [B, S, H] -> [B, S, H], without a residual connection, as in gpt-neox.
+
+    The biases of its linear layers exist in gpt-neox's files, are never used there, and stay zero here.
+
+    Args:
+        architecture: The network.
+        number: Of the block, from 0.
+        grid: Process groups.
+        **options: Device and type of the parameters.
+    """
+
+    def __init__(
+        self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
+    ) -> None:
+        super().__init__()
+        hidden = architecture.hidden_size
+        self.grid = grid
+        self.norm = NORMS[architecture.norm](hidden, eps=architecture.norm_epsilon, **options)
+        self.input_linear = ColumnParallelLinear(hidden, 8 * hidden, grid, multiply=linear, **options)
+        self.activation = ACTIVATIONS[architecture.activation]
+        self.sgu = SpatialGatingUnit(architecture, architecture.attention[number], grid, **options)
+        self.output_linear = RowParallelLinear(4 * hidden, hidden, grid, multiply=linear, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        tables: object = None,
+        cache: object = None,
+        same_document: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
+        assert cache is None, "refused by KVCache"
+        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        return self.output_linear(self.sgu(self.activation(self.input_linear(self.norm(x))), positions, same_document))
