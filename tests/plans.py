@@ -63,6 +63,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_output_temp": 0.5, "mup_embedding_mult": 2.0},
 }
 
+# Those whose blocks run any kernel of attention, and those that generate with a cache.
+PLAIN_NETWORKS = [name for name, keys in NETWORKS.items() if "attention_config" not in keys]
+CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
+
 
 def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
     """Resolve flat keys as they are."""

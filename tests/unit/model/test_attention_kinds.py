@@ -1,4 +1,4 @@
-"""Kinds of attention: what a query sees, with and without a cache, padding and packed documents."""
+"""Sparse kinds of attention: what a query sees, and their settings."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from neox.architecture import SPARSITY, settings_of
+from neox.architecture import ACTIVATIONS, SPARSITY, settings_of
 from neox.config import NeoXConfig
 from neox.config.validation import notes_without_effect, static_problems
-from neox.errors import ConfigError
+from neox.errors import ConfigError, NeoXError
 from neox.model import GPT
 from neox.ops import block_layout, sparse_pairs
 from neox.parallel import ParallelGrid
 from tests.plans import SMALL, small_plan
 
-TOKENS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 SETTINGS: dict[str, dict[str, Any]] = {
     "local": {"num_local_blocks": 2},
     "sparse_fixed": {"num_local_blocks": 2, "different_layout_per_head": True, "num_different_global_patterns": 2},
@@ -50,29 +49,6 @@ def test_a_sparse_layer_is_the_softmax_over_the_pairs_of_its_layout(kind: str) -
     torch.testing.assert_close(attention(x), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", SPARSITY)
-@torch.no_grad()
-def test_a_cache_and_left_padding_give_the_logits_of_each_row_alone(kind: str) -> None:
-    model = sparse_model(kind)
-    rows = [TOKENS[0, :13], TOKENS[1, :8]]
-    cache = model.new_cache(batch=2, max_length=16)
-    cache.reset(start=torch.tensor([0, 5]))
-    logits = [model(torch.stack([rows[0][:11], torch.cat([torch.zeros(5, dtype=torch.long), rows[1][:6]])]), cache)]
-    logits += [model(torch.stack([rows[0][i : i + 1], rows[1][i - 5 : i - 4]]), cache) for i in (11, 12)]
-    for padded, row in zip(torch.cat(logits, dim=1), rows, strict=True):
-        torch.testing.assert_close(padded[-len(row) :], model(row.unsqueeze(0))[0], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", SPARSITY)
-@torch.no_grad()
-def test_a_packed_row_gives_the_logits_of_its_documents_alone(kind: str) -> None:
-    model = sparse_model(kind)
-    starts = torch.tensor([0] * 7 + [7] * 9)
-    packed = model(TOKENS, document_starts=starts.expand(2, -1))
-    torch.testing.assert_close(packed[:, :7], model(TOKENS[:, :7]), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(packed[:, 7:], model(TOKENS[:, 7:]), atol=1e-6, rtol=1e-5)
-
-
 def test_settings_are_checked_and_those_without_effect_are_named() -> None:
     keys = {**SMALL, "attention_config": ["sparse_fixed", "global"]}
     with pytest.raises(ConfigError, match="no key `blok`"):
@@ -86,3 +62,26 @@ def test_settings_are_checked_and_those_without_effect_are_named() -> None:
     (note,) = notes_without_effect(given)
     assert "num_random_blocks" in note
     assert "bigbird" in note
+
+
+def test_a_network_with_gates_generates_without_a_cache_and_within_its_length() -> None:
+    model = GPT(small_plan(attention_config=["global", "gmlp"]), ParallelGrid.single()).eval()
+    with pytest.raises(NeoXError, match="no keys and values"):
+        model.new_cache(batch=1, max_length=4)
+    with pytest.raises(NeoXError, match="over 16 positions"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"max_position_embeddings": 32}, "max_position_embeddings"),
+        ({"activation": "geglu"}, "activation"),
+        ({"use_mup": True, "mup_base_hidden_size": 16}, "use_mup"),
+    ],
+)
+def test_what_does_not_fit_gates_is_refused_by_name(keys: dict[str, Any], named: str) -> None:
+    if keys.get("activation") not in (None, *ACTIVATIONS):
+        pytest.skip("no gated activation")
+    with pytest.raises(ConfigError, match=named):
+        small_plan(attention_config=["gmlp", "global"], **keys)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from neox.checkpoint.reshard import merge
 from neox.model import GPT, build_layer, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology
@@ -76,7 +77,7 @@ def test_tensor_ranks_hold_slices_of_the_same_tensors(tp_size: int, network: str
             if spec.partition_dim is None:
                 assert all(torch.equal(part[spec.name], full) for part in parts)
             else:
-                assert torch.equal(torch.cat([part[spec.name] for part in parts], spec.partition_dim), full)
+                assert torch.equal(merge(spec, [part[spec.name] for part in parts]), full)
 
 
 def test_seed_changes_weights_and_torchs_own_stream_does_not():

@@ -37,7 +37,8 @@ def test_document_starts():
 @torch.no_grad()
 def test_logits_of_a_packed_row_are_those_of_its_documents_alone(kind: str, network: str):
     scaling = kind == "global"
-    plan = small_plan(attention_config=[[[kind], "all"]], apply_query_key_layer_scaling=scaling, **NETWORKS[network])
+    keys = {"attention_config": [[[kind], "all"]], **NETWORKS[network]}
+    plan = small_plan(apply_query_key_layer_scaling=scaling, **keys)
     model, rows = GPT(plan, ParallelGrid.single()).eval(), packed_rows()
     packed = model(rows, document_starts=document_starts(rows, EOD))
     for row, logits, lengths in zip(rows, packed, LENGTHS, strict=True):
