@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Generic
+from typing import IO, Any, Generic
 
 from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
@@ -28,6 +29,7 @@ from neox.webtext.step import Counts, DocumentFunction, Job, Record, S, Step
 
 _log = get_logger(__name__)
 _CHUNKS_BETWEEN_STATES = 16
+_SECONDS_BETWEEN_STATES = 10.0
 _MIB = 1 << 20
 
 
@@ -46,6 +48,9 @@ class ChunkResult:
     dropped: bytes
     bad: tuple[BadInput, ...]
     counts: Counts
+
+
+Results = Generator[tuple[Chunk, ChunkResult]]
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,37 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
     Raises:
         DataError: If too many inputs are bad, or a worker was killed.
     """
-    settings, path = job.settings, job.work / "state.progress.json"
+
+    def produce(start: tuple[int, Position], consumed: Callable[[int], Any]) -> Results:
+        chunks = read(job.files, start, job.settings.max_line_mb * _MIB, consumed)
+        try:
+            yield from ordered_map(work, chunks, job.settings.workers)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process was killed, perhaps for lack of memory: the same command resumes; give fewer "
+                "--workers"
+            ) from error
+
+    write_results(job, produce, "B", sum(os.path.getsize(file) for file in job.files))
+
+
+def write_results(
+    job: Job[S],
+    produce: Callable[[tuple[int, Position], Callable[[int], Any]], Results],
+    unit: str,
+    total: float | None = None,
+) -> None:
+    """Append results to the outputs, from where an interrupted run of the same job stopped.
+
+    Args:
+        job: The job; its counts are filled in.
+        produce: Yields chunks with their results from a position on. It calls a function with what it has consumed.
+        unit: Unit of consumption.
+        total: Consumption of the whole job; None if it is not known.
+    """
+    path = job.work / "state.progress.json"
     state = _State.read(path, job.identity)
-    targets = (settings.output, job.dropped)
+    targets = (job.settings.output, job.dropped)
     job.dropped.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         files = [stack.enter_context(_open_partial(t, size)) for t, size in zip(targets, state.sizes, strict=True)]
@@ -154,7 +187,9 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
             state = _State(job.identity)
             files = [stack.enter_context(_open_partial(target, 0)) for target in targets]
         outputs = [file for file in files if file is not None]
-        _run_chunks(job, work, read, state, outputs, path)
+        bar = stack.enter_context(progress(job.name, total, unit))
+        results = stack.enter_context(closing(produce(state.next, bar.update)))
+        _append(results, state, outputs, path, job.settings.skip_bad)
         for target, output, size in zip(targets, outputs, state.sizes, strict=True):
             if not size:
                 output.write(empty_file(target))
@@ -163,36 +198,22 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
     job.counts = state.counts
 
 
-def _run_chunks(
-    job: Job[S], work: ChunkWork[S], read: Reader, state: _State, outputs: list[IO[bytes]], path: Path
-) -> None:
-    """Append the results of all chunks from the state's on, and write the state now and then."""
-    settings = job.settings
-    total = sum(os.path.getsize(file) for file in job.files)
-    with progress(job.name, total, "B") as bar:
-        chunks = read(job.files, state.next, settings.max_line_mb * _MIB, bar.update)
-        with closing(ordered_map(work, chunks, settings.workers)) as results:
-            for number, (chunk, result) in enumerate(_named(results), start=1):
-                for bad in (*chunk.bad, *result.bad):
-                    state.counts.add_bad(bad, settings.skip_bad)
-                for output, data in zip(outputs, (result.kept, result.dropped), strict=True):
-                    output.write(data)
-                state.counts.add(result.counts)
-                state.sizes = (state.sizes[0] + len(result.kept), state.sizes[1] + len(result.dropped))
-                state.next = chunk.next
-                if number % _CHUNKS_BETWEEN_STATES == 0:
-                    for output in outputs:
-                        fsync_file(output)
-                    state.write(path)
-
-
-def _named(results: Iterator[tuple[Chunk, ChunkResult]]) -> Iterator[tuple[Chunk, ChunkResult]]:
-    try:
-        yield from results
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process was killed, perhaps for lack of memory: the same command resumes; give fewer --workers"
-        ) from error
+def _append(results: Results, state: _State, outputs: list[IO[bytes]], path: Path, skip_bad: int) -> None:
+    """Append results, and write the state now and then."""
+    written = time.monotonic()
+    for number, (chunk, result) in enumerate(results, start=1):
+        for bad in (*chunk.bad, *result.bad):
+            state.counts.add_bad(bad, skip_bad)
+        for output, data in zip(outputs, (result.kept, result.dropped), strict=True):
+            output.write(data)
+        state.counts.add(result.counts)
+        state.sizes = (state.sizes[0] + len(result.kept), state.sizes[1] + len(result.dropped))
+        state.next = chunk.next
+        if number % _CHUNKS_BETWEEN_STATES == 0 or time.monotonic() - written > _SECONDS_BETWEEN_STATES:
+            for output in outputs:
+                fsync_file(output)
+            state.write(path)
+            written = time.monotonic()
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def filter_urls(job: Job[FilterUrlsSettings]) -> None:
         buckets = [stack.enter_context(open(path, "wb")) for path in digests]
         dropped = stack.enter_context(atomic_write(job.dropped))
         bar = stack.enter_context(progress(job.name, total, "B"))
-        batches = _batches(_lines(job.files, 4 * settings.max_length, bar.update))
+        batches = _batches(read_lines(job.files, 4 * settings.max_length, bar.update))
         for lines, results in ordered_map(check, batches, settings.workers):
             job.counts.documents_in += len(lines)
             job.counts.bytes_in += sum(map(len, lines))
@@ -245,7 +245,7 @@ def _drop(job: Job[FilterUrlsSettings], dropped: IO[bytes], url: str, reason: st
     dropped.write(f"{reason}\t{url}\n".encode())
 
 
-def _lines(paths: Iterable[str], limit: int, consumed: Callable[[int], object]) -> Iterator[bytes]:
+def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], object]) -> Iterator[bytes]:
     """Yield lines that are not blank, without their ends; of a line over `limit` bytes only its start."""
     for path in paths:
         try:

@@ -66,6 +66,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
                 "format": _FORMAT,
                 "step": step.name,
                 "settings": settings.fingerprint(),
+                "files": _named_files(settings),
                 "packages": packages,
                 "inputs": [entry["sha256"] for entry in inputs],
             }
@@ -84,6 +85,17 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{error.filename or settings.output} cannot be written: {error.strerror or error}") from error
     return {**report, "fresh": fresh}
+
+
+def _named_files(settings: Settings) -> dict[str, list[str]]:
+    """Return the hashes of the files that settings name, as lists of words or models."""
+    hashes = {}
+    for name in settings.model_fields_set - settings.RUNTIME:
+        value = getattr(settings, name)
+        paths = [path for path in (value if isinstance(value, tuple) else (value,)) if isinstance(path, Path)]
+        if paths:
+            hashes[name] = [hash_file(path) for path in paths if path.is_file()]
+    return hashes
 
 
 def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:

@@ -169,8 +169,9 @@ class Job(Generic[S]):
 
     @property
     def dropped(self) -> Path:
-        """File for the dropped documents, in a directory beside the output."""
-        return self.settings.output.parent / "dropped" / self.settings.output.name
+        """File for the dropped documents, in a directory beside the output; of a WARC file, with `.jsonl` appended."""
+        output = self.settings.output
+        return output.parent / "dropped" / (f"{output.name}.jsonl" if ".warc" in output.name else output.name)
 
 
 def one_output(settings: Settings) -> tuple[Path, ...]:

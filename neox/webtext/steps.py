@@ -9,6 +9,7 @@ from typing import Any
 from neox.webtext.clean import CLEAN
 from neox.webtext.decontaminate import DECONTAMINATE
 from neox.webtext.dedup import DEDUP
+from neox.webtext.download import DOWNLOAD
 from neox.webtext.extract import EXTRACT
 from neox.webtext.filter_urls import FILTER_URLS
 from neox.webtext.shuffle import SHUFFLE
@@ -17,6 +18,7 @@ from neox.webtext.step import Step
 
 _IN_ORDER: tuple[Step[Any], ...] = (
     FILTER_URLS,
+    DOWNLOAD,
     EXTRACT,
     CLEAN,
     DEDUP,
