@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# PYTHON_ARGCOMPLETE_OK
 """Command that turns YAML files into a checked plan, and starts a script on every rank.
 
 python deepy.py train.py -d configs 20B.yml local_setup.yml

@@ -1,7 +1,9 @@
-"""gpt-neox's name of `tools/prepare_data.py`."""
+"""gpt-neox's place of `tools/prepare_data.py`, which it runs."""
 
+import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    print("prepare_data.py is `python tools/prepare_data.py` here (the same flags)", file=sys.stderr)
-    sys.exit(2)
+    tool = Path(__file__).resolve().with_name("tools") / "prepare_data.py"
+    os.execv(sys.executable, [sys.executable, str(tool), *sys.argv[1:]])

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from typing import NoReturn
 
+from neox.arguments import ScriptParser
 from neox.config import decode_payload
 from neox.errors import run_script
 from neox.log import setup_logging
@@ -16,7 +16,7 @@ from neox.log import setup_logging
 
 def main() -> NoReturn:
     """Read the plan that deepy.py made, and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--payload", help="the plan, as deepy.py encodes it")
     parser.add_argument("--local_rank", type=int, help="set by some launchers; LOCAL_RANK is what counts")
     arguments, others = parser.parse_known_args()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +27,23 @@ def _explain_wrong_python(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
+def end_at_interrupts() -> None:
+    """Make Ctrl-C end this process at once and silently, with status 130, until `neox.errors.run_script` runs.
+
+    While packages are imported, a KeyboardInterrupt would be a traceback, or a panic inside an extension.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored (nohup), or the caller's
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+
+def is_own_script(path: str) -> bool:
+    """Return whether a file is one of this project's scripts."""
+    return Path(path).resolve().parent in (_ROOT, _ROOT / "tools", _ROOT / "tools" / "datasets")
+
+
 _script = getattr(sys.modules["__main__"], "__file__", None)
-if _script and _ROOT in Path(_script).resolve().parents and sys.excepthook is sys.__excepthook__:
+if _script and is_own_script(_script) and "__mp_main__" not in sys.modules and sys.excepthook is sys.__excepthook__:
     if sys.version_info < (3, 11):  # noqa: UP036 -- whoever has an older one should read it here
         sys.exit(f"error: neox needs Python 3.11 or newer, and this is {sys.version.split()[0]} ({sys.executable})")
     sys.excepthook = _explain_wrong_python
+    end_at_interrupts()

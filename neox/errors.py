@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
+
+# What the file system of a user's path may answer; a traceback would say no more.
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
 class NeoXError(Exception):
@@ -67,7 +72,20 @@ def install_command(file: str) -> str:
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and exit: user errors become one message and their exit code, Ctrl-C becomes 130."""
+    """Run a script's `main` and exit.
+
+    User errors, and files that the system refuses to open or to fill, become one message and their exit code; Ctrl-C
+    becomes 130, also where an extension answers it with an exception of its own.
+    """
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGINT, interrupt)
     try:
         code = main() or 0
     except NeoXError as error:
@@ -76,7 +94,16 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:  # `tool | head`
         sys.stderr.close()
         code = 141
-    except KeyboardInterrupt:
+    except OSError as error:
+        if error.errno not in _REFUSALS or error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        code = 1
+    except SystemExit:
+        raise
+    except BaseException:
+        if not interrupted:
+            raise
         print("interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)

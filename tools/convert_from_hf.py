@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Import a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint.
 
     tools/convert_from_hf.py --input_dir pythia-160m --output_dir checkpoints/pythia-160m
@@ -12,13 +13,14 @@ import argparse
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.convert import from_hf
 from neox.errors import run_script
 from neox.log import setup_logging
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("--input_dir", "--input-dir", required=True, help="a directory with config.json and safetensors or bin files")
     add("--output_dir", "--output-dir", required=True, help="a checkpoint directory; global_step0 is written into it")

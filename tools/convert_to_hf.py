@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Export a checkpoint as a Hugging Face directory.
 
 tools/convert_to_hf.py --input_dir CKPT/global_step1000 --config_file configs/my.yml --output_dir my-model
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
 from neox.convert import to_hf, upload
@@ -19,7 +21,7 @@ from neox.log import setup_logging
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("--input_dir", "--input-dir", required=True, help="a global_stepN directory, or one that holds some")
     add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")

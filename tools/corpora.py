@@ -1,10 +1,9 @@
-"""gpt-neox's name of `tools/prepare_data.py`."""
+"""gpt-neox's name of `tools/prepare_data.py`, which it runs."""
 
+import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    print(
-        "tools/corpora.py is `python tools/prepare_data.py` here (corpora by name; `--help` lists them)",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    tool = Path(__file__).resolve().with_name("prepare_data.py")
+    os.execv(sys.executable, [sys.executable, str(tool), *sys.argv[1:]])

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Inspect, verify, merge and split token datasets.
 
     python tools/dataset.py info PREFIX ...                 documents, tokens, lengths, dtype, tokenizer
@@ -18,6 +19,7 @@ from dataclasses import asdict
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
 from neox.data.gpt_dataset import split_documents
 from neox.data.indexed_dataset import idx_path
@@ -33,7 +35,7 @@ BAR = 40
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with a sub-command for each job."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     commands = p.add_subparsers(required=True, metavar="COMMAND")
 
     c = commands.add_parser("info", help="size, lengths and tokenizer of datasets")

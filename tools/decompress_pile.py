@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Decompress the Pile's shards, or any .zst files, with verification.
 
     python tools/decompress_pile.py --input pile/train pile/val.jsonl.zst pile/test.jsonl.zst --output pile_plain
@@ -13,6 +14,7 @@ import time
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.corpus.decompress import compressed_files, decompress_files
 from neox.errors import run_script
 from neox.log import progress, setup_logging
@@ -20,7 +22,7 @@ from neox.log import progress, setup_logging
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     p.add_argument("--input", nargs="+", required=True, help=".zst files, or directories of them")
     p.add_argument("--output", help="directory of the decompressed files (default: only verify)")
     p.add_argument("--workers", type=int, default=0, help="shards at a time (default: one for each core)")

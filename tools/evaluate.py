@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Score a trained checkpoint: perplexities, LAMBADA, tasks of lm-evaluation-harness.
 
 Through `python deepy.py evaluate.py -d configs MODEL.yml --eval_tasks wikitext=wiki.test.raw lambada_openai` on as many
@@ -7,13 +8,13 @@ process that holds the whole model.
 
 from __future__ import annotations
 
-import argparse
 import json
 from datetime import datetime
 from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan
 from neox.errors import run_script
@@ -40,7 +41,7 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--eval_tasks", nargs="+", help="names the harness knows, YAML files of tasks, or KIND=FILE")
     parser.add_argument("--eval_results_prefix", help="beginning of the result file's path")

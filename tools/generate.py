@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Continue prompts with a trained checkpoint.
 
 Through `python deepy.py generate.py -d configs MODEL.yml text_generation.yml` on as many ranks as the configuration
@@ -6,12 +7,12 @@ says, or directly, `python tools/generate.py -d configs MODEL.yml`, in one proce
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.config import RunPlan
 from neox.errors import run_script
 from neox.generation.load import load_model
@@ -36,7 +37,7 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("-i", "--sample_input_file", help="prompts, one a line, or a .jsonl")
     parser.add_argument("-o", "--sample_output_file", help="where completions go, a JSON object a line")

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Show what a checkpoint holds, or how two differ.
 
 tools/inspect_checkpoint.py CKPT/global_step1000 [--tensors] [--json]
@@ -14,6 +15,7 @@ from typing import Any
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.checkpoint import (
     CheckpointReader,
     checkpoint_at,
@@ -29,7 +31,7 @@ WEIGHTS_DIFFER, INCOMPLETE = 3, 4
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("checkpoint", nargs="+", help="one or two global_stepN directories, or directories that hold some")
     add("--tensors", action="store_true", help="list every tensor with shape, norm, largest value and sha256")

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Download corpora by name and convert them to token datasets, `DATA_DIR/NAME/NAME_text_document.{bin,idx,json}`.
 
     python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.corpus.sources import (
     CORPORA,
     GPT2_MERGES,
@@ -34,7 +36,7 @@ from neox.tokenizer import TOKENIZER_TYPES
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     p.add_argument("dataset", nargs="*", default=["enron"], help=f"known: {', '.join(CORPORA)} (default: enron)")
     p.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     p.add_argument("-d", "--data-dir", default="data", help="directory of all files (default: data)")

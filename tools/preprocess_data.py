@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 r"""Convert documents to token datasets, `PREFIX_text_document.{bin,idx,json}`.
 
     python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.errors import run_script
 from neox.log import setup_logging
 from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
@@ -27,7 +29,7 @@ from neox.tokenizer.flat import ACCELERATORS
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     data = p.add_argument_group("input")
     data.add_argument(
         "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"

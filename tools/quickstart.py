@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Run every step once, on this machine: text, tokenizer, tokens, training, export, generation.
 
 Every step is the command a user would type, echoed before it runs. A step whose result is there already is not done
@@ -7,7 +8,6 @@ configs/quickstart.yml.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.config import NeoXConfig, load_config
 from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.hosts import count_accelerators
@@ -129,7 +130,7 @@ quickstart finished in {seconds:,.0f} s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
     args = parser.parse_args()
     text = args.text.absolute() if args.text else None

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Make the quickstart's corpus: real text that every machine has, in the Pile's form.
 
 By default the sources of the installed Python's standard library; with --text a `.txt`, `.jsonl` or `.jsonl.zst` of
@@ -6,7 +7,6 @@ the user's own. Writes OUT/quickstart-{00,01}.jsonl.zst (`text`, `meta`) and OUT
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import sysconfig
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.corpus import Document, read_documents, write_documents
 from neox.errors import DataError, run_script
 
@@ -85,7 +86,7 @@ def write_shards(documents: Iterable[Document], out: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("data/quickstart"), help="directory to write (default: %(default)s)"
     )

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Write a checkpoint's weights again for other degrees (training itself loads any degrees without this).
 
     tools/reshard.py --input_dir CKPT/global_step1000 --output_dir OUT --model-parallel-size 4 --pipe-parallel-size 2
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
 from neox.config import load_config
 from neox.errors import run_script
@@ -19,7 +21,7 @@ from neox.log import setup_logging
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("--input_dir", "--input-dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
     add("--output_dir", "--output-dir", required=True, type=Path, help="global_stepN and `latest` are written into it")

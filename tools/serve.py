@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Serve a checkpoint to OpenAI clients and to a browser, from one process, for trying out a model.
 
 python tools/serve.py -d configs MODEL.yml
@@ -8,7 +9,6 @@ Only this machine can connect, unless --host is given: the server has no authent
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import socket
@@ -20,6 +20,7 @@ from types import FrameType
 import _checkout  # noqa: F401
 import torch
 
+from neox.arguments import ScriptParser
 from neox.errors import ConfigError, NeoXError, install_command, run_script
 from neox.generation.completions_api import Limits
 from neox.generation.load import load_model
@@ -48,7 +49,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def main() -> None:
     limits = Limits()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Train a tokenizer on documents: 20B-style byte-level BPE, GPT-2's two files, or SentencePiece.
 
 python tools/train_tokenizer.py --input data/mydata.jsonl.zst --vocab-size 50257 --output 20B_tokenizer.json
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.corpus import read_documents
 from neox.errors import run_script
 from neox.log import progress, setup_logging
@@ -19,7 +21,7 @@ from neox.tokenizer import TOKENIZER_KINDS, train_tokenizer
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; second names are gpt-neox's."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, separated by commas")
     p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
     p.add_argument("--vocab-size", "--vocab_size", "-v", type=int, required=True)

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Prepare web text, one step at a time, or all steps of a recipe.
 
     python tools/web_text.py clean --input pages.jsonl.zst --output clean.jsonl.zst --workers 4
@@ -17,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import _checkout  # noqa: F401
 from pydantic.fields import FieldInfo
 
+from neox.arguments import ScriptParser
 from neox.errors import run_script
 from neox.log import setup_logging
 from neox.webtext import STEPS, RecipeStep, Step, describe_report, read_recipe, run_step
@@ -24,7 +26,7 @@ from neox.webtext import STEPS, RecipeStep, Step, describe_report, read_recipe, 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with a sub-command for each step."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ScriptParser(description=__doc__)
     commands = p.add_subparsers(dest="command", required=True, metavar="STEP")
     for step in STEPS.values():
         about = step.settings.__doc__ or ""

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from neox import end_at_interrupts, is_own_script
+
 
 def _show_from(script: str) -> None:
     """Remove this file's and runpy's frames, which say nothing about an error, from tracebacks."""
@@ -38,6 +40,8 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
     _show_from(script)
+    if is_own_script(script):
+        end_at_interrupts()
     runpy.run_path(script, run_name="__main__")
 
 

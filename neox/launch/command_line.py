@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from shlex import join
 
-import neox
-from neox.errors import LaunchError
+from neox.arguments import ScriptParser
+from neox.errors import ConfigError
 from neox.launch.spec import code_root
 
 # Scripts that only run a model, on any number of ranks.
@@ -34,7 +32,6 @@ _FLAGS_OF_KEYS = (
     "eval_tasks",
     "wandb_group",
     "wandb_team",
-    "autotuning_run",
 )
 
 
@@ -44,9 +41,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Args:
         argv: The words after the program's name; this process's when left out.
     """
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         prog="deepy.py",
         description="Check a configuration, show what follows from it, and start a script on every rank.",
+        epilog="Exit status: 2 where the command line or the configuration is wrong, 130 after Ctrl-C, else that of "
+        "the run: 0, or that of the rank that failed first (124: it hung).",
         allow_abbrev=False,
     )
     parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
@@ -73,8 +72,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval_results_prefix", help="prefix of the evaluation's result files")
     parser.add_argument("--wandb_group", help="wandb group")
     parser.add_argument("--wandb_team", help="wandb team (entity)")
-    parser.add_argument("--autotuning", choices=["tune", "run"], dest="autotuning_run", help="DeepSpeed's autotuner")
-    parser.add_argument("--version", action="version", version=f"neox {neox.__version__}")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         keys = [text.lstrip("-").replace("-", "_").split("=")[0] for text in unknown if text.startswith("--")]
@@ -110,13 +107,13 @@ def find_script(name: str) -> Path:
         The absolute path.
 
     Raises:
-        LaunchError: It does not exist.
+        ConfigError: It does not exist.
     """
     if (path := _existing_script(name)) is not None:
         return path
     if close := get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1):
-        raise LaunchError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
-    raise LaunchError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
+        raise ConfigError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
+    raise ConfigError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
 
 
 def _existing_script(name: str) -> Path | None:
@@ -125,20 +122,9 @@ def _existing_script(name: str) -> Path | None:
     return next((candidate.absolute() for candidate in candidates if candidate.is_file()), None)
 
 
-def refuse_lone_tool(name: str, *rest: str) -> None:
-    """Check that a script is not one of the project's tools that run in one process, with flags of their own.
-
-    Args:
-        name: The script.
-        rest: Its arguments, for the message.
-
-    Raises:
-        LaunchError: It is such a tool.
-    """
+def find_lone_tool(name: str) -> Path | None:
+    """Return the project's tool of this name if it runs in one process, with flags of its own; else None."""
     path = _existing_script(name)
     root, tool = code_root(), code_root() / "tools" / Path(path or name).name
-    if path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS:
-        command = join(["python", os.path.relpath(tool), *rest])
-        raise LaunchError(
-            f"{tool.name} runs by itself, without a launcher: `{command}` (ranks run {', '.join(_SCRIPTS)})"
-        )
+    lone = path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS
+    return tool if lone else None

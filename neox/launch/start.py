@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -31,7 +32,14 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
-from neox.launch.placement import Placement, master_address, master_port, master_port_problem, place_ranks
+from neox.launch.placement import (
+    COMMAND_LINE,
+    Placement,
+    master_address,
+    master_port,
+    master_port_problem,
+    place_ranks,
+)
 from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
@@ -234,7 +242,7 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     """Start a tool on every slot: a script without a configuration, which divides its work by rank.
 
     Args:
-        script: The script.
+        script: The script; its function `parser` returns the parser of its flags.
         argv: Flags about hosts, and the tool's own. Paths among them must mean the same on every host.
         environment: Variables of the ranks.
 
@@ -242,10 +250,11 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
         The run's exit status.
 
     Raises:
+        ConfigError: The hosts are wrong.
         LaunchError: Ranks cannot be started.
     """
-    runner, arguments = split_tool_arguments(script.name, argv)
-    placement = place_ranks(runner)
+    runner, arguments = split_tool_arguments(script, argv)
+    placement = place_ranks(runner, COMMAND_LINE)
     if problem := master_port_problem(placement, runner):
         raise LaunchError(problem)
     with ExitStack() as held:
@@ -254,14 +263,25 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
         return launch(spec, runner, environment)
 
 
-def split_tool_arguments(script: str, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
-    """Divide a tool's command line into keys about hosts and the tool's own flags."""
-    parser = argparse.ArgumentParser(prog=f"deepy.py {script}", allow_abbrev=False, add_help=False)
-    parser.add_argument("-H", "--hostfile")
-    for flag in ("include", "exclude", "launcher", "master_addr"):
-        parser.add_argument(f"--{flag}")
-    for flag in ("num_nodes", "num_gpus", "master_port"):
-        parser.add_argument(f"--{flag}", type=int)
-    found, rest = parser.parse_known_args(list(argv))
+def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
+    """Divide a tool's command line into keys about hosts and the tool's own flags, and check both.
+
+    A usage error, `--help` and `--version` end the process here, before anything is started or written.
+    """
+    sys.path.append(str(script.parent))  # where a script finds its neighbours
+    whole = runpy.run_path(str(script), run_name="tool")["parser"]()
+    whole.prog, whole.allow_abbrev = f"deepy.py {script.name}", False
+    hosts = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for parser in (whole.add_argument_group("hosts, whose slots divide the work"), hosts):
+        parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
+        parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
+        parser.add_argument("--exclude", help="hosts and slots not to use")
+        parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
+        parser.add_argument("--master_addr", help="address of the first host")
+        parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
+        parser.add_argument("--num_gpus", type=int, help="processes on each host")
+        parser.add_argument("--master_port", type=int, help="port of the rendezvous; a free one where left out")
+    whole.parse_args(list(argv))
+    found, rest = hosts.parse_known_args(list(argv))
     given = {key: value for key, value in vars(found).items() if value is not None}
-    return NeoXConfig.from_flat(given, dict.fromkeys(given, "the command line")).runner, tuple(rest)
+    return NeoXConfig.from_flat(given, dict.fromkeys(given, COMMAND_LINE)).runner, tuple(rest)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from shlex import join
@@ -27,7 +28,7 @@ from neox.config.precision import settle_precision
 from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
-from neox.launch.command_line import INFERENCE, find_script, parse_arguments, refuse_lone_tool
+from neox.launch.command_line import INFERENCE, find_lone_tool, find_script, parse_arguments
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
@@ -48,6 +49,7 @@ from neox.log import setup_logging
 from neox.preflight.checks import data_prefixes, memory_problems
 from neox.preflight.planning import build_plan, read_config
 
+_TOKENIZER_FILES = ("vocab_file", "merge_file")
 _MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
 
 
@@ -64,8 +66,8 @@ def main() -> int:
     setup_logging()
     if len(sys.argv) > 1 and Path(sys.argv[1]).stem in TOOLS:
         return launch_tool(find_script(sys.argv[1]), sys.argv[2:], child_environment())
-    if len(sys.argv) > 1:
-        refuse_lone_tool(*sys.argv[1:])
+    if len(sys.argv) > 1 and (tool := find_lone_tool(sys.argv[1])) is not None:
+        os.execv(sys.executable, [sys.executable, str(tool), *sys.argv[2:]])
     arguments = parse_arguments()
     run = _Run(arguments, read_config(arguments))
     if arguments.script == "doctor":
@@ -92,9 +94,12 @@ class _Run:
 
     def doctor(self) -> int:
         """Check all hosts and print the table; return 1 where something is to be fixed."""
-        placement = place_ranks(self.runner)
+        placement = place_ranks(self.runner, self.config.source("hostfile"))
         reports, table = self._examine_hosts(self._spec(placement, Path(), None, Path.cwd()))
         print(table)
+        if self.config.given("vocab_file"):
+            names = (self.config.describe_setting(key) for key in _TOKENIZER_FILES if self.config.given(key))
+            print(f"tokenizer, whose files every host needs: {', '.join(names)}")
         return 1 if any(report.problems for report in reports) else 0
 
     def show(self) -> int:
@@ -200,11 +205,18 @@ class _Run:
             raise LaunchError(f"nothing was started:\n{table}")
         return reports
 
+    def _files_of_every_host(self) -> Iterator[str]:
+        """Yield the token files and the tokenizer's files, which every rank reads."""
+        yield from (prefix + ".bin" for prefix in data_prefixes(self.config))
+        for key in _TOKENIZER_FILES:
+            if self.config.given(key) and self.config.tokenizer.tokenizer_type != "TiktokenTokenizer":  # maybe a name
+                yield self.config.value(key)
+
     def _examine_hosts(self, spec: LaunchSpec) -> tuple[list[HostReport], str]:
         """Check every host, with the paths of this configuration; return the reports, and as a table."""
         checks = Checks(
             save_paths=() if self.save is None else (str(self.save),),
-            data_paths=tuple(str(Path(prefix + ".bin").absolute()) for prefix in data_prefixes(self.config)),
+            data_paths=tuple(str(Path(name).absolute()) for name in self._files_of_every_host()),
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
             always_ssh=len(spec.hosts) > 1,

@@ -1,7 +1,9 @@
-"""gpt-neox's name of `tools/dataset.py info`."""
+"""gpt-neox's name of `tools/dataset.py info`, which it runs."""
 
+import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    print("tools/datasets/dataset_token_count.py is `python tools/dataset.py info` here (PREFIX ...)", file=sys.stderr)
-    sys.exit(2)
+    tool = Path(__file__).resolve().parents[1] / "dataset.py"
+    os.execv(sys.executable, [sys.executable, str(tool), "info", *sys.argv[1:]])

@@ -1,10 +1,9 @@
-"""gpt-neox's name of `tools/dataset.py merge`."""
+"""gpt-neox's name of `tools/dataset.py merge`, which it runs."""
 
+import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    print(
-        "tools/datasets/merge_datasets.py is `python tools/dataset.py merge` here (PREFIX ... --output-prefix OUT)",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    tool = Path(__file__).resolve().parents[1] / "dataset.py"
+    os.execv(sys.executable, [sys.executable, str(tool), "merge", *sys.argv[1:]])

@@ -1,9 +1,9 @@
-"""gpt-neox's name of `tools/preprocess_data.py`."""
+"""gpt-neox's name of `tools/preprocess_data.py`, which it runs."""
 
+import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    print(
-        "tools/datasets/preprocess_data.py is `python tools/preprocess_data.py` here (the same flags)", file=sys.stderr
-    )
-    sys.exit(2)
+    tool = Path(__file__).resolve().parents[1] / "preprocess_data.py"
+    os.execv(sys.executable, [sys.executable, str(tool), *sys.argv[1:]])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import LaunchError
-from neox.launch.command_line import find_script, overrides, parse_arguments, refuse_lone_tool
+from neox.errors import ConfigError
+from neox.launch.command_line import find_lone_tool, find_script, overrides, parse_arguments
 
 
 def test_flags_become_keys() -> None:
@@ -28,12 +28,13 @@ def test_flags_become_keys() -> None:
 def test_scripts_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_script("generate").parent.name == "tools"
-    with pytest.raises(LaunchError, match=r"did you mean train\.py\?"):
+    with pytest.raises(ConfigError, match=r"did you mean train\.py\?"):
         find_script("trian")
     for script in ("train.py", "generate.py", "preprocess_data", "nothing.py", "doctor"):
-        refuse_lone_tool(script, "a.yml")
-    with pytest.raises(LaunchError, match=r"tools/reshard\.py 'a b'`"):
-        refuse_lone_tool("reshard", "a b")
+        assert find_lone_tool(script) is None
+    tool = find_lone_tool("reshard")
+    assert tool is not None
+    assert tool.parts[-2:] == ("tools", "reshard.py")
     Path("reshard.py").touch()  # a script of one's own with that name
-    refuse_lone_tool("reshard", "a b")
+    assert find_lone_tool("reshard") is None
     assert find_script("reshard") == tmp_path / "reshard.py"

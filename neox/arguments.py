@@ -1,0 +1,51 @@
+"""Parser of every script's command line: description, `--version`, and completion by a shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import neox
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` with `--version`, descriptions as they are written, and completion.
+
+    A script with the mark `PYTHON_ARGCOMPLETE_OK` in its first lines is completed by shells in which argcomplete is
+    active (`eval "$(register-python-argcomplete deepy.py)"`, or `activate-global-python-argcomplete`).
+
+    Args:
+        keywords: Those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        keywords.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**keywords)
+        self._asked = False
+        if keywords.get("add_help", True):
+            self.add_argument("--version", action="version", version=f"neox {neox.__version__}")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does; where a shell asks for completions, answer and exit."""
+        self._complete()
+        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
+        return found
+
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, with the same answer to a shell."""
+        self._complete()
+        found: tuple[argparse.Namespace, list[str]] = super().parse_known_intermixed_args(args, namespace)
+        return found
+
+    def _complete(self) -> None:
+        if "_ARGCOMPLETE" in os.environ and not self._asked:
+            self._asked = True  # argcomplete parses, too
+            import argcomplete  # only the shell's question needs it
+
+            argcomplete.autocomplete(self)
