@@ -114,6 +114,8 @@ def schema() -> dict[str, Any]:
         properties[key] = {"description": f"Another spelling of {alias.target}."}
     for key, row in UNSUPPORTED.items():
         properties[key] = {"description": f"{row.status}: {row.reason}", "deprecated": True}
+        if row.status == "refused" and row.type != "dict":
+            properties[key]["enum"] = [row.default, *([None] if row.default is not None else [])]
     twins = {key.replace("_", "-"): {"$ref": f"#/properties/{key}"} for key in properties if "_" in key}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

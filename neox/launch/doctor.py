@@ -25,6 +25,10 @@ from neox.launch.spec import Host, LaunchSpec, code_root
 _MAX_PARALLEL = 128
 _MAX_CLOCK_SECONDS = 5.0
 _MIN_FREE_BYTES = 2**30
+_LEGEND = (
+    "slots: ranks that start there; code: hash of the project's files; acc.: GPUs that ranks may use; memory: main "
+    "memory that is available; free: disk space where the run writes and reads; s: seconds until the answer"
+)
 
 
 @dataclass(frozen=True)
@@ -225,10 +229,11 @@ def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]
 
 def format_reports(reports: Sequence[HostReport]) -> str:
     """Format the reports as a table, all problems, and the first thing to fix."""
-    titles = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "free", "s", "")
+    titles = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "s", "")
     rows = [titles, *(_row(report) for report in reports)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.append(_LEGEND)
     for report in reports:
         lines += [f"{report.host.name}: {problem}" for problem in report.problems]
     first = next((report for report in reports if report.problems), None)
@@ -244,7 +249,7 @@ def _row(report: HostReport) -> tuple[str, ...]:
         report.host.name,
         str(len(report.host.slots)),
         *(str(answer.get(key, "-")) for key in ("python", "torch", "deepspeed", "code", "accelerators")),
-        "-" if free is None else f"{free / 2**30:.0f} GiB",
+        *("-" if size is None else f"{size / 2**30:.0f} GiB" for size in (answer.get("memory"), free)),
         f"{report.seconds:.1f}",
         "PROBLEM" if report.problems else "ok" + (f" ({'; '.join(report.notes)})" if report.notes else ""),
     )

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError
 from neox.files import lock_file
+from neox.log import get_logger
+
+_log = get_logger(__name__)
 
 FORWARDED = (
     "NCCL_*",
@@ -80,26 +83,43 @@ def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
         environment: Where `DS_ENV_FILE` and `HOME` are read.
 
     Raises:
-        LaunchError: `DS_ENV_FILE` does not exist, or a line has another form; with file and line.
+        ConfigError: `DS_ENV_FILE` does not exist, the file cannot be read, or a line has another form; with file and
+            line.
     """
     named = environment.get("DS_ENV_FILE")
     home = environment.get("HOME", "/")
     candidates = [Path(named).expanduser()] if named else [Path(".deepspeed_env"), Path(home, ".deepspeed_env")]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    path = next((candidate for candidate in candidates if _is_file(candidate)), None)
     if path is None:
         if named:
-            raise LaunchError(f"DS_ENV_FILE names {named}, which does not exist")
+            raise ConfigError(f"DS_ENV_FILE names {named}, which does not exist")
         return {}
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"{path} cannot be read: {why}; DS_ENV_FILE names another file (of NAME=value lines)"
+        ) from None
+    for number, line in enumerate(lines, start=1):
         content = line.strip()
         if not content or content.startswith("#"):
             continue
         name, equals, value = content.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
-            raise LaunchError(f"{path}:{number}: expected NAME=value")  # the line itself may hold a secret
+            raise ConfigError(f"{path}:{number}: expected NAME=value")  # the line itself may hold a secret
         found[name.strip()] = value
     return found
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file is there; not one in a directory that this user may not search, such as another's home."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        _log.warning("%s: permission denied, so it is not looked for variables of ranks", path)
+        return False
 
 
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:

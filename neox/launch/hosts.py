@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError
 from neox.launch.spec import Host, SlotId
 from neox.log import get_logger
 
@@ -46,10 +46,10 @@ def check_host_name(name: str, where: str) -> str:
         The name, unchanged.
 
     Raises:
-        LaunchError: The text is anything else.
+        ConfigError: The text is anything else.
     """
     if not _NAME.fullmatch(name):
-        raise LaunchError(f"{where}: {name!r} is not a host name (letters, digits, '.', '-', '_', optionally user@)")
+        raise ConfigError(f"{where}: {name!r} is not a host name (letters, digits, '.', '-', '_', optionally user@)")
     return name
 
 
@@ -66,36 +66,36 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         The hosts, in the order of the file.
 
     Raises:
-        LaunchError: A line of another form, a host on two lines, zero slots, or a file without hosts; with file
+        ConfigError: A line of another form, a host on two lines, zero slots, or a file without hosts; with file
             and line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise LaunchError(f"hostfile {path} does not exist: write one `host slots=N` line for each host") from None
+        raise ConfigError(f"hostfile {path} does not exist: write one `host slots=N` line for each host") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"hostfile {path} cannot be read: {error}") from None
+        raise ConfigError(f"hostfile {path} cannot be read: {error}") from None
     hosts: dict[str, tuple[Host, int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if content:
             host = _parse_line(content, f"{path}:{number}")
             if host.name in hosts:
-                raise LaunchError(f"{path}:{number}: host {host.name} is on line {hosts[host.name][1]} already")
+                raise ConfigError(f"{path}:{number}: host {host.name} is on line {hosts[host.name][1]} already")
             hosts[host.name] = (host, number)
     if not hosts:
-        raise LaunchError(f"hostfile {path} names no host: write one `host slots=N` line for each host")
+        raise ConfigError(f"hostfile {path} names no host: write one `host slots=N` line for each host")
     return tuple(host for host, _ in hosts.values())
 
 
 def _parse_line(content: str, where: str) -> Host:
     match = _LINE.fullmatch(content)
     if match is None or match["slots"] is None:
-        raise LaunchError(f"{where}: expected `host slots=N`, found {content!r}")
+        raise ConfigError(f"{where}: expected `host slots=N`, found {content!r}")
     if match["key"] == "slot":
         _log.warning("%s: `slot=` is an old spelling of `slots=`", where)
     if int(match["slots"]) == 0:
-        raise LaunchError(f"{where}: host {match['name']} has no slots; take the line out, or give it at least one")
+        raise ConfigError(f"{where}: host {match['name']} has no slots; take the line out, or give it at least one")
     return Host(check_host_name(match["name"], where), tuple(range(int(match["slots"]))))
 
 
@@ -120,12 +120,12 @@ def select_hosts(
         The chosen hosts with their chosen slots, in the hostfile's order.
 
     Raises:
-        LaunchError: The selection names something that does not exist, or leaves nothing.
+        ConfigError: The selection names something that does not exist, or leaves nothing.
     """
     if include and exclude:
-        raise LaunchError("include and exclude are both set: use one of them")
+        raise ConfigError("include and exclude are both set: use one of them")
     if (include or exclude) and (num_nodes > 0 or num_gpus):
-        raise LaunchError("include/exclude choose hosts and slots already: take num_nodes and num_gpus out")
+        raise ConfigError("include/exclude choose hosts and slots already: take num_nodes and num_gpus out")
     if include:
         wanted = _parse_filter(include, "include", hosts)
         hosts = [Host(h.name, wanted[h.name] or h.slots) for h in hosts if h.name in wanted]
@@ -133,16 +133,16 @@ def select_hosts(
         unwanted = _parse_filter(exclude, "exclude", hosts)
         hosts = [Host(h.name, _without(h, unwanted)) for h in hosts]
     if num_nodes > len(hosts):
-        raise LaunchError(f"num_nodes is {num_nodes}, but there are only {len(hosts)} hosts")
+        raise ConfigError(f"num_nodes is {num_nodes}, but there are only {len(hosts)} hosts")
     hosts = hosts[:num_nodes] if num_nodes > 0 else hosts
     if num_gpus:
         for host in hosts:
             if num_gpus > len(host.slots):
-                raise LaunchError(f"num_gpus is {num_gpus}, but host {host.name} has only {len(host.slots)} slots")
+                raise ConfigError(f"num_gpus is {num_gpus}, but host {host.name} has only {len(host.slots)} slots")
         hosts = [Host(host.name, host.slots[:num_gpus]) for host in hosts]
     chosen = tuple(host for host in hosts if host.slots)
     if not chosen:
-        raise LaunchError("no host is left after include/exclude")
+        raise ConfigError("no host is left after include/exclude")
     return chosen
 
 
@@ -160,17 +160,17 @@ def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple
     for part in text.split("@"):
         name, colon, slots = part.strip().partition(":")
         if name not in known:
-            raise LaunchError(
+            raise ConfigError(
                 f"{key} {text!r} names the host {name!r}, which is not in the hostfile: {', '.join(known)}"
             )
         if name in result:
-            raise LaunchError(f"{key} {text!r} names the host {name} twice")
+            raise ConfigError(f"{key} {text!r} names the host {name} twice")
         if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
-            raise LaunchError(f"{key} {text!r}: {slots!r} is not a list of slots such as 0,2")
+            raise ConfigError(f"{key} {text!r}: {slots!r} is not a list of slots such as 0,2")
         chosen = tuple(sorted({int(slot) for slot in slots.split(",")})) if colon else ()
         missing = [slot for slot in chosen if slot not in known[name]]
         if missing:
-            raise LaunchError(f"{key} {text!r}: host {name} has {len(known[name])} slots, so no slot {missing[0]}")
+            raise ConfigError(f"{key} {text!r}: host {name} has {len(known[name])} slots, so no slot {missing[0]}")
         result[name] = chosen
     return result
 

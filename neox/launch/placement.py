@@ -27,6 +27,8 @@ from neox.launch.spec import Host, SlotId
 
 _RANKS_PER_CORE = 4
 _MAX_PLANNED_RANKS = 2**20
+COMMAND_LINE = "--set"
+"""Source of keys that flags or `--set` give."""
 ONE_CPU_RANK = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
 
 
@@ -65,50 +67,55 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         arguments: The command line: `dry_run`, and with it `hosts` and `gpus`, numbers of hosts that need not exist.
 
     Returns:
-        The placement, and warnings. In a dry run, problems become warnings and a number of ranks is assumed.
+        The placement, and warnings. In a dry run without a hostfile, problems become warnings and a number of ranks is
+        assumed.
 
     Raises:
-        LaunchError: Ranks cannot be placed.
-        ConfigError: The same, where the configuration has other problems, too.
+        ConfigError: Ranks cannot be placed; with the configuration's other problems.
+        LaunchError: Slurm does not answer.
     """
     if arguments.hosts or arguments.gpus:
         if (arguments.hosts or 1) * (gpus := arguments.gpus or config.runner.num_gpus or 8) > _MAX_PLANNED_RANKS:
-            raise LaunchError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
+            raise ConfigError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
         slots = tuple(range(gpus))
         hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
         return Placement(hosts, "--hosts and --gpus", 0, assumed=True), []
     try:
-        placement = place_ranks(config.runner)
+        placement = place_ranks(config.runner, config.source("hostfile"))
         if not arguments.dry_run:
             check_local_devices(placement)
         elif placement.why == ONE_CPU_RANK and _model_copy_size(config) > 1:
             return _assume_ranks(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
         return placement, _overruled_counts(config, placement)
-    except LaunchError as error:
-        if arguments.dry_run:
+    except (ConfigError, LaunchError) as error:
+        if arguments.dry_run and _hostfile(config.runner, config.source("hostfile")) is None:
             return _assume_ranks(config, str(error))
-        if problems := static_problems(config):
-            raise ConfigError([*problems, str(error)]) from None
-        raise
+        if isinstance(error, LaunchError):
+            raise
+        raise ConfigError([*static_problems(config), *error.problems]) from None
 
 
-def place_ranks(runner: RunnerConfig) -> Placement:
+def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
     """Choose hosts and slots.
 
-    The first of these that is given decides: the hostfile (`hostfile`, else `DLTS_HOSTFILE`); the slurm allocation
-    under `launcher: slurm`; `include`; `global_num_gpus`; `num_gpus`; this machine's GPUs; else one CPU rank.
+    The first of these that is given decides: the hostfile (of `-H`, else of `DLTS_HOSTFILE`, else of `hostfile` in a
+    file); the slurm allocation under `launcher: slurm`; `include`; `global_num_gpus`; `num_gpus`; this machine's GPUs;
+    else one CPU rank.
 
     Args:
         runner: The configuration's keys about hosts.
+        source: Where `hostfile` comes from.
 
     Returns:
         The placement.
 
     Raises:
-        LaunchError: More is asked for than there is, or the hostfile cannot be read.
+        ConfigError: More is asked for than there is, or the hostfile cannot be read.
+        LaunchError: Slurm does not answer.
     """
     visible = visible_accelerators()
-    if path := runner.hostfile or os.environ.get("DLTS_HOSTFILE"):
+    if (named := _hostfile(runner, source)) is not None:
+        path, source = named
         hosts = select_hosts(
             read_hostfile(path),
             include=runner.include,
@@ -116,9 +123,9 @@ def place_ranks(runner: RunnerConfig) -> Placement:
             num_nodes=runner.num_nodes,
             num_gpus=runner.num_gpus,
         )
-        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path}", len(visible))
+        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path} of {source}", len(visible))
         if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
-            raise LaunchError(
+            raise ConfigError(
                 f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
                 f"{placement.world_size} slots: remove global_num_gpus, or change the hostfile"
             )
@@ -127,9 +134,9 @@ def place_ranks(runner: RunnerConfig) -> Placement:
         hosts = select_hosts(_slurm_hosts(runner.num_gpus), num_nodes=runner.num_nodes)
         return Placement(hosts, "the slurm allocation", len(visible))
     if runner.num_nodes > 1:
-        raise LaunchError(f"num_nodes is {runner.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
+        raise ConfigError(f"num_nodes is {runner.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
     if runner.exclude or (runner.include and "@" in runner.include):
-        raise LaunchError("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)")
+        raise ConfigError("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)")
     if runner.include:
         every_slot = tuple(range(len(visible) or 1024))
         hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
@@ -138,11 +145,19 @@ def place_ranks(runner: RunnerConfig) -> Placement:
     return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
 
 
+def _hostfile(runner: RunnerConfig, source: str) -> tuple[str, str] | None:
+    """Return the hostfile and what names it; None without one."""
+    named = None if runner.hostfile is None else (runner.hostfile, "-H" if source == COMMAND_LINE else source)
+    if (variable := os.environ.get("DLTS_HOSTFILE")) and source != COMMAND_LINE:
+        return variable, "DLTS_HOSTFILE"
+    return named
+
+
 def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     """Return the hosts of the slurm allocation around this process, with `num_gpus` or the allocated GPUs each."""
     slots = num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0)
     if not slots:
-        raise LaunchError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
+        raise ConfigError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
@@ -176,7 +191,7 @@ def check_local_devices(placement: Placement) -> None:
     """Check that this machine has accelerators, or enough cores, for its ranks.
 
     Raises:
-        LaunchError: There are fewer accelerators, or far fewer cores, than ranks.
+        ConfigError: There are fewer accelerators, or far fewer cores, than ranks.
     """
     cores = os.cpu_count() or 1
     for host in placement.hosts:
@@ -184,12 +199,12 @@ def check_local_devices(placement: Placement) -> None:
         if not is_this_machine(host.name):
             continue
         if 0 < placement.accelerators < ranks:
-            raise LaunchError(
+            raise ConfigError(
                 f"{ranks} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
                 "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks"
             )
         if not placement.accelerators and ranks > max(8, _RANKS_PER_CORE * cores):
-            raise LaunchError(
+            raise ConfigError(
                 f"{ranks} CPU ranks on {host.name} ({placement.why}), which has {cores} cores and no accelerator: "
                 "name the hosts in a hostfile (-H PATH), or add --dry-run to see the plan"
             )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from neox.config import (
     Device,
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 # The number of ids that a dry run assumes without the tokenizer's files.
 _ASSUMED_VOCABULARY = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
 _ASSUMED_OTHERWISE = 50257
+# What `make quickstart` makes.
+_QUICKSTART_TOKENIZER = ("data", "quickstart", "tokenizer.json")
+_QUICKSTART_DATA = ("data", "quickstart", "quickstart_text_document")
 _CHECKPOINT_CONFIG = "configs/config.yml"  # written by `neox.checkpoint.write_config` beside the weights
 
 
@@ -49,7 +55,8 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
         return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
         problem = str(error)
-        if _is_of_quickstart(settings.vocab_file or ""):
+        file = Path(settings.vocab_file or "")
+        if file.parts[-3:] == _QUICKSTART_TOKENIZER and not file.exists():
             problem += " (`make quickstart` makes it)"
         elif "train_tokenizer" not in problem:
             problem += " (`python tools/train_tokenizer.py` makes one)"
@@ -103,14 +110,9 @@ def missing_data(config: NeoXConfig) -> list[str]:
             problems.append(
                 f"{config.source(key)}: {key} is {prefix!r}, but {' and '.join(prefix + s for s in absent)} "
                 f"{'does' if len(absent) == 1 else 'do'} not exist; make them with "
-                f"`{'make quickstart' if _is_of_quickstart(prefix) else command}`"
+                f"`{'make quickstart' if Path(prefix).parts[-3:] == _QUICKSTART_DATA else command}`"
             )
     return problems
-
-
-def _is_of_quickstart(path: str) -> bool:
-    """Return whether `make quickstart` makes this file."""
-    return Path(path).parts[-3:-1] == ("data", "quickstart")
 
 
 def missing_packages(config: NeoXConfig) -> list[str]:
@@ -126,7 +128,36 @@ def missing_packages(config: NeoXConfig) -> list[str]:
         f"{config.source_prefix(key)}`{key}` needs the package {package}, which is not installed: "
         f"{install_command(file)}, or unset {key}"
         for asked, key, package, file in wanted
-        if asked and find_spec(package) is None
+        if asked and not _is_installed(package)
+    ]
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a directory of its name here (of logs, usually) is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def login_problems(config: NeoXConfig, environment: Mapping[str, str]) -> list[str]:
+    """Return why Weights & Biases would refuse the run for lack of a login on this machine.
+
+    Args:
+        config: The configuration.
+        environment: `WANDB_API_KEY`, `WANDB_MODE`, and what names the file of logins: `NETRC`, `HOME`.
+    """
+    keys = config.logging
+    offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not keys.use_wandb or offline or environment.get("WANDB_API_KEY") or not _is_installed("wandb"):
+        return []
+    file = Path(environment.get("NETRC") or Path(environment.get("HOME", "/"), ".netrc"))
+    try:
+        if netrc(file).authenticators(urlsplit(keys.wandb_host).hostname or "") is not None:
+            return []
+    except (OSError, NetrcParseError):
+        pass  # no login there
+    return [
+        f"{config.source_prefix('use_wandb')}`use_wandb` needs a login to {keys.wandb_host}: set WANDB_API_KEY, run "
+        "`wandb login`, or set WANDB_MODE=offline"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from neox.preflight.checks import (
     data_problems,
     device_of_ranks,
     finetune_notes,
+    login_problems,
     memory_problems,
     missing_packages,
     task_problems,
@@ -100,6 +102,8 @@ def build_plan(
         problems += [*checkpoint_problems(config, training=training), *task_problems(config, script.stem, tokenizer)]
     if training or script.stem == "evaluate":
         problems += missing_packages(config)
+    if training and placement.is_local:
+        problems += login_problems(config, os.environ)
     if config.model.precision == "auto":
         capabilities = replace(capabilities, saved=saved_precision(config, training=training))
         if not dry_run and capabilities.bf16 is None and capabilities.saved is None:

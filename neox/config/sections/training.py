@@ -15,6 +15,8 @@ WITHOUT_SAVED_OPTIMIZER = (
 
 
 _MUP = OnlyWith("use_mup")
+OPTIMIZER_TYPES = ("Adam", "AdamW")
+"""Values of `optimizer.type`, in any case."""
 
 
 class OptimizerParams(Section):
@@ -42,7 +44,7 @@ class OptimizerParams(Section):
 class OptimizerSettings(Section):
     """DeepSpeed's `optimizer` block."""
 
-    type: str = "Adam"
+    type: str = Field("Adam", json_schema_extra={"enum": [*OPTIMIZER_TYPES, *map(str.lower, OPTIMIZER_TYPES)]})
     """`Adam` or `AdamW`; both are AdamW with decoupled weight decay, as in gpt-neox."""
 
     params: OptimizerParams = Field(default_factory=OptimizerParams)

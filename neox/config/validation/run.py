@@ -10,6 +10,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.data import split_shares
 from neox.config.sections.model import MUP_INIT_METHODS
+from neox.config.sections.training import OPTIMIZER_TYPES
 from neox.errors import ConfigError
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
@@ -93,8 +94,8 @@ def _compiled_layers(config: NeoXConfig) -> Iterator[str]:
 
 def _optimizer(config: NeoXConfig) -> Iterator[str]:
     block = config.optimizer.optimizer
-    if block.type.lower() not in ("adam", "adamw"):
-        yield config.problem("optimizer.type", "is not implemented; use Adam")
+    if block.type.lower() not in map(str.lower, OPTIMIZER_TYPES):
+        yield config.problem("optimizer.type", f"is not implemented; use {' or '.join(OPTIMIZER_TYPES)}")
     for i, beta in enumerate(block.params.betas):
         if not 0 <= beta < 1:
             where = config.source_prefix("optimizer.params.betas")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError
 from neox.launch.environment import (
     child_environment,
     environment_file,
@@ -71,10 +71,13 @@ def test_deepspeeds_environment_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = {"NCCL_DEBUG": "INFO", "ODD": 'a=b; $(x) "y"'}
     assert environment_file({}) == expected
     (tmp_path / "other").write_text("no equals sign, hush\n")
-    with pytest.raises(LaunchError, match="other:1") as error:
+    with pytest.raises(ConfigError, match="other:1") as error:
         environment_file({"DS_ENV_FILE": str(tmp_path / "other")})
     assert "hush" not in str(error.value)
-    with pytest.raises(LaunchError, match="does not exist"):
+    (tmp_path / "other").write_bytes(b"A=\xff")
+    with pytest.raises(ConfigError, match="cannot be read: it is not UTF-8"):
+        environment_file({"DS_ENV_FILE": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match="does not exist"):
         environment_file({"DS_ENV_FILE": "none"})
 
 
@@ -94,3 +97,18 @@ def test_a_stale_build_lock_is_removed_and_one_in_use_is_not(tmp_path: Path) -> 
     assert lock.exists()
     assert remove_stale_locks(tmp_path) == [lock]
     assert not lock.exists()
+
+
+def test_the_home_of_another_user_is_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "root":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert environment_file({"HOME": "/root"}) == {}
+    (tmp_path / ".deepspeed_env").write_text("A=1\n")
+    assert environment_file({"HOME": "/root"}) == {"A": "1"}

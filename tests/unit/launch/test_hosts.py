@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError
 from neox.launch import hosts
 from neox.launch.hosts import (
     available_memory,
@@ -62,18 +62,18 @@ def test_the_old_spelling_works_with_a_warning(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(ConfigError) as error:
         read_hostfile(hostfile(tmp_path, text))
     assert words in str(error.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_hostfile(tmp_path / "none")
-    with pytest.raises(LaunchError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LaunchError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path / "binary")
 
 
@@ -81,7 +81,7 @@ def test_host_names() -> None:
     for name in ("gpu01", "user@gpu01.example.org", "10.0.0.1", "node_7", "x"):
         assert check_host_name(name, "here") == name
     for name in ("", "-x", "a b", "a\nb", "a'b", 'a"b', "a%h", "exec:a", "@a", "a@", "a/b"):
-        with pytest.raises(LaunchError):
+        with pytest.raises(ConfigError):
             check_host_name(name, "here")
 
 
@@ -110,7 +110,7 @@ def test_selections() -> None:
     ],
 )
 def test_selections_that_are_refused(choice: dict[str, object], words: str) -> None:
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(ConfigError) as error:
         select_hosts(HOSTS, **choice)  # type: ignore[arg-type]
     assert words in str(error.value)
 

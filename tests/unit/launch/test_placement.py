@@ -17,6 +17,7 @@ from neox.errors import ConfigError, LaunchError
 from neox.launch import hosts as hosts_module
 from neox.launch import placement
 from neox.launch.placement import (
+    COMMAND_LINE,
     check_local_devices,
     choose_hosts,
     host_groups,
@@ -52,10 +53,17 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_ranks(RunnerConfig(hostfile=str(path), num_gpus=3)).world_size == 6
     monkeypatch.setenv("DLTS_HOSTFILE", str(path))
     assert place_ranks(RunnerConfig()).world_size == 8
-    assert "hosts" in place_ranks(RunnerConfig()).why
+    assert place_ranks(RunnerConfig()).why == f"hostfile {path} of DLTS_HOSTFILE"
+    (tmp_path / "other").write_text("c slots=1\n")
+    other = RunnerConfig(hostfile=str(tmp_path / "other"))
+    assert place_ranks(other, "model.yml:3").world_size == 8
+    assert place_ranks(other, COMMAND_LINE).why == f"hostfile {other.hostfile} of -H"
+    monkeypatch.delenv("DLTS_HOSTFILE")
+    assert place_ranks(other, "model.yml:3").why.endswith("of model.yml:3")
+    monkeypatch.setenv("DLTS_HOSTFILE", str(path))
     devices(monkeypatch, 8)
     assert place_ranks(RunnerConfig()).world_size == 8
-    with pytest.raises(LaunchError, match="96, but the chosen hosts"):
+    with pytest.raises(ConfigError, match="96, but the chosen hosts"):
         place_ranks(RunnerConfig(hostfile=str(path), global_num_gpus=96))
 
 
@@ -71,17 +79,17 @@ def test_visible_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_ranks_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="name the hosts in a hostfile"):
+    with pytest.raises(ConfigError, match="name the hosts in a hostfile"):
         check_local_devices(place_ranks(RunnerConfig(global_num_gpus=4096)))
     devices(monkeypatch, 2)
     check_local_devices(place_ranks(RunnerConfig(num_gpus=2)))
-    with pytest.raises(LaunchError, match="has 2 accelerators"):
+    with pytest.raises(ConfigError, match="has 2 accelerators"):
         check_local_devices(place_ranks(RunnerConfig(num_gpus=4)))
 
 
 def test_hosts_without_a_hostfile() -> None:
     for request in (RunnerConfig(num_nodes=2), RunnerConfig(include="a@b"), RunnerConfig(exclude="a")):
-        with pytest.raises(LaunchError, match="hostfile"):
+        with pytest.raises(ConfigError, match="hostfile"):
             place_ranks(request)
 
 
@@ -100,7 +108,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     here = place_ranks(RunnerConfig(num_gpus=2))
     assert master_address(here, RunnerConfig()) == "127.0.0.1"
     assert master_address(here, RunnerConfig(master_addr="10.0.0.1")) == "10.0.0.1"
-    with pytest.raises(LaunchError, match="master_addr"):
+    with pytest.raises(ConfigError, match="master_addr"):
         master_address(here, RunnerConfig(master_addr="$(id)"))
     remote = placement.Placement((Host("root@far", (0,)), Host("b", (0,))), "", 0)
     assert master_address(remote, RunnerConfig()) == "far"
@@ -135,7 +143,7 @@ def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert place_ranks(RunnerConfig(num_gpus=2)).is_local  # only where slurm is asked for
     found = place_ranks(RunnerConfig(launcher="slurm", num_gpus=2))
     assert found.hosts == (Host("node1", (0, 1)), Host("node2", (0, 1)))
-    with pytest.raises(LaunchError, match="SLURM_GPUS_ON_NODE"):
+    with pytest.raises(ConfigError, match="SLURM_GPUS_ON_NODE"):
         place_ranks(RunnerConfig(launcher="slurm"))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     assert place_ranks(RunnerConfig(launcher="slurm", num_nodes=1)).world_size == 8
@@ -154,8 +162,6 @@ def test_a_dry_run_assumes_what_is_not_said() -> None:
     config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2})
     asked = Namespace(dry_run=True, hosts=None, gpus=None)
     assert choose_hosts(config, asked)[0].why == "num_gpus"
-    config = NeoXConfig.from_flat({"pipe_parallel_size": 2, "num_gpus": 2, "hostfile": "none"})
-    assert choose_hosts(config, asked)[0].why == "assumed"
     ranks, warning = choose()
     assert ranks == 8
     assert "8 ranks are assumed, one copy of the model" in warning
@@ -163,11 +169,10 @@ def test_a_dry_run_assumes_what_is_not_said() -> None:
     ranks, warning = choose(global_num_gpus=96, num_gpus=8)
     assert ranks == 96
     assert "`num_gpus: 8` has no effect: without a hostfile `global_num_gpus: 96` counts" in warning
-    ranks, warning = choose(hostfile="none", global_num_gpus=16)
-    assert ranks == 16
-    assert warning.startswith("hostfile none does not exist")
+    with pytest.raises(ConfigError, match="hostfile none does not exist"):
+        choose(hostfile="none", global_num_gpus=16)
     assert choose(hosts=12, gpus=8) == (96, "")
-    with pytest.raises(LaunchError, match="at most"):
+    with pytest.raises(ConfigError, match="at most"):
         choose(hosts=10**9)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.preflight import checks
-from neox.preflight.checks import checkpoint_problems, finetune_notes, missing_data, missing_packages
+from neox.preflight.checks import checkpoint_problems, finetune_notes, login_problems, missing_data, missing_packages
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
 
@@ -104,12 +104,40 @@ def test_a_configuration_that_cannot_be_compared_is_left_to_the_ranks(tmp_path: 
 
 
 def test_packages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "_is_installed", lambda name: False)
     assert missing_packages(config(eval_tasks=["wikitext=a.txt"])) == []
     problems = missing_packages(config(use_wandb=True, tensorboard_dir="tb", eval_tasks=["piqa"]))
     assert [problem.split("package ")[1].split(",")[0] for problem in problems] == ["wandb", "tensorboard", "lm_eval"]
     command = f"{sys.executable} -m pip install -r requirements/requirements-wandb.txt"
     assert f"not installed: {command}, or unset use_wandb" in problems[0]
+
+
+def test_a_directory_of_logs_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_tracker_of_nobody").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not checks._is_installed("a_tracker_of_nobody")
+    assert checks._is_installed("json")
+
+
+def test_a_login_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_is_installed", lambda package: True)
+    home = {"HOME": str(tmp_path)}
+    asks = config(use_wandb=True, wandb_host="https://wandb.example.org")
+    (problem,) = login_problems(asks, home)
+    assert "`wandb login`" in problem
+    for more in ({"WANDB_API_KEY": "x"}, {"WANDB_MODE": "offline"}):
+        assert login_problems(asks, {**home, **more}) == []
+    assert login_problems(config(), home) == []
+    (tmp_path / ".netrc").write_text("machine wandb.example.org login user password x\n")
+    assert login_problems(asks, home) == []
+    assert len(login_problems(config(use_wandb=True), home)) == 1
+
+
+def test_the_quickstart_is_named_for_what_it_makes() -> None:
+    for name, named in (("tokenizer.json", True), ("merges.txt", False), ("tokenizer.model", False)):
+        keys = {"tokenizer_type": "HFTokenizer", "vocab_file": f"data/quickstart/{name}"}
+        (problem,) = checks.vocabulary(config(**keys))[2]
+        assert ("make quickstart" in problem) is named
 
 
 def test_missing_data_names_the_command() -> None:
