@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Print muP's coordinate check: how far the first optimizer steps move a network at several widths.
 
     tools/coord_check.py -d configs 125M --set use_mup=true --set mup_base_hidden_size=256 --widths 256 512 1024
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.config import load_config
 from neox.errors import run_script
 from neox.log import setup_logging
@@ -19,7 +21,7 @@ from neox.train.coordinate_check import coordinate_check
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("config", nargs="+", help="YAML files")
     add("-d", "--conf_dir", "--conf-dir", type=Path, help="directory of the YAML files")

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Draw the curves of several runs in one picture.
 
 python tools/plot_runs.py runs/a runs/b=wider --output compare.png
@@ -6,11 +7,11 @@ python tools/plot_runs.py runs/a/logs/metrics.jsonl runs/a/logs/metrics-1.jsonl 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import _checkout  # noqa: F401
 
+from neox.arguments import ScriptParser
 from neox.errors import DataError, run_script
 from neox.metrics import METRICS_FILE, draw
 
@@ -35,7 +36,7 @@ def metrics_file(run: str) -> Path:
 
 def main() -> int:
     """Run the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN[=LABEL]", help=f"log_dir of a run, or its {METRICS_FILE}")
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="default: all losses")
