@@ -17,8 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, TextIO
 
+from neox.files import write_text
 from neox.launch.agent_files import ANSWER_SECONDS
 from neox.launch.events import Event, LineBuffer, decode_event, failure_cause, is_secondary
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
@@ -69,6 +71,7 @@ class Supervisor:
         self.heard: dict[int, float] = {}
         self.lost: dict[int, str] = {}
         self.hung = False
+        self.stacks: list[str] = []
         self.nodes_shown: set[int] = set()
         self.stop_signal: int | None = None
         self.end_at: float | None = None
@@ -172,6 +175,8 @@ class Supervisor:
         self.heard[event["node"]] = time.monotonic()
         if kind == "line":
             self._show(event)
+            if self.hung and event["rank"] < 0:  # an agent's, which collects its ranks' stacks
+                self.stacks.append(event["text"] + ("" if event["more"] else "\n"))
         elif kind == "tail":
             self._add_tail(event)
         elif kind == "exit" and event["code"] != 0:
@@ -253,7 +258,7 @@ class Supervisor:
     def _conclude(self) -> int:
         """Return the exit status, and print why, with the first failure's traceback last."""
         if self.hung:
-            self._print_error("ended: the run hung")
+            self._print_error(f"ended: the run hung; {self._write_stacks()}")
             return 124
         failures = [failure for failure in self.failures if not self._was_asked_to_end(failure)]
         cause = next((failure for failure in failures if not is_secondary(failure.tail)), None)
@@ -275,6 +280,15 @@ class Supervisor:
         missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         return max([exit_status(process.returncode) for process in self.processes] + [1])
+
+    def _write_stacks(self) -> str:
+        """Write every rank's stacks to one file of the run directory, and say where they are."""
+        directory = Path(self.spec.run_directory)
+        try:
+            write_text(directory / "stacks.txt", "".join(self.stacks))
+        except OSError as error:
+            return f"stacks.txt cannot be written ({error.strerror}); the logs in {directory / 'ranks'} hold them"
+        return f"every rank's stacks are in {directory / 'stacks.txt'}, and in its log below {directory / 'ranks'}"
 
     def _was_asked_to_end(self, failure: _Failure) -> bool:
         """Return whether a rank ended by the signal that was passed on, or was killed because it did not."""

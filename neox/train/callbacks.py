@@ -66,7 +66,7 @@ class StepReport:
 
 
 class Callback:
-    """Observer of a training; only rank 0 has any. Every method does nothing unless it is overridden."""
+    """Observer of a training; those that report belong to rank 0. Every method does nothing unless it is overridden."""
 
     def on_start(self, state: TrainState) -> None:
         """Handle the start, before the first step."""

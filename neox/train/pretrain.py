@@ -15,6 +15,7 @@ from neox.generation.startup import tokenizer_of
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
 from neox.train.callbacks import Callback, TerminalLine
+from neox.train.profiling import Profiler
 from neox.train.stopping import ignore_signals
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
@@ -32,6 +33,8 @@ def pretrain(plan: RunPlan) -> int:
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     callbacks = build_callbacks(plan) if grid.rank == 0 else []
+    if plan.config.logging.profile or plan.config.logging.memory_profiling:
+        callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()

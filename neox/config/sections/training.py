@@ -257,6 +257,25 @@ class LoggingConfig(Section):
     wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Name of the run."""
 
+    profile: bool = False
+    """Profile some steps of every rank with torch's profiler: a trace for Chrome and a table by operation, in
+    `log_dir`/profile."""
+
+    profile_backend: Annotated[Literal["pytorch"], OnlyWith("profile")] = "pytorch"
+    """The profiler."""
+
+    profile_step_start: Annotated[int, OnlyWith("profile"), OnlyWith("memory_profiling")] = Field(10, ge=0)
+    """First step that is profiled, counted from 0."""
+
+    profile_step_stop: Annotated[int, OnlyWith("profile"), OnlyWith("memory_profiling")] = Field(12, ge=1)
+    """Step before which profiling ends."""
+
+    memory_profiling: bool = False
+    """Record which operations allocate memory in the profiled steps; on a GPU a snapshot for pytorch.org/memory_viz."""
+
+    memory_profiling_path: Annotated[str | None, OnlyWith("memory_profiling")] = None
+    """Directory of the memory's tables and snapshots; `log_dir`/profile where unset."""
+
     peak_theoretical_tflops: float | None = Field(None, gt=0)
     """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
 

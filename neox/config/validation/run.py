@@ -21,7 +21,7 @@ def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
         *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _checkpoint),
-        *(_data, _data_weights, _reset_attention_mask, _hosts),
+        *(_profile, _data, _data_weights, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
 
@@ -163,6 +163,19 @@ def _checkpoint(config: NeoXConfig) -> Iterator[str]:
         yield f"{where}`extra_save_iters` has {negative[0]}; iterations start at 0"
     if keys.finetune and keys.load is None:
         yield config.problem("finetune", "needs `load`, the checkpoint to start from")
+
+
+def _profile(config: NeoXConfig) -> Iterator[str]:
+    keys = config.logging
+    if not (keys.profile or keys.memory_profiling):
+        return
+    if keys.profile_step_start >= keys.profile_step_stop:
+        stop = config.describe_setting("profile_step_stop")
+        yield config.problem("profile_step_start", f"is not below {stop}, before which profiling ends")
+    if keys.log_dir is None and (keys.profile or keys.memory_profiling_path is None):
+        yield config.problem(
+            "profile" if keys.profile else "memory_profiling", "needs log_dir, where files are written"
+        )
 
 
 def _data(config: NeoXConfig) -> Iterator[str]:
