@@ -150,7 +150,9 @@ class _Run:
             capabilities = _capabilities(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
-        plan, device, problems = build_plan(self.config, placement, script, capabilities, dry_run=False)
+        plan, device, problems = build_plan(
+            self.config, placement, script, capabilities, dry_run=False, environment=self.environment
+        )
         unable = launcher_problem(placement.hosts, self.runner, self.environment["PATH"])
         if problems:
             raise ConfigError([*problems, *([unable] if unable else [])])

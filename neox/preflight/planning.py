@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,13 @@ def _other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
 
 
 def build_plan(
-    config: NeoXConfig, placement: Placement, script: Path, capabilities: Capabilities, *, dry_run: bool
+    config: NeoXConfig,
+    placement: Placement,
+    script: Path,
+    capabilities: Capabilities,
+    *,
+    dry_run: bool,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[RunPlan, Device, list[str]]:
     """Resolve a configuration and check what the run needs.
 
@@ -75,6 +81,7 @@ def build_plan(
         script: The script that ranks run; what one of the user's own needs is not known.
         capabilities: What the hosts multiply natively.
         dry_run: Whether nothing will be started.
+        environment: Variables of the ranks, where logins are looked for; None not to look.
 
     Returns:
         The plan, what a rank runs on, and the problems: what is missing or does not fit. They are warnings of a dry
@@ -102,8 +109,8 @@ def build_plan(
         problems += [*checkpoint_problems(config, training=training), *task_problems(config, script.stem, tokenizer)]
     if training or script.stem == "evaluate":
         problems += missing_packages(config)
-    if training and placement.is_local:
-        problems += login_problems(config, os.environ)
+    if training and environment is not None and placement.is_local:
+        problems += login_problems(config, environment)
     if config.model.precision == "auto":
         capabilities = replace(capabilities, saved=saved_precision(config, training=training))
         if not dry_run and capabilities.bf16 is None and capabilities.saved is None:

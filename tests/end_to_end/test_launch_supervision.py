@@ -129,6 +129,8 @@ def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: l
     output = run.output(30)
     assert run.process.returncode == 124, output
     assert "stacks of rank 0 on localhost" in output
+    assert f"every rank's stacks are in {run.directory / 'run' / 'stacks.txt'}" in output
+    assert (run.directory / "run" / "stacks.txt").read_text().count("--- stacks of rank") == 2
     assert "dummy.py" in output  # where the other rank waits
     assert "the process is stopped" in output
     assert not marked_pids(run.mark)

@@ -13,7 +13,12 @@ TREES = {
 MUTATORS = {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "add", "remove", "discard"}
 EMPTY = {"[]", "{}", "list()", "dict()", "set()", "defaultdict(list)", "deque()", "Counter()"}
 # The launcher; the start of a rank; the start of a worker process, which limits the threads of the libraries it loads.
-USES_ENVIRONMENT = ("neox/launch/", "neox/engine/distributed.py", "neox/preprocess/pool.py")
+USES_ENVIRONMENT = (
+    "neox/arguments.py",  # what a shell asks
+    "neox/launch/",
+    "neox/engine/distributed.py",
+    "neox/preprocess/pool.py",
+)
 # A plan can be made without numpy, which these checks import where there is something to check.
 INNER_IMPORTS = {"neox/preflight/checks.py"}
 
