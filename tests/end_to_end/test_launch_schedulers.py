@@ -58,6 +58,25 @@ def test_one_agent_per_host(tmp_path: Path, path: str) -> None:
         run.seconds_until_gone(5)
 
 
+def test_the_job_of_the_page_hands_its_signal_and_status_on(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    (tmp_path / "job").write_text(page.partition("```bash\n")[2].partition("```")[0])
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\ntrap 'exit 7' TERM\necho \"$PWD $SRUN_CPUS_PER_TASK $*\"\nread never\n")
+    python.chmod(0o755)
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "4"}
+    job = subprocess.Popen(
+        ["bash", str(tmp_path / "job")], stdin=-1, stdout=-1, text=True, env={**os.environ, **variables}
+    )
+    assert job.stdout is not None
+    words = job.stdout.readline().split()
+    assert words[:4] == [str(tmp_path), "4", "deepy.py", "train.py"]
+    job.terminate()
+    job.communicate(timeout=30)
+    assert job.returncode == 7
+
+
 def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     printing = LaunchedRun(tmp_path, ["-H", str(tmp_path / "hosts"), "--set", "launcher=none"], ranks=None)
@@ -70,7 +89,7 @@ def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
         )
         for line in lines
     ]
-    assert agents[1].communicate(timeout=60)[1].startswith("error: rank 1 ended with status 7")
+    assert agents[1].communicate(timeout=60)[1].startswith("error: rank 1 ended with exit status 7")
     assert agents[1].returncode == 7
     assert agents[0].stdout is not None
     assert agents[0].stdout.readline() == "rank 0 is up\n"
