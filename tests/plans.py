@@ -35,6 +35,8 @@ SMALL: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
 }
 
+_NO_BIASES: dict[str, Any] = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+
 # Networks that tests of every network's properties build: keys beside `SMALL`.
 NETWORKS: dict[str, dict[str, Any]] = {
     "rotary": {},
@@ -61,11 +63,66 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "gmlp": {"attention_config": ["gmlp", "global"]},
     "amlp": {"attention_config": ["global", "amlp"], "gmlp_attn_dim": 8, "norm": "rmsnorm"},
     "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_output_temp": 0.5, "mup_embedding_mult": 2.0},
+    "gptj": {
+        "gpt_j_residual": True,
+        "gpt_j_tied": True,
+        "use_bias_in_attn_linear": False,
+        "use_bias_in_lm_head": True,
+        "activation": "gelu_tanh",
+    },
+    "parallel without biases": {"gpt_j_residual": True, **_NO_BIASES, "activation": "relu"},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "mlp_width": 44, **_NO_BIASES},
+    "mistral": {
+        "activation": "swiglu",
+        "mlp_width": 20,
+        "num_kv_heads": 2,
+        "attention_config": ["flash", "flash"],
+        "sliding_window_width": 5,
+        **_NO_BIASES,
+    },
+    "qwen2": {
+        "activation": "swiglu",
+        "intermediate_size": 100,
+        "mlp_multiple_of": 4,
+        **_NO_BIASES,
+        "use_bias_in_qkv": True,
+        "attention_config": ["flash", "global"],
+    },
+    "qwen3": {"norm": "rmsnorm", "qk_norm": "head", "head_dim": 12, "num_kv_heads": 2, **_NO_BIASES},
+    "olmo2": {
+        "norm": "rmsnorm",
+        "qk_norm": "full",
+        "norm_placement": "output",
+        "activation": "reglu",
+        "mlp_width": 24,
+        **_NO_BIASES,
+    },
+    "normalised heads": {
+        "use_qk_layernorm": True,
+        "num_kv_heads": 2,
+        "activation": "geglu",
+        "mlp_width": 12,
+        "pos_emb": "none",
+    },
+    "rms-normalised heads": {"use_qk_layernorm": True, "norm": "rmsnorm", "activation": "mish", "gpt_j_residual": True},
+    "windows": {
+        "attention_config": ["sliding_window", "global"],
+        "sliding_window_width": 3,
+        "activation": "glu",
+        "mlp_width": 8,
+        "head_dim": 6,
+        "rotary_pct": 1.0,
+    },
 }
 
 # Those whose blocks run any kernel of attention, and those that generate with a cache.
 PLAIN_NETWORKS = [name for name, keys in NETWORKS.items() if "attention_config" not in keys]
 CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
+
+
+def networks_for(tp_size: int) -> dict[str, dict[str, Any]]:
+    """Return the networks whose heads can be divided over so many tensor ranks."""
+    return {name: keys for name, keys in NETWORKS.items() if keys.get("num_kv_heads", tp_size) % tp_size == 0}
 
 
 def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:

@@ -3,7 +3,15 @@
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
-from neox.architecture.layers import BLOCK_OFFSET, WORD_EMBEDDINGS, LayerEntry, LayerKind, LayerPlan, build_layer_plan
+from neox.architecture.layers import (
+    BLOCK_NORMS,
+    BLOCK_OFFSET,
+    WORD_EMBEDDINGS,
+    LayerEntry,
+    LayerKind,
+    LayerPlan,
+    build_layer_plan,
+)
 from neox.architecture.parameter import Initialization, ParameterSpec
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
@@ -11,6 +19,7 @@ from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, spars
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION",
+    "BLOCK_NORMS",
     "BLOCK_OFFSET",
     "GATED_KINDS",
     "NORMS",

@@ -59,10 +59,10 @@ class Architecture:
         attention_output_bias: Attention's output projection has a bias.
         mlp_bias: Both projections of the MLP have biases.
         head_bias: The head adds a bias to the logits.
-        qk_norm: "none"; "neox": RMSNorm over each head's dimensions with a scale [heads of a tensor rank, head_dim] for
-            queries and one for keys, after key heads are repeated, before rotary (later gpt-neox); "head": RMSNorm over
-            each head's dimensions with a scale [head_dim] for queries and one for keys (Qwen3); "full": RMSNorm over
-            all heads' dimensions of queries, and of keys (OLMo-2).
+        qk_norm: Norm of queries and keys before positions. "none"; "neox": the network's norm over each head's
+            dimensions (layernorm: over all heads'), with one scale [heads, head_dim] for queries and for keys, which
+            are repeated first (later gpt-neox); "head": RMSNorm over each head's dimensions with a scale [head_dim] for
+            queries and one for keys (Qwen3); "full": RMSNorm over all heads' dimensions (OLMo-2).
         residual: "sequential": attention, then the MLP on its result; "parallel": x + attention(ln1(x)) +
             mlp(ln2(x)); "parallel_one_norm": x + attention(ln1(x)) + mlp(ln1(x)); "sublayer_output_norm": sequential,
             x + norm(f(x)) (OLMo-2).
@@ -131,6 +131,11 @@ class Architecture:
     def has_cache(self) -> bool:
         """Whether keys and values are all that a new token needs of earlier ones."""
         return not set(self.attention) & set(GATED_KINDS)
+
+    @property
+    def attended_heads(self) -> int:
+        """Heads of keys and values as queries see them: gpt-neox's norm gives each query head keys of its own."""
+        return self.num_attention_heads if self.qk_norm == "neox" else self.num_kv_heads
 
     @property
     def parallel_residual(self) -> bool:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
-from neox.architecture.parameter import ParameterSpec
+from neox.architecture.parameter import Initialization, ParameterSpec
 from neox.architecture.sparsity import SPARSITY
 
 
@@ -63,12 +63,12 @@ class Attention:
 
     Attributes:
         parameters: Its parameters, named inside the block.
-        keys_per_query: Sequence length -> keys that one query is multiplied with, a causal mask not subtracted (as
-            Megatron-LM counts, arXiv:2104.04473).
+        keys_per_query: (network, sequence length) -> keys that one query is multiplied with, a causal mask not
+            subtracted (as Megatron-LM counts, arXiv:2104.04473).
     """
 
     parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
-    keys_per_query: Callable[[int], int]
+    keys_per_query: Callable[[Architecture, int], int]
 
 
 def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:
@@ -89,13 +89,46 @@ def _scale(hidden: int) -> tuple[ParameterSpec, ...]:
 
 
 def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """Fused projection with rows [heads, 3, head_dim] and output projection, both with bias."""
-    h = architecture.hidden_size
-    return (
-        ParameterSpec("attention.query_key_value.weight", (3 * h, h), 0),
-        ParameterSpec("attention.query_key_value.bias", (3 * h,), 0, init="zeros"),
-        ParameterSpec("attention.dense.weight", (h, h), 1, init="output_weight"),
-        row_parallel_bias("attention.dense.bias", architecture),
+    """Fused projection, norms of queries and keys, and output projection.
+
+    Rows of the fused projection are [heads, 3, head_dim], or all queries, all keys, all values where there are fewer
+    heads of keys and values.
+    """
+    h, n, k, d = (
+        architecture.hidden_size,
+        architecture.num_attention_heads,
+        architecture.num_kv_heads,
+        architecture.head_dim,
+    )
+    rows, sections = (n + 2 * k) * d, () if n == k else (n * d, k * d, k * d)
+    projection = [ParameterSpec("attention.query_key_value.weight", (rows, h), 0, sections=sections)]
+    if architecture.qkv_bias:
+        bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init="zeros", sections=sections)
+        projection.append(bias)
+    output = [ParameterSpec("attention.dense.weight", (h, n * d), 1, init="output_weight")]
+    if architecture.attention_output_bias:
+        output.append(row_parallel_bias("attention.dense.bias", architecture))
+    return (*projection, *_query_key_norms(architecture), *output)
+
+
+def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    n, k, d = architecture.num_attention_heads, architecture.num_kv_heads, architecture.head_dim
+    if architecture.qk_norm == "neox":
+        names = ("weight", "bias") if architecture.norm == "layernorm" else ("scale",)
+        inits: dict[str, Initialization] = {"bias": "zeros"}
+        return tuple(
+            ParameterSpec(f"attention.qk_layernorm.{name}", (n, d), 0, init=inits.get(name, "ones"), of_norm=True)
+            for name in names
+        )
+    sizes: dict[str, tuple[tuple[str, int], ...]] = {
+        "head": (("q_norm", d), ("k_norm", d)),
+        "full": (("q_norm", n * d), ("k_norm", k * d)),
+        "none": (),
+    }
+    split = 0 if architecture.qk_norm == "full" else None
+    return tuple(
+        ParameterSpec(f"attention.{name}.scale", (size,), split, init="ones")
+        for name, size in sizes[architecture.qk_norm]
     )
 
 
@@ -103,7 +136,12 @@ def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("position_embeddings.weight", (architecture.max_positions, architecture.hidden_size)),)
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"gelu": Activation(), "gelu_tanh": Activation()})
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        **{name: Activation() for name in ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")},
+        **{name: Activation(width_factor=2) for name in ("geglu", "swiglu", "reglu", "glu", "bilinear")},
+    }
+)
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm),
@@ -122,8 +160,13 @@ POSITIONS: Mapping[str, Positions] = MappingProxyType(
         "none": Positions(),
     }
 )
-_SELF_ATTENTION = Attention(_self_attention, lambda length: length)  # sparse kinds mask a dense product
-ATTENTION: Mapping[str, Attention] = MappingProxyType(dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION))
+_SELF_ATTENTION = Attention(_self_attention, lambda _, length: length)  # sparse kinds mask a dense product
+ATTENTION: Mapping[str, Attention] = MappingProxyType(
+    {
+        **dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION),
+        "sliding_window": Attention(_self_attention, lambda network, length: min(network.window, length)),
+    }
+)
 
 if TYPE_CHECKING:
     ActivationName: TypeAlias = str

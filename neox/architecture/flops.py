@@ -10,8 +10,8 @@ from neox.architecture.layers import LayerPlan
 def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]:
     """Return the operations of a forward pass for one token: (in the blocks, in the head).
 
-    A block takes 2 per element of its matrices, and 4 x hidden size per key and query for scores and weighted values
-    (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
+    A block takes 2 per element of its matrices, and 4 x heads x head size per key and query for scores and weighted
+    values (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
     arXiv:2104.04473.
 
     Args:
@@ -19,12 +19,12 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]
         sequence: Tokens per sample.
     """
     architecture = layers.architecture
-    products = sum(
-        2 * p.numel for layer in layers if layer.kind == "block" for p in layer.parameters if len(p.shape) == 2
-    )
+    products = sum(2 * p.numel for layer in layers if layer.kind == "block" for p in layer.parameters if p.is_matrix)
     products += sum(gate_flops(architecture, kind, sequence) for kind in architecture.attention)
-    keys = sum(ATTENTION[kind].keys_per_query(sequence) for kind in architecture.attention if kind in ATTENTION)
-    return products + 4 * architecture.hidden_size * keys, 2 * architecture.hidden_size * layers.padded_vocab_size
+    attending = [ATTENTION[kind] for kind in architecture.attention if kind in ATTENTION]
+    keys = sum(kind.keys_per_query(architecture, sequence) for kind in attending)
+    scored = 4 * architecture.num_attention_heads * architecture.head_dim * keys
+    return products + scored, 2 * architecture.hidden_size * layers.padded_vocab_size
 
 
 def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: bool = False) -> int:

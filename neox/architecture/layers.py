@@ -8,8 +8,9 @@ Numbering is gpt-neox's: 0 embedding, 1 nothing, 2..L+1 blocks, L+2 nothing, L+3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from neox.architecture.architecture import GATED_KINDS, Architecture
@@ -21,6 +22,15 @@ LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
+BLOCK_NORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
+    {
+        "sequential": (("input_layernorm",), ("post_attention_layernorm",), ()),
+        "parallel": (("input_layernorm",), ("post_attention_layernorm",), ()),
+        "parallel_one_norm": (("input_layernorm",), (), ()),
+        "sublayer_output_norm": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
+    }
+)
+"""Residual -> norms of a block: before attention, between attention and MLP, after the MLP."""
 WORD_EMBEDDINGS = "word_embeddings.weight"
 """The parameter of layer 0 that a tied head uses."""
 
@@ -96,7 +106,10 @@ def build_layer_plan(
     words = ParameterSpec(WORD_EMBEDDINGS, (padded_vocab_size, architecture.hidden_size), 0)
     embedding = (words, *POSITIONS[architecture.positions].embedding(architecture))
     tied = architecture.tie_word_embeddings
-    head = replace(words, name="final_linear.weight", partition_dim=0 if head_parallelism == "column" else 1)
+    dim = 0 if head_parallelism == "column" else 1
+    head: tuple[ParameterSpec, ...] = (replace(words, name="final_linear.weight", partition_dim=dim),)
+    if architecture.head_bias:
+        head += (ParameterSpec("final_linear.bias", (padded_vocab_size,), 0, init="zeros"),)
     last = architecture.num_layers + 4
     blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
     layers = (
@@ -105,7 +118,7 @@ def build_layer_plan(
         *(LayerEntry(BLOCK_OFFSET + i, "block", blocks[kind]) for i, kind in enumerate(architecture.attention)),
         LayerEntry(last - 2, "identity"),
         LayerEntry(last - 1, "norm", _norm_parameters(architecture, "norm")),
-        LayerEntry(last, "head", () if tied else (head,), tied_to=0 if tied else None),
+        LayerEntry(last, "head", () if tied else head, tied_to=0 if tied else None),
     )
     return LayerPlan(layers, architecture, padded_vocab_size)
 
@@ -118,14 +131,22 @@ def _norm_parameters(architecture: Architecture, module: str) -> tuple[Parameter
 def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
     if attention in GATED_KINDS:
         return gated_block_parameters(architecture, attention)
-    h, width = architecture.hidden_size, architecture.mlp_width
-    inner_width = width * ACTIVATIONS[architecture.activation].width_factor
-    return (
-        *_norm_parameters(architecture, "input_layernorm"),
-        *ATTENTION[attention].parameters(architecture),
-        *_norm_parameters(architecture, "post_attention_layernorm"),
-        ParameterSpec("mlp.dense_h_to_4h.weight", (inner_width, h), 0),
-        ParameterSpec("mlp.dense_h_to_4h.bias", (inner_width,), 0, init="zeros"),
-        ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight"),
-        row_parallel_bias("mlp.dense_4h_to_h.bias", architecture),
+    before, between, after = (
+        tuple(p for norm in norms for p in _norm_parameters(architecture, norm))
+        for norms in BLOCK_NORMS[architecture.residual]
     )
+    attended = ATTENTION[attention].parameters(architecture)
+    return (*before, *attended, *between, *_mlp_parameters(architecture), *after)
+
+
+def _mlp_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """A gated activation's first product: the rows that are multiplied, then those that gate them."""
+    h, width = architecture.hidden_size, architecture.mlp_width
+    factor = ACTIVATIONS[architecture.activation].width_factor
+    rows, sections = width * factor, (width,) * factor if factor > 1 else ()
+    first = [ParameterSpec("mlp.dense_h_to_4h.weight", (rows, h), 0, sections=sections)]
+    last = [ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight")]
+    if architecture.mlp_bias:
+        first.append(ParameterSpec("mlp.dense_h_to_4h.bias", (rows,), 0, init="zeros", sections=sections))
+        last.append(row_parallel_bias("mlp.dense_4h_to_h.bias", architecture))
+    return (*first, *last)

@@ -25,6 +25,7 @@ class ParameterSpec:
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
+        of_norm: It scales or shifts elements, whatever its shape.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParameterSpec:
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
     trained: bool = True
+    of_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check the sections."""
@@ -45,6 +47,11 @@ class ParameterSpec:
     def numel(self) -> int:
         """Number of elements over all tensor ranks."""
         return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of a product, to which weight decay applies."""
+        return len(self.shape) > 1 and not self.of_norm
 
     def is_divisible(self, tp_size: int) -> bool:
         """Whether every one of `tp_size` tensor ranks gets an equal part, of each section."""

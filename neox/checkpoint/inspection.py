@@ -221,7 +221,7 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     """
     layers = reader.layers
     assert layers is not None
-    heads = layers.architecture.num_attention_heads
+    heads = layers.architecture.num_kv_heads
     if heads % tp_size:
         raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
     for spec in (spec for layer in layers.weight_layers for spec in layer.parameters):

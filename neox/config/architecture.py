@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import floordiv
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from neox.architecture import SPARSITY, Architecture, LayerPlan, build_layer_plan, rope_scaling_of, sparsity_of
+from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
 from neox.config.sections.base import Section
+from neox.config.sections.model import ModelConfig
 from neox.errors import ConfigError
 
 _SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
 FLASH: Final = "flash"
-"""The attention kind that names a kernel: on paper it is `global`."""
+"""The attention kind that names a kernel: on paper it is `global`, or `sliding_window` with a window."""
+SLIDING_WINDOW: Final = "sliding_window"
 
 
 class _Field(NamedTuple):
-    """How one field of `Architecture` follows from keys of the YAML."""
+    """How one field of `Architecture` follows from keys of the YAML.
 
-    keys: tuple[str, ...]
+    Attributes:
+        needed: Keys without which a checkpoint says nothing about the field.
+        derive: Values of `needed` and `later` -> the field's value.
+        later: Keys that did not exist yet when older checkpoints were written, which all have their defaults.
+    """
+
+    needed: tuple[str, ...]
     derive: Callable[..., Any]
+    later: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, in the order in which `derive` takes them."""
+        return (*self.needed, *self.later)
 
 
 def attention_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
@@ -55,17 +69,36 @@ def attention_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> 
     return tuple(kinds)
 
 
-def _attention(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
-    return tuple("global" if kind == FLASH else kind for kind in attention_kinds(attention_config, num_layers))
+def _attention(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> tuple[str, ...]:
+    """Return the kinds on paper. As in gpt-neox a window applies to `flash` blocks; without a list, to all."""
+    flash = SLIDING_WINDOW if width else "global"
+    if attention_config is None:
+        return (flash,) * num_layers
+    return tuple(flash if kind == FLASH else kind for kind in attention_kinds(attention_config, num_layers))
 
 
 def _sparsity(given: Mapping[str, Any] | None, attention_config: Sequence[Any] | None, num_layers: int) -> Any:
     return sparsity_of(set(attention_kinds(attention_config, num_layers)), given or {})
 
 
-def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int) -> int:
+def _window(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> int:
+    return width or 0 if SLIDING_WINDOW in _attention(attention_config, num_layers, width) else 0
+
+
+def size_of_head(hidden_size: int, heads: int, head_dim: int | None) -> int:
+    """Return the width of an attention head."""
+    return head_dim or hidden_size // heads
+
+
+def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int, head_dim: int | None) -> int:
     """Return the dimensions of each head that are rotated: 0 without rotary positions."""
-    return int(hidden_size // heads * rotary_pct) if positions == "rotary" else 0
+    return int(size_of_head(hidden_size, heads, head_dim) * rotary_pct) if positions == "rotary" else 0
+
+
+def _residual(parallel: bool, tied: bool, placement: str) -> str:
+    if placement == "output":
+        return "sublayer_output_norm"
+    return ("parallel_one_norm" if tied else "parallel") if parallel else "sequential"
 
 
 def _if_mup(mup: bool, multiplier: float) -> float:
@@ -89,24 +122,36 @@ def _epsilon_key(norm: str) -> str:
     return rmsnorm if "rmsnorm" in norm else scalenorm if norm == "scalenorm" else layernorm
 
 
+_MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
+
 _FIELDS: Mapping[str, _Field] = MappingProxyType(
     {
         "num_layers": _Field(("num_layers",), _same),
         "hidden_size": _Field(("hidden_size",), _same),
         "num_attention_heads": _Field(("num_attention_heads",), _same),
-        "num_kv_heads": _Field(("num_attention_heads",), _same),
-        "head_dim": _Field(("hidden_size", "num_attention_heads"), floordiv),
-        "mlp_width": _Field(("hidden_size",), lambda hidden: 4 * hidden),
+        "num_kv_heads": _Field(("num_attention_heads", "num_kv_heads"), lambda heads, kv_heads: kv_heads or heads),
+        "head_dim": _Field(("hidden_size", "num_attention_heads", "head_dim"), size_of_head),
+        "mlp_width": _Field(("hidden_size", "activation"), mlp_width, later=_MLP_SIZES),
         "activation": _Field(
             ("activation", "bias_gelu_fusion"), lambda name, fused: "gelu_tanh" if fused and name == "gelu" else name
         ),
         "norm": _Field(("norm",), _plain_norm),
         "norm_epsilon": _Field(
-            ("norm", *_EPSILONS),
+            ("norm", _EPSILONS[0]),
             lambda norm, *epsilons: dict(zip(_EPSILONS, epsilons, strict=True))[_epsilon_key(norm)],
+            later=_EPSILONS[1:],
         ),
+        "qkv_bias": _Field(
+            ("use_bias_in_attn_linear", "use_bias_in_qkv"), lambda both, own: both if own is None else own
+        ),
+        "attention_output_bias": _Field(("use_bias_in_attn_linear",), _same),
+        "mlp_bias": _Field(("use_bias_in_mlp",), _same),
+        "head_bias": _Field(("no_weight_tying", "use_bias_in_lm_head"), lambda untied, bias: untied and bias),
+        "qk_norm": _Field(("use_qk_layernorm", "qk_norm"), lambda neox, own: "neox" if neox else own),
         "positions": _Field(("pos_emb",), _same),
-        "rotary_ndims": _Field(("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads"), rotated_dimensions),
+        "rotary_ndims": _Field(
+            ("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads"), rotated_dimensions, later=("head_dim",)
+        ),
         "rotary_base": _Field(
             ("pos_emb", "rotary_emb_base"), lambda positions, base: float(base) if positions == "rotary" else 0.0
         ),
@@ -118,11 +163,13 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
             ("pos_emb", "opt_pos_emb_offset"), lambda positions, offset: offset if positions == "learned" else 0
         ),
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
-        "attention": _Field(("attention_config", "num_layers"), _attention),
+        "attention": _Field(("attention_config", "num_layers"), _attention, later=("sliding_window_width",)),
+        "window": _Field(("attention_config", "num_layers", "sliding_window_width"), _window),
         "sparsity": _Field(("sparsity_config", "attention_config", "num_layers"), _sparsity),
         "attention_scale": _Field(
             ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads"),
-            lambda mup, temperature, hidden, heads: 1.0 / (hidden // heads * temperature) if mup else 0.0,
+            lambda mup, temperature, *head: 1.0 / (size_of_head(*head) * temperature) if mup else 0.0,
+            later=("head_dim",),
         ),
         "logit_multiplier": _Field(
             ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"),
@@ -134,7 +181,7 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
             ("gmlp_attn_dim", "attention_config", "num_layers"),
             lambda width, kinds, layers: width if "amlp" in attention_kinds(kinds, layers) else 0,
         ),
-        "residual": _Field(("gpt_j_residual",), lambda parallel: "parallel" if parallel else "sequential"),
+        "residual": _Field(("gpt_j_residual",), _residual, later=("gpt_j_tied", "norm_placement")),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
 )
@@ -174,7 +221,7 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         _epsilon_key(architecture.norm): architecture.norm_epsilon,
         "pos_emb": architecture.positions,
         "no_weight_tying": not architecture.tie_word_embeddings,
-        "gpt_j_residual": architecture.residual == "parallel",
+        "gpt_j_residual": architecture.parallel_residual,
         "activation": "gelu" if architecture.activation == "gelu_tanh" else architecture.activation,
         "bias_gelu_fusion": architecture.activation == "gelu_tanh",
     }
@@ -190,7 +237,21 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         keys["gmlp_attn_dim"] = architecture.gmlp_width
     if architecture.sparsity:
         keys["sparsity_config"] = {key.partition(".")[2]: value for key, value in architecture.sparsity}
-    return keys
+    optional = {
+        "num_kv_heads": (architecture.num_kv_heads, architecture.num_attention_heads),
+        "head_dim": (architecture.head_dim, architecture.hidden_size // architecture.num_attention_heads),
+        "mlp_width": (architecture.mlp_width, 4 * architecture.hidden_size),
+        "gpt_j_tied": (architecture.residual == "parallel_one_norm", False),
+        "norm_placement": ("output" if architecture.residual == "sublayer_output_norm" else "input", "input"),
+        "use_bias_in_attn_linear": (architecture.attention_output_bias, True),
+        "use_bias_in_qkv": (architecture.qkv_bias, architecture.attention_output_bias),
+        "use_bias_in_mlp": (architecture.mlp_bias, True),
+        "use_bias_in_lm_head": (architecture.head_bias, False),
+        "use_qk_layernorm": (architecture.qk_norm == "neox", False),
+        "qk_norm": (architecture.qk_norm, "neox" if architecture.qk_norm == "neox" else "none"),
+        "sliding_window_width": (architecture.window, 0),
+    }
+    return keys | {key: value for key, (value, default) in optional.items() if value != default}
 
 
 def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,10 +265,15 @@ def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {}
     for name, field in _FIELDS.items():
-        if all(key in settings for key in field.keys):
-            with suppress(ConfigError, TypeError, ValueError, ZeroDivisionError):
-                found[name] = field.derive(*(settings[key] for key in field.keys))
+        if all(key in settings for key in field.needed):
+            with suppress(ConfigError, TypeError, ValueError, ZeroDivisionError, KeyError):
+                found[name] = field.derive(*(_saved(settings, key) for key in field.keys))
     return found
+
+
+def _saved(settings: Mapping[str, Any], key: str) -> Any:
+    """Return a checkpoint's value of a key; the default of one that did not exist yet when it was written."""
+    return settings[key] if key in settings else ModelConfig.model_fields[key].default
 
 
 def setting_differences(
@@ -225,18 +291,21 @@ def setting_differences(
     """
     wanted, settings = architecture_of(config), architecture_settings(config)
     return {
-        key: (saved[key], settings[key])
+        key: (_saved(saved, key), settings[key])
         for difference in wanted.differences(saved_architecture(saved), finetune=finetune)
         for key in _FIELDS[difference.field].keys
-        if saved[key] != settings[key]
+        if _saved(saved, key) != settings[key]
     }
 
 
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     """Return the kernel of each block's attention: flash (which takes masks), or the causal softmax, fused or not."""
     plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"
-    kinds = attention_kinds(config.model.attention_config, config.model.num_layers or 0)
-    return tuple(FLASH if kind == FLASH or kind in SPARSITY else plain for kind in kinds)
+    model = config.model
+    given = attention_kinds(model.attention_config, model.num_layers or 0)
+    on_paper = _attention(model.attention_config, model.num_layers or 0, model.sliding_window_width)
+    masked = {FLASH, SLIDING_WINDOW, *SPARSITY}
+    return tuple(FLASH if masked & set(pair) else plain for pair in zip(given, on_paper, strict=True))
 
 
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:

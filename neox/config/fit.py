@@ -162,7 +162,7 @@ def _search(
     for _ in range(_MOST_CHANGES):
         following: list[MemorySetting] = []
         for setting in frontier:
-            for candidate in _moves(setting, architecture.num_attention_heads, architecture.num_layers):
+            for candidate in _moves(setting, architecture.num_kv_heads, architecture.num_layers):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
                 if fits(candidate):
@@ -228,7 +228,8 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
     keys = config.generation
     size = 4 if (keys.inference_precision or plan.precision) == "fp32" else 2
     sequences = keys.num_beams if keys.num_beams > 1 else keys.generation_batch_size
-    cache = 2 * sequences * keys.maximum_tokens * layers.architecture.hidden_size // mp  # keys and values of a block
+    network = layers.architecture
+    cache = 2 * sequences * keys.maximum_tokens * network.attended_heads * network.head_dim // mp  # of a block
     held = []
     for first, last in pairwise(bounds):
         here = layers.layers[first:last]
@@ -252,7 +253,7 @@ def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | No
     gpus = 2
     while gpus <= _MOST_GPUS:
         mp = min(gpus, _MOST_TENSOR_RANKS)
-        while plan.architecture.num_attention_heads % mp:
+        while plan.architecture.num_kv_heads % mp:
             mp //= 2
         pp = gpus // mp
         if pp <= plan.architecture.num_layers and inference_bytes(plan, pp, mp) <= device.usable:

@@ -129,19 +129,25 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
     network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
     hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
+    heads, keys = network.num_attention_heads * network.head_dim, network.attended_heads * network.head_dim
+    projected = heads + 2 * network.num_kv_heads * network.head_dim
     tokens = setting.micro * setting.sequence
-    # Of width H on every tensor rank: the block's input, both norms' outputs; in sequence, the second norm's input too.
-    whole = (3 if network.parallel_residual else 4) * hidden * size
+    # Of width H on every tensor rank: the block's input, the norms' outputs or inputs; in sequence, the MLP's input.
+    whole = {"parallel": 3, "parallel_one_norm": 2}.get(network.residual, 4) * hidden * size
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    # Divided over tensor ranks: query-key-value 3, rotated queries and keys 2, attention's output 1; the MLP's first
-    # product, and what the activation makes of it.
-    divided = (4 + (2 if POSITIONS[network.positions].rotates else 0)) * hidden * size // split
+    # Divided over tensor ranks: query-key-value, rotated queries and keys, normalised ones, repeated ones, attention's
+    # output; the MLP's first product, and what the activation makes of it.
+    divided = (projected + heads) * size // split
+    if POSITIONS[network.positions].rotates:
+        divided += (heads + keys) * size // split
+    if network.qk_norm != "none":
+        divided += (heads + 3 * keys - 2 * network.num_kv_heads * network.head_dim) * size // split
     divided += (activation.width_factor + 1) * network.mlp_width * size // split
     if setting.attention != "flash":
         per_score = size + (size + 1 if setting.attention_dropout else 0)
-        scaled_and_copied = 3 * hidden * size // split
-        divided += scaled_and_copied + per_score * network.num_attention_heads * setting.sequence // split
+        divided += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
+        divided += per_score * network.num_attention_heads * setting.sequence // split
     return tokens * (whole + divided)
 
 

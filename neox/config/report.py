@@ -151,6 +151,12 @@ def _model_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
         f"model     {plan.layers.numel:,} parameters, {plan.precision}, vocabulary {plan.vocab_size:,} padded to "
         f"{plan.padded_vocab_size:,}"
     )
+    network = plan.architecture
+    kv_heads = "" if network.num_kv_heads == network.num_attention_heads else f" ({network.num_kv_heads} of keys)"
+    yield (
+        f"          width {network.hidden_size:,}, {_count(network.num_attention_heads, 'head')}{kv_heads} of "
+        f"{network.head_dim}, MLP width {network.mlp_width:,}"
+    )
     if verbose:
         for index, stage in enumerate(plan.stages):
             first, last = stage_ranks(plan, index)

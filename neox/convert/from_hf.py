@@ -140,15 +140,18 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, l
 
 
 def _check_degree(layers: LayerPlan, tp_size: int) -> None:
-    heads = layers.architecture.num_attention_heads
+    network = layers.architecture
     bad = {
         f"{p.name} {list(p.shape)}"
         for layer in layers.weight_layers
         for p in layer.parameters
         if not p.is_divisible(tp_size)
     }
-    if heads % tp_size:
-        bad.add(f"num_attention_heads ({heads})")
+    bad |= {
+        f"{name} ({getattr(network, name)})"
+        for name in ("num_attention_heads", "num_kv_heads")
+        if getattr(network, name) % tp_size
+    }
     if bad:
         raise ConversionError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(bad))}")
 

@@ -1,6 +1,6 @@
 """Self-attention of one block, by name of the attention kind.
 
-Legend: B batch, S sequence, H hidden, N heads here, D head dim.
+Legend: B batch, S sequence, H hidden, N heads here, K heads of keys and values here, D head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.model.cache import LayerCache
+from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
 from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
@@ -24,12 +25,13 @@ from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear,
 class SelfAttention(nn.Module):
     """Causal multi-head attention with heads split over tensor ranks.
 
-    The rows of the fused projection are laid out [heads, 3, D] as in NeoX.
+    The rows of the fused projection are laid out [heads, 3, D] as in NeoX, or all queries, all keys, all values of this
+    rank where there are fewer heads of keys and values.
 
     Args:
         architecture: The network.
         number: Of the block, from 0.
-        grid: Process groups; the number of heads must be a multiple of the tensor-parallel degree.
+        grid: Process groups; the numbers of heads must be multiples of the tensor-parallel degree.
         impl: Kernel.
         dropout: Probability of dropping an attention weight in training.
         layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number from 1.
@@ -51,27 +53,37 @@ class SelfAttention(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        hidden, heads = architecture.hidden_size, architecture.num_attention_heads
-        if hidden % heads or heads % grid.tp_size:
+        heads, kv_heads = architecture.num_attention_heads, architecture.num_kv_heads
+        if heads % kv_heads or kv_heads % grid.tp_size:
             raise ValueError(
-                f"hidden_size {hidden} must be a multiple of num_attention_heads {heads}, and that of the "
+                f"num_attention_heads {heads} must be a multiple of num_kv_heads {kv_heads}, and that of the "
                 f"tensor-parallel degree {grid.tp_size}"
             )
         self.grid = grid
         self.impl: AttentionImpl = impl
-        self.heads_here = heads // grid.tp_size
+        self.heads_here, self.kv_heads_here = heads // grid.tp_size, kv_heads // grid.tp_size
+        self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
         self.dropout = dropout
         self.softmax_scale = float(number + 1 if layer_scaling else 1)
         divisor = 1.0 / architecture.attention_scale if architecture.attention_scale else math.sqrt(self.head_dim)
         self.scale = 1.0 / (divisor * self.softmax_scale)
-        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, grid, multiply=linear, **options)
+        hidden, rows = architecture.hidden_size, (heads + 2 * kv_heads) * self.head_dim
+        self.query_key_value = ColumnParallelLinear(
+            hidden, rows, grid, bias=architecture.qkv_bias, multiply=linear, **options
+        )
+        norms = query_key_norms(architecture, grid, **options)
+        self._norm_names = tuple(norms)
+        for name, norm in norms.items():
+            self.add_module(name, norm)
         build = POSITIONS[architecture.positions].attention
         encoding = None if build is None else build(architecture, grid, **options)
         self._encoding_name = None if encoding is None else encoding.name
         if encoding is not None:
             self.add_module(encoding.name, encoding)
-        self.dense = RowParallelLinear(hidden, hidden, grid, multiply=linear, **options)
+        self.dense = RowParallelLinear(
+            heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
+        )
 
     def forward(
         self,
@@ -92,17 +104,12 @@ class SelfAttention(nn.Module):
         """
         batch, length, _ = x.shape
         positions = torch.arange(length, device=x.device) if positions is None else positions
-        qkv = self.query_key_value(x).view(batch, length, self.heads_here, 3, self.head_dim)
         encoding, bias = self.encoding, None
-        if encoding is None:
-            q, k, v = qkv.unbind(3)  # each [B, S, N, D]
-        else:
+        if encoding is not None:
             if tables is None:
                 tables = encoding.tables(positions, length if cache is None else cache.keys.shape[2], x.dtype)
-            queries_keys, v = qkv.split((2, 1), dim=3)
-            q, k = encoding(queries_keys, tables).unbind(3)
-            v = v.squeeze(3)
             bias = encoding.score_bias(tables)
+        q, k, v = self._queries_keys_values(x, tables)
         if cache is not None:
             pairs = self.pairs(positions, cache.positions)
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
@@ -120,6 +127,32 @@ class SelfAttention(nn.Module):
                 bias=bias,
             )
         return out.reshape(batch, length, self.heads_here * self.head_dim)
+
+    def _queries_keys_values(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions."""
+        batch, length, _ = x.shape
+        n, k = self.heads_here, self.kv_heads_here
+        qkv = self.query_key_value(x)
+        if n == k:
+            together, values = qkv.view(batch, length, n, 3, self.head_dim).split((2, 1), dim=3)  # [B, S, N, 2, D]
+            values = values.squeeze(3)
+        else:
+            together, values = qkv.view(batch, length, n + 2 * k, self.head_dim).split((n + k, k), dim=2)
+            together = together.unsqueeze(3)  # [B, S, N + K, 1, D]
+        if not self._norm_names:
+            together = self._encoded(together, tables)
+        queries, keys = together.unbind(3) if n == k else together.squeeze(3).split((n, k), dim=2)
+        if not self._norm_names:
+            return queries, keys, values
+        if self.attended_heads != k:
+            keys, values = (heads.repeat_interleave(n // k, dim=2) for heads in (keys, values))
+        queries = self.get_submodule(self._norm_names[0])(queries)
+        keys = self.get_submodule(self._norm_names[-1])(keys)
+        queries, keys = (self._encoded(heads.unsqueeze(3), tables).squeeze(3) for heads in (queries, keys))
+        return queries, keys, values
+
+    def _encoded(self, heads: Tensor, tables: Tables | None) -> Tensor:
+        return heads if self.encoding is None or tables is None else self.encoding(heads, tables)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return the pairs that this kind of attention allows, for positions [S] or [B, S] and [T] or [B, T].
@@ -162,10 +195,24 @@ class SparseSelfAttention(SelfAttention):
         return sparse_pairs(self._layout, self.block, queries, keys)
 
 
+class WindowedSelfAttention(SelfAttention):
+    """Self-attention to the last `window` tokens, the query's own included."""
+
+    def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
+        super().__init__(architecture, number, grid, **arguments)
+        self.window = architecture.window
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the pairs that lie at most `window` - 1 positions apart."""
+        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        seen = (distance >= 0) & (distance < self.window)
+        return seen.unsqueeze(-3) if seen.dim() == 3 else seen[None, None]
+
+
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a & b
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(
-    {"global": SelfAttention, **dict.fromkeys(SPARSITY, SparseSelfAttention)}
+    {"global": SelfAttention, "sliding_window": WindowedSelfAttention, **dict.fromkeys(SPARSITY, SparseSelfAttention)}
 )

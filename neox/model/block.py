@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
-from neox.architecture import Architecture
+from neox.architecture import BLOCK_NORMS, Architecture
 from neox.model.attention import ATTENTION
 from neox.model.cache import KVCache, LayerCache
 from neox.model.gmlp import GatedMLPLayer
@@ -34,9 +34,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden, width, name = architecture.hidden_size, architecture.mlp_width, architecture.activation
         self.activation = ACTIVATIONS[name]
-        inner_width = width * ACTIVATIONS_ON_PAPER[name].width_factor
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, multiply=linear, **options)
-        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, multiply=linear, **options)
+        inner_width, bias = width * ACTIVATIONS_ON_PAPER[name].width_factor, architecture.mlp_bias
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, bias=bias, multiply=linear, **options)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, bias=bias, multiply=linear, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the inner activations, before the output projection `dense_4h_to_h`: [B, S, H] -> [B, S, W/tp]."""
@@ -44,10 +44,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A block: hidden states [B, S, H] -> [B, S, H].
-
-    With a parallel residual: x + attention(ln1(x)) + mlp(ln2(x)), with one all-reduce for both. Otherwise attention
-    first, then the MLP on its result.
+    """A block: hidden states [B, S, H] -> [B, S, H], by `Architecture.residual`; a parallel one needs one all-reduce.
 
     Args:
         architecture: The network.
@@ -59,6 +56,10 @@ class TransformerLayer(nn.Module):
         layer_scaling: Divide scores by the block's number and multiply in the softmax (`SelfAttention`).
         **options: Device and type of the parameters.
     """
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
 
     def __init__(
         self,
@@ -74,9 +75,10 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.grid = grid
-        self.parallel_residual = architecture.parallel_residual
+        self.residual, self.parallel_residual = architecture.residual, architecture.parallel_residual
         self.hidden_dropout = hidden_dropout
-        self.input_layernorm = build_norm(architecture, **options)
+        before, between, after = BLOCK_NORMS[architecture.residual]
+        self._add_norms(before, architecture, **options)
         self.attention = ATTENTION[architecture.attention[number]](
             architecture,
             number,
@@ -86,8 +88,9 @@ class TransformerLayer(nn.Module):
             layer_scaling=layer_scaling,
             **options,
         )
-        self.post_attention_layernorm = build_norm(architecture, **options)
+        self._add_norms(between, architecture, **options)
         self.mlp = MLP(architecture, grid, **options)
+        self._add_norms(after, architecture, **options)
 
     def forward(
         self,
@@ -99,14 +102,25 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
         attention, mlp, p = self.attention, self.mlp, self.hidden_dropout
-        attended = attention(self.input_layernorm(x), tables, cache, same_document, positions)
-        if self.parallel_residual and self.grid.tp_size > 1:
-            return x + self._reduced_together(attended, mlp(self.post_attention_layernorm(x)))
-        attended = F.dropout(attention.dense(attended), p, self.training)
+        if self.residual == "sublayer_output_norm":
+            attended = attention.dense(attention(x, tables, cache, same_document, positions))
+            x = x + F.dropout(self.post_attention_layernorm(attended), p, self.training)
+            return x + F.dropout(self.post_feedforward_layernorm(mlp.dense_4h_to_h(mlp(x))), p, self.training)
+        normalised = self.input_layernorm(x)
+        attended = attention(normalised, tables, cache, same_document, positions)
         if self.parallel_residual:
-            return x + attended + F.dropout(mlp.dense_4h_to_h(mlp(self.post_attention_layernorm(x))), p, self.training)
-        x = x + attended
+            if self.residual == "parallel":
+                normalised = self.post_attention_layernorm(x)
+            if self.grid.tp_size > 1:
+                return x + self._reduced_together(attended, mlp(normalised))
+            attended = F.dropout(attention.dense(attended), p, self.training)
+            return x + attended + F.dropout(mlp.dense_4h_to_h(mlp(normalised)), p, self.training)
+        x = x + F.dropout(attention.dense(attended), p, self.training)
         return x + F.dropout(mlp.dense_4h_to_h(mlp(self.post_attention_layernorm(x))), p, self.training)
+
+    def _add_norms(self, names: Sequence[str], architecture: Architecture, **options: Unpack[TensorOptions]) -> None:
+        for name in names:
+            self.add_module(name, build_norm(architecture, **options))
 
     def _reduced_together(self, attended: Tensor, inner: Tensor) -> Tensor:
         """Return the sum of both output projections with one all-reduce for both tensor-parallel partial results.
@@ -123,7 +137,8 @@ class TransformerLayer(nn.Module):
             partials.append(partial)
             if bias is not None:
                 biases.append(bias)
-        return reduce_over_tensor_ranks(partials[0] + partials[1], self.grid) + sum(biases)
+        reduced = reduce_over_tensor_ranks(partials[0] + partials[1], self.grid)
+        return reduced + sum(biases) if biases else reduced
 
 
 Block = TransformerLayer | GatedMLPLayer

@@ -49,7 +49,7 @@ def build_layer(
         layer = TiedHead(grid)
     else:
         parallelism = plan.config.model.output_layer_parallelism
-        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, **options)
+        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, bias=network.head_bias, **options)
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer

@@ -1,6 +1,6 @@
 """Keys and values of tokens already seen, preallocated, for generation.
 
-Legend: L layers, B batch, N heads here, T slots, S new tokens, D head dim.
+Legend: L layers, B batch, N heads of queries and K of keys here, T slots, S new tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from neox.parallel import ParallelGrid
 
 
 class KVCache:
-    """Keys and values, of which the first `length` slots are filled, side by side: pairs [L, B, N, 2, T, D].
+    """Keys and values, of which the first `length` slots are filled, side by side: pairs [L, B, K, 2, T, D].
 
     start: [B], the first slot of each row that holds a token (rows padded on the left), or None where all begin at 0.
     Positions count from there. `reset` makes it ready for other prompts without new memory.
@@ -34,7 +34,7 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        heads = architecture.num_attention_heads // grid.tp_size
+        heads = architecture.attended_heads // grid.tp_size
         if not architecture.has_cache:
             raise NeoXError(
                 "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
@@ -105,7 +105,7 @@ class KVCache:
 class LayerCache(NamedTuple):
     """One layer's part of a KVCache during one forward.
 
-    new: view [B, N, 2, S, D], where keys and values of the new tokens belong; keys, values: views [B, N, length + S, D]
+    new: view [B, K, 2, S, D], where keys and values of the new tokens belong; keys, values: views [B, K, length + S, D]
     of everything seen, the new tokens included; positions: of the keys, [length + S] or [B, length + S].
     """
 
@@ -119,7 +119,7 @@ class LayerCache(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Append k, v [B, S, N, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D].
+        """Append k, v [B, S, K, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D].
 
         Args:
             q: Queries.
@@ -143,5 +143,6 @@ class LayerCache(NamedTuple):
             attn_mask=mask,
             is_causal=self.causal and mask is None,
             scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.transpose(1, 2)

@@ -23,6 +23,7 @@ from neox.parallel import (
     TensorOptions,
     VocabParallelEmbedding,
     copy_to_tensor_ranks,
+    mark_split,
     reduce_scatter_last_dim,
     scatter_last_dim,
 )
@@ -87,6 +88,7 @@ class Head(nn.Module):
         parallelism: "column" splits the vocabulary. "row" splits the hidden dimension and needs a sum over ranks of
             logits of the whole vocabulary, of which each rank keeps its part: it costs much communication and is NeoX
             v2.0's default.
+        bias: Whether a bias is added to the logits.
         **options: Device and type of the weight.
     """
 
@@ -97,23 +99,31 @@ class Head(nn.Module):
         grid: ParallelGrid,
         *,
         parallelism: Literal["row", "column"],
+        bias: bool = False,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
         split = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
-        self.final_linear = split(hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, **options)
+        column = parallelism == "column"
+        self.final_linear = split(
+            hidden_size, padded_vocab_size, grid, bias=bias and column, multiply=linear, **options
+        )
+        if bias and not column:  # of this rank's part of the logits
+            here = torch.empty(padded_vocab_size // grid.tp_size, **options)
+            self.final_linear.bias = mark_split(nn.Parameter(here), grid.tp_size > 1)
 
     @property
-    def weight(self) -> Tensor:
-        """This rank's part of the weight [V, H]."""
-        return self.final_linear.weight
+    def weight(self) -> Tensor | None:
+        """This rank's part of the weight [V, H]; None where there is a bias, too."""
+        return self.final_linear.weight if self.final_linear.bias is None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states [B, S, H] -> [B, S, V/tp]."""
         if isinstance(self.final_linear, RowParallelLinear):
             partial = self.final_linear.partial(scatter_last_dim(x, self.grid))
-            return reduce_scatter_last_dim(partial, self.grid)
+            logits = reduce_scatter_last_dim(partial, self.grid)
+            return logits if self.final_linear.bias is None else logits + self.final_linear.bias
         return self.final_linear(x)
 
 
@@ -133,11 +143,12 @@ class LMHead(NamedTuple):
     """A network's head, tied or not, as a loss uses it.
 
     Attributes:
-        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head).
+        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head); None where it is
+            not all of the head.
         logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
     """
 
-    weight: Tensor
+    weight: Tensor | None
     logits: Callable[[Tensor], Tensor]
 
 

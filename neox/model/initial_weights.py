@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerEntry
 from neox.model.positions import reset_buffers
-from neox.parallel import ParallelGrid, derive_seed, mark_lr_factor, mark_split, shard
+from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_lr_factor, mark_split, shard
 
 
 def draw(
@@ -82,6 +82,7 @@ def initialize_layer(
         # Again here: `to_empty` makes new parameters, without the mark of the constructor.
         mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
         target.requires_grad_(spec.trained)
+        mark_decay(target, spec.is_matrix)
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue

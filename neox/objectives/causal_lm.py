@@ -45,7 +45,7 @@ class CausalLM:
         """
         labels, mask = targets[0], targets[1].float()
         count = mask.sum().clamp(min=1.0)
-        if self.grid.tp_size == 1:
+        if self.grid.tp_size == 1 and head.weight is not None:
             weights = (mask / count).reshape(-1)
             return linear_cross_entropy(hidden.flatten(0, 1), head.weight, labels.reshape(-1), weights)
         losses = vocab_parallel_cross_entropy(head.logits(hidden), labels, self.grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,4 +20,37 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"gelu": gelu, "gelu_tanh": gelu_tanh})
+def identity(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the activation [..., 2W] -> [..., W] that multiplies the first half by `activation` of the second.
+
+    Gated linear units, arXiv:2002.05202; the order of the halves is gpt-neox's.
+    """
+
+    def apply(x: Tensor) -> Tensor:
+        value, gate = x.chunk(2, dim=-1)
+        return activation(gate) * value
+
+    return apply
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "gelu": gelu,
+        "gelu_tanh": gelu_tanh,
+        "relu": F.relu,
+        "softsign": F.softsign,
+        "swish": F.silu,
+        "silu": F.silu,
+        "mish": F.mish,
+        "geglu": gated(gelu),
+        "swiglu": gated(F.silu),
+        "reglu": gated(F.relu),
+        "glu": gated(torch.sigmoid),
+        "bilinear": gated(identity),
+    }
+)

@@ -3,7 +3,7 @@
 A mask tensor is passed only if documents in one row are kept apart, or by kinds of attention that need one; a bias by
 positions that add to scores.
 
-Legend: B batch, S sequence, N heads, D head dim.
+Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K, D head dim.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def core_attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend: q, k, v [B, S, N, D] -> [B, S, N, D].
+    """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; neighbouring G query heads share a key head.
 
     Args:
         q: Queries.
@@ -53,7 +53,7 @@ def core_attention(
     """
     assert mask is None or impl != "fused", "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D], [B, K, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
     if impl == "flash":
         mask = mask if bias is None else masked_bias(bias, mask)
@@ -66,10 +66,11 @@ def core_attention(
                 dropout_p=dropout_p,
                 is_causal=mask is None,
                 scale=scale * softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         return out.transpose(1, 2)
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
-    scores = torch.matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
+    scores = _grouped_matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
     if bias is not None:
         scores = scores + (bias if softmax_scale == 1.0 else bias / softmax_scale)
     if mask is not None:
@@ -78,7 +79,17 @@ def core_attention(
     if dropout_p > 0.0:
         with context:
             weights = F.dropout(weights, dropout_p)
-    return torch.matmul(weights, v).transpose(1, 2)
+    return _grouped_matmul(weights, v).transpose(1, 2)
+
+
+def _grouped_matmul(x: Tensor, shared: Tensor) -> Tensor:
+    """Multiply heads [B, N, S, X] by matrices [B, K, X, Y] that G neighbouring heads share -> [B, N, S, Y]."""
+    batch, heads, rows, _ = x.shape
+    groups = heads // shared.shape[1]
+    if groups == 1:
+        return torch.matmul(x, shared)
+    stacked = x.reshape(batch, shared.shape[1], groups * rows, x.shape[-1])
+    return torch.matmul(stacked, shared).view(batch, heads, rows, shared.shape[-1])
 
 
 def masked_bias(bias: Tensor, visible: Tensor | None) -> Tensor:

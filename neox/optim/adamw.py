@@ -16,10 +16,13 @@ from neox.errors import ConfigError
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies: to matrices, not to vectors (biases and norms), as in gpt-neox.
+    """Return whether weight decay applies: to matrices, not to biases and norms, as in gpt-neox.
 
     Also to tables of positions, which gpt-neox decays too.
     """
+    marked: bool | None = getattr(parameter, "decays", None)
+    if marked is not None:
+        return marked
     # Under ZeRO-3 a partitioned parameter is an empty tensor; DeepSpeed keeps its full shape in ds_shape.
     return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
 

@@ -37,6 +37,12 @@ def mark_split(parameter: nn.Parameter, split: bool) -> nn.Parameter:
     return parameter
 
 
+def mark_decay(parameter: nn.Parameter, decays: bool) -> nn.Parameter:
+    """Mark whether weight decay applies to a parameter, and return it; without a mark it does to matrices."""
+    parameter.decays = decays  # type: ignore[attr-defined]
+    return parameter
+
+
 def mark_lr_factor(parameter: nn.Parameter, factor: float) -> nn.Parameter:
     """Mark a parameter with a factor of the learning rate, and return it; 1 without a mark."""
     parameter.lr_factor = factor  # type: ignore[attr-defined]

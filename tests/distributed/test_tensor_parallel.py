@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from neox.architecture import ParameterSpec
+from neox.config import RunPlan
 from neox.model import GPT
+from neox.optim.adamw import decays
 from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
 from tests.distributed.spawn import run_ranks
 from tests.losses import causal_lm_loss
-from tests.plans import small_plan
+from tests.plans import networks_for, small_plan
 
 HEADS = (
     {"no_weight_tying": True, "output_layer_parallelism": "column"},
@@ -26,30 +31,33 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:], mask
 
 
-def randomize_vectors(model: GPT) -> None:
+def randomize_vectors(model: GPT, specs: Mapping[str, ParameterSpec]) -> None:
     """Give biases and norms values of their own, the same whole vectors on every layout: zeros would hide mistakes."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if not decays(parameter):
             generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
-            size = parameter.numel() * (model.grid.tp_size if parameter.model_parallel_part else 1)
-            full = torch.randn(size, generator=generator) * 0.1 + (1.0 if "layernorm.weight" in name else 0.0)
-            part = full.chunk(model.grid.tp_size)[model.grid.tp_rank] if parameter.model_parallel_part else full
-            parameter.data.copy_(part)
+            full = torch.randn(specs[name].shape, generator=generator) * 0.1 + (specs[name].init == "ones")
+            parameter.data.copy_(shard(full, specs[name], model.grid.tp_rank, model.grid.tp_size))
+
+
+def specs_of(plan: RunPlan) -> dict[str, ParameterSpec]:
+    """Return the parameters of the plan under the names of `GPT`."""
+    return {f"sequential.{entry.index}.{spec.name}": spec for entry in plan.layers for spec in entry.parameters}
 
 
 def build(grid: ParallelGrid, **keys) -> tuple[GPT, object]:
     plan = small_plan(grid.tp_size, model_parallel_size=grid.tp_size, **keys)
     model = GPT(plan, grid)
-    for parameter in model.parameters():
-        parameter.model_parallel_part = getattr(parameter, "model_parallel", False)
-    randomize_vectors(model)
+    randomize_vectors(model, specs_of(plan))
     return model, plan
 
 
 def equals_one_rank(tp_size: int) -> None:
     grid = ParallelGrid.build(Topology(1, 1, tp_size))
     tokens, labels, mask = batch()
-    for keys in [head | {"gpt_j_residual": parallel} for head in HEADS for parallel in (True, False)]:
+    heads = [head | {"gpt_j_residual": parallel} for head in HEADS for parallel in (True, False)]
+    row = {"output_layer_parallelism": "row", "use_bias_in_lm_head": True}
+    for keys in [*heads, row, *networks_for(tp_size).values()]:
         one, _ = build(ParallelGrid.single(), **keys)
         expected = one(tokens)
         expected_loss = causal_lm_loss(one, tokens, labels, mask)
@@ -62,10 +70,12 @@ def equals_one_rank(tp_size: int) -> None:
         torch.testing.assert_close(gather_last_dim(logits.detach(), grid), expected.detach(), atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
         whole = dict(one.named_parameters())
-        specs = {f"sequential.{e.index}.{s.name}": s for e in plan.layers for s in e.parameters}
+        specs = specs_of(plan)
         for name, parameter in model.named_parameters():
             part = shard(whole[name].grad, specs[name], grid.tp_rank, tp_size)
-            torch.testing.assert_close(parameter.grad, part, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                parameter.grad, part, atol=2e-6, rtol=1e-4, msg=lambda m, n=name, k=keys: f"{k} {n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -76,6 +76,27 @@ class ModelConfig(Section):
     num_attention_heads: int | None = Field(None, ge=1)
     """Attention heads. Required; a multiple of model_parallel_size."""
 
+    num_kv_heads: int | None = Field(None, ge=0)
+    """Heads of keys and values, each shared by num_attention_heads / num_kv_heads neighbouring heads of queries
+    (arXiv:2305.13245); a multiple of model_parallel_size. num_attention_heads where unset or 0."""
+
+    head_dim: int | None = Field(None, ge=1)
+    """Width of an attention head. hidden_size / num_attention_heads where unset."""
+
+    intermediate_size: int | None = Field(None, ge=1)
+    """Inner width of an MLP without a gate; of a gated one, two thirds of it are divided between its two halves, as in
+    later gpt-neox: 32768 with mlp_multiple_of 256 gives 11008. 4 x hidden_size where unset."""
+
+    expansion_factor: float | None = Field(None, gt=0)
+    """intermediate_size as a multiple of hidden_size."""
+
+    mlp_multiple_of: int | None = Field(None, ge=1)
+    """The inner width that follows from intermediate_size or expansion_factor is rounded up to a multiple of this; 1
+    where unset. `geglu` without any of the three is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
+
+    mlp_width: int | None = Field(None, ge=1)
+    """Inner width of the MLP itself, gated or not (Hugging Face's `intermediate_size`), instead of the three above."""
+
     seq_length: int | None = Field(None, ge=1)
     """Tokens in one sample. Required."""
 
@@ -122,11 +143,44 @@ class ModelConfig(Section):
     gpt_j_residual: bool = False
     """Parallel residual: x + attention(ln1(x)) + mlp(ln2(x))."""
 
+    gpt_j_tied: Annotated[bool, OnlyWith("gpt_j_residual")] = False
+    """One norm for both, as in GPT-J: x + attention(ln1(x)) + mlp(ln1(x))."""
+
+    norm_placement: Literal["input", "output"] = "input"
+    """Whether attention and MLP read normalised hidden states, or their results are normalised before they are added
+    (OLMo-2)."""
+
+    use_bias_in_attn_linear: bool = True
+    """Biases in the projections of attention."""
+
+    use_bias_in_qkv: bool | None = None
+    """Biases of queries, keys and values alone. use_bias_in_attn_linear where unset."""
+
+    use_bias_in_mlp: bool = True
+    """Biases in both projections of the MLP."""
+
+    use_bias_in_lm_head: Annotated[bool, OnlyWith("no_weight_tying")] = False
+    """A bias of the head, as in GPT-J."""
+
+    use_qk_layernorm: bool = False
+    """Normalise queries and keys as later gpt-neox does: with the network's norm, rmsnorm over each head's dimensions
+    or layernorm over all heads', and one scale of every head and dimension for both."""
+
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Normalise queries and keys: `head` is RMSNorm over each head's dimensions, with one scale for the heads of
+    queries and one for those of keys (Qwen3); `full` is RMSNorm over all heads' dimensions (OLMo-2)."""
+
+    sliding_window_width: int | None = Field(None, ge=1)
+    """Tokens that a token attends to, itself included, in blocks of kind `flash` or `sliding_window`; in all blocks
+    without attention_config. (gpt-neox's kernel sees one token more.)"""
+
     output_layer_parallelism: Annotated[Literal["row", "column"], OnlyWith("no_weight_tying")] = "row"
     """Which dimension of the untied head is split over tensor ranks."""
 
     activation: ActivationName = "gelu"
-    """MLP activation. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation."""
+    """MLP activation. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation. `geglu`,
+    `swiglu`, `reglu`, `glu` and `bilinear` gate one half of the MLP's first product by gelu, silu, relu, the sigmoid or
+    nothing of the other."""
 
     bias_gelu_fusion: bool = False
     """Add the bias and apply the tanh approximation of gelu in one kernel."""
@@ -139,8 +193,8 @@ class ModelConfig(Section):
 
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
-    kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `gmlp` and `amlp` gate over positions
-    instead (gMLP); they generate without a cache."""
+    kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `sliding_window` is `flash` with
+    sliding_window_width. `gmlp` and `amlp` gate over positions instead (gMLP); they generate without a cache."""
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""

@@ -13,7 +13,8 @@ from neox.architecture import (
     sparsity_of,
     sparsity_problem,
 )
-from neox.config.architecture import FLASH, attention_kinds, rotated_dimensions
+from neox.config.architecture import FLASH, SLIDING_WINDOW, attention_kinds, rotated_dimensions, size_of_head
+from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
 from neox.errors import ConfigError
@@ -32,6 +33,8 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     if model.rope_scaling and (problem := rope_scaling_problem(model.rope_scaling)):
         yield config.problem("rope_scaling", problem)
     yield from _heads(config)
+    yield from _mlp(config)
+    yield from _combinations(config)
     yield from _lengths(config)
     yield from _stages(config)
     yield from _attention(config)
@@ -46,24 +49,65 @@ def _heads(config: NeoXConfig) -> Iterator[str]:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         degree = config.describe_setting("model_parallel_size")
         yield config.problem("num_attention_heads", f"cannot be divided over {degree}; use a degree among {divisors}")
+    if model.num_kv_heads and heads % model.num_kv_heads:
+        queries = config.describe_setting("num_attention_heads")
+        yield config.problem("num_kv_heads", f"does not divide {queries}; use a divisor of that")
+    elif model.num_kv_heads and model.num_kv_heads % config.parallelism.model_parallel_size:
+        degree = config.describe_setting("model_parallel_size")
+        yield config.problem("num_kv_heads", f"cannot be divided over {degree}; use at most that many tensor ranks")
     if hidden is None:
         return
-    if hidden % heads:
+    if hidden % heads and model.head_dim is None:
         lower, upper = hidden // heads * heads, -(-hidden // heads) * heads
         nearest = " or ".join(str(n) for n in (lower, upper) if n)
         yield config.problem(
             "hidden_size",
             f"is not a multiple of {config.describe_setting('num_attention_heads')}; the nearest multiples are "
-            f"{nearest}",
+            f"{nearest}; or give head_dim",
         )
     elif model.pos_emb == "rotary":
-        rotated = rotated_dimensions(model.pos_emb, model.rotary_pct, hidden, heads)
+        rotated = rotated_dimensions(model.pos_emb, model.rotary_pct, hidden, heads, model.head_dim)
         if rotated < 2 or rotated % 2:
             yield config.problem(
                 "rotary_pct",
-                f"rotates {rotated} of the {hidden // heads} dimensions of a head; it must be an even number of at "
-                "least 2",
+                f"rotates {rotated} of the {size_of_head(hidden, heads, model.head_dim)} dimensions of a head; it must "
+                "be an even number of at least 2",
             )
+
+
+def _mlp(config: NeoXConfig) -> Iterator[str]:
+    model, degree = config.model, config.parallelism.model_parallel_size
+    sizes = [key for key in ("intermediate_size", "expansion_factor") if getattr(model, key) is not None]
+    if len(sizes) == 2:
+        yield config.problem(sizes[1], f"and {config.describe_setting(sizes[0])} exclude each other; keep one")
+    if model.mlp_width is not None and (sizes or model.mlp_multiple_of is not None):
+        other = config.describe_setting([*sizes, "mlp_multiple_of"][0])
+        yield config.problem("mlp_width", f"is the width itself and excludes {other}; keep one")
+    if model.hidden_size is None or model.activation not in ACTIVATIONS:
+        return
+    factor = model.expansion_factor
+    width = mlp_width(
+        model.hidden_size, model.activation, model.intermediate_size, factor, model.mlp_multiple_of, model.mlp_width
+    )
+    if width % degree or not width:
+        ranks = config.describe_setting("model_parallel_size")
+        yield (
+            f"the MLP's inner width is {width} (activation {model.activation}), which cannot be divided over {ranks}; "
+            "give mlp_width"
+        )
+
+
+def _combinations(config: NeoXConfig) -> Iterator[str]:
+    """Yield choices that exclude each other."""
+    model = config.model
+    if model.norm_placement == "output" and model.gpt_j_residual:
+        residual = config.describe_setting("gpt_j_residual")
+        yield config.problem("norm_placement", f"does not exist with {residual}; remove one")
+    if model.use_qk_layernorm and model.qk_norm != "none":
+        yield config.problem("use_qk_layernorm", f"and {config.describe_setting('qk_norm')} are two norms; keep one")
+    if model.use_qk_layernorm and model.norm.removeprefix("te_") not in ("layernorm", "rmsnorm"):
+        norm = config.describe_setting("norm")
+        yield config.problem("use_qk_layernorm", f"does not exist with {norm}; use norm layernorm or rmsnorm")
 
 
 def _lengths(config: NeoXConfig) -> Iterator[str]:
@@ -104,6 +148,7 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
     )
     if given is None or layers is None:
         return
+    width = config.model.sliding_window_width
     try:
         kinds = attention_kinds(given, layers)
     except ConfigError as error:
@@ -113,6 +158,10 @@ def _attention(config: NeoXConfig) -> Iterator[str]:
     if unknown := sorted(set(kinds) - set(available)):
         known = " or ".join(available)
         yield f"{where}`attention_config` asks for {', '.join(unknown)}: not implemented, use {known}"
+    if SLIDING_WINDOW in kinds and width is None:
+        yield f"{where}`attention_config` asks for {SLIDING_WINDOW}: give sliding_window_width"
+    if width is not None and not {FLASH, SLIDING_WINDOW} & set(kinds):
+        yield config.problem("sliding_window_width", f"applies to no block: none is {FLASH} or {SLIDING_WINDOW}")
     if len(kinds) != layers:
         yield (
             f"{where}`attention_config` describes {len(kinds)} layers, but {config.describe_setting('num_layers')}; "

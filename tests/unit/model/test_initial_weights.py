@@ -12,7 +12,7 @@ from neox.checkpoint.reshard import merge
 from neox.model import GPT, build_layer, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology
-from tests.plans import NETWORKS, small_plan
+from tests.plans import NETWORKS, networks_for, small_plan
 
 
 def drawn(method: str, shape: tuple[int, int] = (300, 200)) -> torch.Tensor:
@@ -61,8 +61,7 @@ def test_methods_go_where_neox_sends_them():
             )
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("tp_size", "network"), [(n, network) for n in (2, 4) for network in networks_for(n)])
 def test_tensor_ranks_hold_slices_of_the_same_tensors(tp_size: int, network: str):
     keys = NETWORKS[network]
     whole = dict(GPT(small_plan(**keys), ParallelGrid.single()).named_parameters())

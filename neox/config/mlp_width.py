@@ -1,0 +1,41 @@
+"""Inner width of the MLP, by the rules of gpt-neox v2.0, of later gpt-neox, or as given."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from neox.architecture import ACTIVATIONS
+
+
+def mlp_width(
+    hidden: int,
+    activation: str,
+    intermediate_size: int | None,
+    expansion_factor: float | None,
+    multiple_of: int | None,
+    width: int | None,
+) -> int:
+    """Return the width after the activation.
+
+    Later gpt-neox takes `intermediate_size` (4 x hidden where it is unset) as the width of an MLP without a gate. A
+    gated one is to have as many parameters, so two thirds of it are divided between the two halves of the first
+    product: 32768 with multiples of 256 gives 11008. v2.0 has one gated activation, `geglu`, each half of which is two
+    thirds of 4 x hidden wide; that holds for `geglu` where none of the later keys is given.
+
+    Args:
+        hidden: Width of the hidden states.
+        activation: Key of `ACTIVATIONS`.
+        intermediate_size: Later gpt-neox's key.
+        expansion_factor: Later gpt-neox's key: the same, as a multiple of `hidden`.
+        multiple_of: Later gpt-neox's key `mlp_multiple_of`.
+        width: The width itself, which decides if it is given.
+    """
+    if width:
+        return width
+    size = intermediate_size or (int(expansion_factor * hidden) if expansion_factor else 4 * hidden)
+    if ACTIVATIONS[activation].width_factor == 2:
+        if activation == "geglu" and not (intermediate_size or expansion_factor or multiple_of):
+            return int(4 * 2 / 3 * hidden)
+        size = ceil(int(size * 2 / 3) / 2)
+    multiple = multiple_of or 1
+    return ceil(size / multiple) * multiple

@@ -1,0 +1,92 @@
+"""Norms of queries and keys, by the three forms of `Architecture.qk_norm`.
+
+Legend: B batch, S sequence, N heads here, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from neox.architecture import Architecture
+from neox.parallel import (
+    ParallelGrid,
+    TensorOptions,
+    copy_to_tensor_ranks,
+    mark_decay,
+    mark_split,
+    reduce_over_tensor_ranks,
+)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm, or LayerNorm, of heads: [B, S, N, D] -> the same shape.
+
+    Args:
+        shape: Of the parameters on this rank: (D,), one for all heads; (N * D,) or (N, D), one of each head.
+        grid: Process groups; heads are split over tensor ranks.
+        all_heads: Take the mean over the dimensions of all heads, not of each head.
+        centred: LayerNorm, with parameters `weight` and `bias`; otherwise RMSNorm, with `scale`.
+        eps: Added to the mean of the squares.
+        **options: Device and type of the parameters.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        grid: ParallelGrid,
+        *,
+        all_heads: bool = False,
+        centred: bool = False,
+        eps: float,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__()
+        self.grid, self.all_heads, self.eps = grid, all_heads, eps
+        self.shared = not all_heads and len(shape) == 1
+        for name, value in {"weight": 1.0, "bias": 0.0}.items() if centred else {"scale": 1.0}.items():
+            parameter = nn.Parameter(torch.full(shape, value, **options))
+            mark_split(parameter, not self.shared and grid.tp_size > 1)
+            self.register_parameter(name, mark_decay(parameter, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise heads [B, S, N, D]."""
+        wide = x.float()
+        if "bias" in self._parameters:
+            wide = wide - self._mean(wide)
+        wide = (wide * torch.rsqrt(self._mean(wide.square()) + self.eps)).to(x.dtype)
+        scale, *shift = (self._per_head(parameter, x) for parameter in self.parameters())
+        return wide * scale + shift[0] if shift else wide * scale
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Return the mean that belongs to each element: [B, S, N, 1], or [B, S, 1, 1] over the heads of all ranks."""
+        if not self.all_heads:
+            return x.mean(-1, keepdim=True)
+        total = reduce_over_tensor_ranks(x.sum((-2, -1), keepdim=True), self.grid)
+        heads, width = x.shape[-2:]
+        return copy_to_tensor_ranks(total, self.grid) / (heads * width * self.grid.tp_size)
+
+    def _per_head(self, parameter: Tensor, x: Tensor) -> Tensor:
+        """Return a parameter in the shape of heads; gradients of one that all ranks share are summed over them."""
+        if self.shared:
+            return copy_to_tensor_ranks(parameter, self.grid)
+        return parameter.view(x.shape[-2:])
+
+
+def query_key_norms(
+    architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]
+) -> dict[str, HeadNorm]:
+    """Return the norm of queries and that of keys by name; one for both under gpt-neox's form, none without norms."""
+    heads, kv_heads = (n // grid.tp_size for n in (architecture.num_attention_heads, architecture.num_kv_heads))
+    width, eps = architecture.head_dim, architecture.norm_epsilon
+    if architecture.qk_norm == "neox":
+        centred = architecture.norm == "layernorm"
+        return {"qk_layernorm": HeadNorm((heads, width), grid, all_heads=centred, centred=centred, eps=eps, **options)}
+    if architecture.qk_norm == "head":
+        return {name: HeadNorm((width,), grid, eps=eps, **options) for name in ("q_norm", "k_norm")}
+    if architecture.qk_norm == "full":
+        sizes = {"q_norm": heads * width, "k_norm": kv_heads * width}
+        return {name: HeadNorm((size,), grid, all_heads=True, eps=eps, **options) for name, size in sizes.items()}
+    return {}
