@@ -59,7 +59,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
     try:
         check_writable(settings.output)
         with only_run(str(settings.output)):
-            old = _old_sidecar(settings.output)
+            old = _old_sidecar(step.outputs(settings)[0])
             inputs = [_checked_input(file, old) for file in files]
             packages = {name: _version(step, name) for name in step.packages}
             description = {

@@ -15,16 +15,20 @@ from neox.webtext.filter_urls import FILTER_URLS
 from neox.webtext.shuffle import SHUFFLE
 from neox.webtext.split import SPLIT
 from neox.webtext.step import Step
+from neox.webtext.tokenize import TOKENIZE
+from neox.webtext.wikipedia import WIKIPEDIA
 
 _IN_ORDER: tuple[Step[Any], ...] = (
     FILTER_URLS,
     DOWNLOAD,
     EXTRACT,
+    WIKIPEDIA,
     CLEAN,
     DEDUP,
     DECONTAMINATE,
     SHUFFLE,
     SPLIT,
+    TOKENIZE,
 )
 
 STEPS: Mapping[str, Step[Any]] = MappingProxyType({step.name: step for step in _IN_ORDER})
