@@ -1,5 +1,6 @@
 """Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
 
+from neox.architecture.adapters import ADAPTER, Lora, adapter_parameters, add_adapters
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
 from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
@@ -18,6 +19,7 @@ from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, spars
 
 __all__ = [
     "ACTIVATIONS",
+    "ADAPTER",
     "ATTENTION",
     "BLOCK_NORMS",
     "BLOCK_OFFSET",
@@ -35,10 +37,13 @@ __all__ = [
     "LayerEntry",
     "LayerKind",
     "LayerPlan",
+    "Lora",
     "Norm",
     "Pairs",
     "ParameterSpec",
     "Positions",
+    "adapter_parameters",
+    "add_adapters",
     "build_layer_plan",
     "forward_flops_per_token",
     "rope_scaling_of",

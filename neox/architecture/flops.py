@@ -30,10 +30,14 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]
 def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: bool = False) -> int:
     """Return the operations of forward and backward for one token; a backward pass takes twice the forward's.
 
+    Products with frozen weights take part in the backward pass once, for the gradient of their inputs.
+
     Args:
         layers: The network's layers.
         sequence: Tokens per sample.
         recompute: Count a second forward pass of the blocks.
     """
     blocks, head = forward_flops_per_token(layers, sequence)
-    return (4 if recompute else 3) * blocks + 3 * head
+    frozen = [p for layer in layers for p in layer.parameters if layer.kind == "block" and not p.trained]
+    saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (head if layers.lora else 0)
+    return (4 if recompute else 3) * blocks + 3 * head - saved

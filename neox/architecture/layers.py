@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from neox.architecture.architecture import GATED_KINDS, Architecture
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, row_parallel_bias
 from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.parameter import ParameterSpec
+
+if TYPE_CHECKING:
+    from neox.architecture.adapters import Lora
 
 LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
 
@@ -66,11 +69,13 @@ class LayerPlan:
         layers: The layers.
         architecture: What they follow from.
         padded_vocab_size: Rows of the embedding and of the head.
+        lora: The adapters among the parameters (`add_adapters`).
     """
 
     layers: tuple[LayerEntry, ...]
     architecture: Architecture
     padded_vocab_size: int
+    lora: Lora | None = None
 
     def __iter__(self) -> Iterator[LayerEntry]:
         return iter(self.layers)
@@ -90,6 +95,11 @@ class LayerPlan:
     def numel(self) -> int:
         """Number of parameters of the model, tied weights counted once."""
         return sum(layer.numel for layer in self.layers)
+
+    @property
+    def trained_numel(self) -> int:
+        """Number of the parameters that are trained."""
+        return sum(p.numel for layer in self.layers for p in layer.parameters if p.trained)
 
 
 def build_layer_plan(

@@ -2,7 +2,7 @@
 
 from neox.checkpoint.finding import checkpoint_at, damaged_weights, find_checkpoint, keep_last, why_incomplete
 from neox.checkpoint.gpt_neox_optimizer import WRITER
-from neox.checkpoint.identity import check_same_model, identity_state, padding_note
+from neox.checkpoint.identity import check_same_adapters, check_same_model, identity_state, padding_note
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, reshard, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
@@ -38,6 +38,7 @@ __all__ = [
     "Manifest",
     "OptimizerReader",
     "check_manifest",
+    "check_same_adapters",
     "check_same_model",
     "checkpoint_at",
     "checkpoint_directories",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
         ARGS: args,
         MODEL: {
             **{key: value for key, value in architecture_settings(plan.config).items() if key not in args},
+            "lora": None if plan.layers.lora is None else asdict(plan.layers.lora),
             "vocab_size": plan.vocab_size,
             "pipe_parallel_size": plan.grid.pp_size,
             "data_parallel_size": plan.grid.dp_size,
@@ -69,6 +71,30 @@ def check_same_model(
             f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint"
         )
     return setting_differences(args, plan.config, finetune=True)
+
+
+def check_same_adapters(path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool) -> None:
+    """Compare a checkpoint's adapters with those that a run trains.
+
+    Args:
+        path: The checkpoint, for messages.
+        args: What it stores of its model.
+        plan: The run that trains.
+        finetune: Whether the run may add adapters to a model without them, or train a model with them whole.
+
+    Raises:
+        CheckpointError: If the checkpoint has other adapters.
+    """
+    saved, lora = args.get("lora"), plan.layers.lora
+    wanted = None if lora is None else asdict(lora)
+    saved = None if saved is None else {**saved, "targets": tuple(saved["targets"])}
+    if saved == wanted or (finetune and None in (saved, wanted)):
+        return
+    way_out = "export it (tools/convert_to_hf.py) and import it" if finetune else "set `finetune: true`"
+    raise CheckpointError(
+        f"{path} has {f'the adapters {saved}' if saved else 'no adapters'}, and this run trains "
+        f"{f'the adapters {wanted}' if wanted else 'all weights'}; give the same `lora`, or {way_out}"
+    )
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:

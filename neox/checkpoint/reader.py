@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from neox.architecture import WORD_EMBEDDINGS, LayerPlan, ParameterSpec
+from neox.architecture import ADAPTER, WORD_EMBEDDINGS, LayerPlan, Lora, ParameterSpec, adapter_parameters
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import (
     canonical_parameter,
@@ -150,9 +150,10 @@ class CheckpointReader:
         path: The directory.
         layers: Layers of the network that reads; None for a checkpoint of an unknown network, of which only stored
             parts can then be read.
+            A plan without adapters reads weights to which the checkpoint's adapters have been added.
         on_drift: What to do if replicated parameters differ between tensor ranks.
         other_head: Whether the head may be tied on one side only, as in fine-tuning: an untied head that is not stored
-            starts as the embedding, a stored one that is not wanted is left out.
+            starts as the embedding, a stored one that is not wanted is left out. Adapters may be missing.
 
     Raises:
         CheckpointError: From every method, if something is missing, broken or does not fit `layers`.
@@ -172,6 +173,7 @@ class CheckpointReader:
         self._source = open_source(self.path)
         self._open: tuple[int, list[Mapping[str, Tensor]]] | None = None
         self._head_from_embedding = False
+        self._finetune = other_head
         if layers is not None:
             self._check_layers(layers, other_head)
 
@@ -233,7 +235,8 @@ class CheckpointReader:
 
     def names(self, index: int) -> tuple[str, ...]:
         """Return the names of the parameters stored for layer `index`."""
-        return tuple(self._states(index)[0])
+        merged = self.layers is not None and self.layers.lora is None
+        return tuple(name for name in self._states(index)[0] if not (merged and ADAPTER in name))
 
     def parts(self, index: int, name: str) -> tuple[Tensor, ...]:
         """Return the stored tensors of one parameter, one per tensor rank, memory-mapped."""
@@ -268,7 +271,8 @@ class CheckpointReader:
             full = fit_vocabulary(spec, full, self.args.get("vocab_size"))
         if tuple(full.shape) != spec.shape:
             self._wrong_shape(index, spec, full)
-        return full
+        change = self._adapter_product(index, spec)
+        return full if change is None else (full.float() + change).to(full.dtype)
 
     def shard(self, index: int, name: str, tp_rank: int, tp_size: int) -> Tensor:
         """Return tensor rank `tp_rank`'s part at degree `tp_size`, for any degree of the files.
@@ -279,7 +283,8 @@ class CheckpointReader:
         if self._is_embedding(index):
             return shard(self.full(index, name), spec, tp_rank, tp_size)
         parts = self.parts(index, name)
-        if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:  # another padding, or another model
+        other_shape = joined_shape(spec, parts) != spec.shape  # another padding, or another model
+        if spec.partition_dim is None or other_shape or self._adapters_of(index, spec):
             return shard(self.full(index, name), spec, tp_rank, tp_size)
         return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
@@ -287,7 +292,10 @@ class CheckpointReader:
         """Return one layer's parameters for one tensor rank, by name."""
         if self.layers is None:
             raise CheckpointError(f"{self.path}: the network is needed to know what layer {index} holds")
-        return {p.name: self.shard(index, p.name, tp_rank, tp_size) for p in self.layers[index].parameters}
+        names = [p.name for p in self.layers[index].parameters]
+        if self._finetune:
+            names = [name for name in names if ADAPTER not in name or name in self.names(index)]
+        return {name: self.shard(index, name, tp_rank, tp_size) for name in names}
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
         """Return the shape of the parameter over all tensor ranks as stored, with the stored padding."""
@@ -302,6 +310,9 @@ class CheckpointReader:
             max_bytes: Approximate limit of a block.
         """
         spec, parts = self.spec(index, name), self.parts(index, name)
+        if self._adapters_of(index, spec):
+            yield self.full(index, name)
+            return
         if spec.partition_dim is None or parts[0].dim() == 1:
             yield join(spec, parts, where=str(self.path / layer_file(index, 0)), on_drift=self._on_drift)
             return
@@ -322,6 +333,27 @@ class CheckpointReader:
         for index in self._source.indices:
             for name in self.names(index):
                 yield index, name
+
+    def _adapters_of(self, index: int, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
+        """Return the stored adapters that are to be added to a weight, because the plan has none."""
+        if len(spec.shape) != 2 or self.layers is None or self.layers.lora is not None:
+            return ()
+        stored = self._states(index)[0]
+        found = stored.get(adapter_parameters(spec, 1)[0].name)
+        return () if found is None else adapter_parameters(spec, found.shape[0])
+
+    def _adapter_product(self, index: int, spec: ParameterSpec) -> Tensor | None:
+        """Return scale * B A, in fp32, if there are such adapters."""
+        adapters = self._adapters_of(index, spec)
+        if not adapters:
+            return None
+        if not isinstance(stored := self.args.get("lora"), Mapping):
+            raise CheckpointError(
+                f"{self.path}: holds adapters, but not their scale: {mp_rank_file(0)} is not complete"
+            )
+        where = str(self.path / layer_file(index, 0))
+        a, b = (join(p, self.parts(index, p.name), where=where, on_drift=self._on_drift).float() for p in adapters)
+        return Lora(**stored).scale * (b @ a)
 
     def _wrong_shape(self, index: int, spec: ParameterSpec, found: Tensor) -> NoReturn:
         raise CheckpointError(

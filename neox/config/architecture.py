@@ -7,7 +7,16 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from neox.architecture import SPARSITY, Architecture, LayerPlan, build_layer_plan, rope_scaling_of, sparsity_of
+from neox.architecture import (
+    SPARSITY,
+    Architecture,
+    LayerPlan,
+    Lora,
+    add_adapters,
+    build_layer_plan,
+    rope_scaling_of,
+    sparsity_of,
+)
 from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
@@ -310,9 +319,16 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
 
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
     """Return the layer plan of a configuration that `static_problems` finds nothing wrong with."""
-    return build_layer_plan(
+    layers = build_layer_plan(
         architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
     )
+    return with_adapters(layers, config)
+
+
+def with_adapters(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
+    """Return the layers with the adapters that `lora` asks for."""
+    keys = config.training.lora
+    return layers if keys is None else add_adapters(layers, Lora(keys.r, keys.alpha, keys.target))
 
 
 def padded_vocabulary(config: NeoXConfig, vocab_size: int, tp_size: int) -> int:

@@ -90,8 +90,10 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
     here = layers.layers[bounds[stage] : bounds[stage + 1]]
     owners = {layer.index for layer in here}
-    held = sum(held_parameters(layers, layer, setting.tp_size) for layer in here if layer.tied_to not in owners)
-    weights, gradients, optimizer = state_bytes(held, setting)
+    counted = [layer for layer in here if layer.tied_to not in owners]
+    held = sum(held_parameters(layers, layer, setting.tp_size) for layer in counted)
+    trained = sum(held_parameters(layers, layer, setting.tp_size, trained=True) for layer in counted)
+    weights, (_, gradients, optimizer) = state_bytes(held, setting)[0], state_bytes(trained, setting)
     return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
-from neox.config.architecture import architecture_of, attention_impls, padded_vocabulary
+from neox.config.architecture import architecture_of, attention_impls, padded_vocabulary, with_adapters
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
 from neox.config.grid_and_batch import solve_batch, solve_grid
@@ -92,6 +92,9 @@ def derive_plan(
     """
     padded = padded_vocabulary(config, vocab_size, grid.tp_size)
     layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
+    if config.training.lora is not None:
+        layers = with_adapters(layers, config)
+        notes = (*notes, *_adapter_notes(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
@@ -113,6 +116,14 @@ def derive_plan(
     )
 
 
+def _adapter_notes(layers: LayerPlan, config: NeoXConfig) -> list[str]:
+    """Return what `lora` trains. Raises ConfigError if no layer has an adapter."""
+    trained, total = layers.trained_numel, layers.numel
+    if not trained:
+        raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
+    return [f"lora: {trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)"]
+
+
 def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[str]:
     key, explicit = "padded_vocab_size", config.tokenizer.padded_vocab_size
     if vocab_size < 1:
@@ -132,7 +143,10 @@ def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[Stag
         copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)
         stages.append(StagePlan(first, last, sum(layer.numel for layer in held) + copies))
     empty = [i for i, stage in enumerate(stages) if stage.parameters == 0]
+    if layers.lora is not None:
+        kinds = [{layer.kind for layer in layers.layers[stage.first : stage.last]} for stage in stages]
+        empty += [i for i, found in enumerate(kinds) if "block" not in found]
     if empty:
         method = config.describe_setting("pipe_partition_method")
-        raise ConfigError(f"{method} leaves stage {empty[0]} without parameters; use type:transformer|mlp")
+        raise ConfigError(f"{method} leaves stage {empty[0]} without parameters to train; use type:transformer|mlp")
     return tuple(stages)

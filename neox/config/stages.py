@@ -54,11 +54,19 @@ def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> 
     return partition_balanced([int(bool(matching.search(LAYER_CLASS_NAMES[layer.kind]))) for layer in plan], stages)
 
 
-def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int) -> int:
-    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included."""
+def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: bool = False) -> int:
+    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included.
+
+    Args:
+        plan: The layers.
+        layer: One of them.
+        mp: Tensor-parallel ranks.
+        trained: Count only what is trained.
+    """
     held = layer.parameters
     if layer.tied_to is not None:
         held = tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
+    held = tuple(p for p in held if p.trained or not trained)
     return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in held)
 
 

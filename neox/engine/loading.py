@@ -17,6 +17,7 @@ from torch import nn
 from neox.checkpoint import (
     WRITER,
     CheckpointReader,
+    check_same_adapters,
     check_same_model,
     checkpoint_directories,
     find_checkpoint,
@@ -167,6 +168,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     reader = CheckpointReader(path, plan.layers, other_head=keys.finetune)
     for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=keys.finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
+    check_same_adapters(path, reader.args, plan, finetune=keys.finetune)
     if note := padding_note(reader.args, plan):
         _log.warning("%s", note)
     if keys.finetune:

@@ -116,6 +116,10 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """Return the tied weights whose gradients DeepSpeed sums over stages: those that are trained."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""
         if TIE in self.tied_modules:

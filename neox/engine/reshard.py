@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
-from neox.checkpoint import OptimizerReader
+from neox.checkpoint import CheckpointReader, OptimizerReader
 from neox.checkpoint.optimizer_formats import Kind
 from neox.engine.engine import Engine
 from neox.engine.weights import fill_layer, weight_layers
@@ -71,11 +71,22 @@ def optimizer_order(model: nn.Module) -> list[list[tuple[int, str]]]:
 
 
 def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
-    """Fill this rank's layers from the optimizer's fp32 weights: for a run in another precision than the saved one."""
-    reader = OptimizerReader(path, layers)
+    """Fill this rank's layers from the optimizer's fp32 weights: for a run in another precision than the saved one.
+
+    Frozen weights, which the optimizer does not have, come from the layer files.
+    """
+    reader, frozen = OptimizerReader(path, layers), CheckpointReader(path, layers)
     for index, layer in weight_layers(model):
-        names = [name for name, _ in layer.named_parameters()]
-        fill_layer(layer, {name: reader.shard(index, name, "fp32", grid.tp_rank, grid.tp_size) for name in names})
+        here = (index, grid.tp_rank, grid.tp_size)
+        fill_layer(
+            layer,
+            {
+                name: reader.shard(index, name, "fp32", *here[1:])
+                if parameter.requires_grad
+                else frozen.shard(index, name, *here[1:])
+                for name, parameter in layer.named_parameters()
+            },
+        )
 
 
 @torch.no_grad()

@@ -173,7 +173,9 @@ def stage_files(
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
             writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
-        ds_engine.save_checkpoint(str(staged.parent), tag=staged.name, client_state=state, save_latest=False)
+        ds_engine.save_checkpoint(
+            str(staged.parent), tag=staged.name, client_state=state, save_latest=False, exclude_frozen_parameters=True
+        )
         problem = problem or writer.failure
         if problem is not None:
             raise problem

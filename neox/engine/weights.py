@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
-from neox.architecture import LayerPlan
+from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, neox_state
 from neox.engine.pipeline import PipelineGPT
 from neox.model import GPT
@@ -68,10 +68,14 @@ def read_weights(
 
 @torch.no_grad()
 def fill_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy this tensor rank's tensors into a layer's parameters, by name; under ZeRO 3 all data ranks take part."""
+    """Copy this tensor rank's tensors into a layer's parameters, by name; under ZeRO 3 all data ranks take part.
+
+    Adapters that are not among the tensors keep their initial values.
+    """
     with gathered(layer, changed=True):
         for name, parameter in layer.named_parameters():
-            parameter.copy_(tensors[name])
+            if ADAPTER not in name or name in tensors:
+                parameter.copy_(tensors[name])
 
 
 def gathered(layer: nn.Module, *, changed: bool = False) -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from neox.architecture import BLOCK_OFFSET, GATED_KINDS
+from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS
 from neox.config.plan import RunPlan
 from neox.log import get_logger
 from neox.model.block import Block, TransformerLayer
@@ -13,7 +13,7 @@ from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.ops import AttentionImpl
-from neox.parallel import ParallelGrid, TensorOptions
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
 
 def build_layer(
@@ -43,6 +43,7 @@ def build_layer(
         layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
     elif entry.kind == "block":
         layer = _block(plan, index - BLOCK_OFFSET, grid, options)
+        _add_adapters(layer, plan, index)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
     elif entry.tied_to is not None:
@@ -69,6 +70,17 @@ def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOption
         layer_scaling=plan.config.model.apply_query_key_layer_scaling,
         **options,
     )
+
+
+def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
+    """Add the adapters that the layer plan lists to the linear layers of a block."""
+    lora, keys = plan.layers.lora, plan.config.training.lora
+    for spec in plan.layers[index].parameters if lora and keys else ():
+        module, found, name = spec.name.partition(ADAPTER)
+        if found and name == "lora_A" and lora and keys:
+            linear = layer.get_submodule(module)
+            assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), module
+            linear.add_adapter(lora.rank, lora.scale, keys.dropout)
 
 
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:

@@ -34,6 +34,8 @@ def draw(
     }
     if method in deviations:
         return weight.normal_(0.0, deviations[method], generator=generator)
+    if method == "fan_in":
+        return weight.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     others: dict[str, Callable[[], Tensor]] = {
         "xavier_uniform": lambda: nn.init.xavier_uniform_(weight, generator=generator),
         "xavier_normal": lambda: nn.init.xavier_normal_(weight, generator=generator),
@@ -87,7 +89,7 @@ def initialize_layer(
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
-        method = output_layer_init_method if spec.init == "output_weight" else init_method
+        method = {"output_weight": output_layer_init_method, "fan_in": "fan_in"}.get(spec.init, init_method)
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
         if width_multiplier != 1.0 and entry.kind == "block":
             full *= width_multiplier**-0.5

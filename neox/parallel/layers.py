@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import ParameterSpec
+from neox.parallel.adapter import Adapter
 from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
 from neox.parallel.grid import ParallelGrid
 
@@ -101,10 +102,16 @@ class ColumnParallelLinear(nn.Module):
         here = shard_size(out_features, grid.tp_size, "output features")
         self.weight = mark_split(nn.Parameter(torch.empty(here, in_features, **options)), split)
         self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split) if bias else None
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [..., I] -> [..., O/tp]."""
-        return self.multiply(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+        y = self.multiply(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
+        """Add a low-rank adapter, uninitialised."""
+        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=True)
 
 
 class RowParallelLinear(nn.Module):
@@ -129,17 +136,24 @@ class RowParallelLinear(nn.Module):
         here = shard_size(in_features, grid.tp_size, "input features")
         self.weight = mark_split(nn.Parameter(torch.empty(out_features, here, **options)), grid.tp_size > 1)
         self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and reduce: [..., I/tp] -> [..., O]."""
         if self.grid.tp_size == 1:
-            return self.multiply(x, self.weight, self.bias)
+            y = self.multiply(x, self.weight, self.bias)
+            return y if self.adapter is None else y + self.adapter(x)
         y = reduce_over_tensor_ranks(self.partial(x), self.grid)
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""
-        return self.multiply(x, self.weight, None)
+        y = self.multiply(x, self.weight, None)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
+        """Add a low-rank adapter, uninitialised."""
+        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=False)
 
 
 class VocabParallelEmbedding(nn.Module):

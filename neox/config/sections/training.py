@@ -121,6 +121,24 @@ class ScheduleConfig(Section):
         return max(1, round(fraction * (train_iters or 0)))
 
 
+class LoraSettings(Section):
+    """Low-rank adapters (arXiv:2106.09685): only they are trained."""
+
+    r: int = Field(8, ge=1)
+    """Rank."""
+
+    alpha: float = Field(16.0, gt=0)
+    """The adapters' product is multiplied by alpha / r."""
+
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapters' inputs in training."""
+
+    target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], ...] = Field(
+        ("query_key_value",), min_length=1
+    )
+    """Linear layers of a block that get an adapter: attention's input and output, the MLP's input and output."""
+
+
 class TrainingConfig(Section):
     """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
@@ -154,6 +172,10 @@ class TrainingConfig(Section):
     compile_layers: bool = False
     """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a
     minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
+
+    lora: LoraSettings | None = None
+    """Train low-rank adapters of linear layers, and nothing else: `{r: 8, alpha: 16, dropout: 0.0, target:
+    [query_key_value]}`. With `finetune: true` they are added to the model of `load`."""
 
     max_nonfinite_steps: int = Field(0, ge=0)
     """Consecutive steps whose loss or gradient norm is not finite that are skipped before training stops; 0 stops at
