@@ -265,8 +265,7 @@ class CheckpointReader:
         if self._is_embedding(index):
             return self.full(0, WORD_EMBEDDINGS)
         spec = self.spec(index, name)
-        where = str(self.path / layer_file(index, 0))
-        full = join(spec, self.parts(index, name), where=where, on_drift=self._on_drift)
+        full = self._joined(index, spec)
         if name in VOCABULARY:
             full = fit_vocabulary(spec, full, self.args.get("vocab_size"))
         if tuple(full.shape) != spec.shape:
@@ -314,7 +313,7 @@ class CheckpointReader:
             yield self.full(index, name)
             return
         if spec.partition_dim is None or parts[0].dim() == 1:
-            yield join(spec, parts, where=str(self.path / layer_file(index, 0)), on_drift=self._on_drift)
+            yield self._joined(index, spec)
             return
         row_bytes = parts[0][0].numel() * parts[0].element_size() * (len(parts) if spec.partition_dim == 1 else 1)
         step = max(1, max_bytes // max(1, row_bytes))
@@ -334,6 +333,10 @@ class CheckpointReader:
             for name in self.names(index):
                 yield index, name
 
+    def _joined(self, index: int, spec: ParameterSpec) -> Tensor:
+        where = str(self.path / layer_file(index, 0))
+        return join(spec, self.parts(index, spec.name), where=where, on_drift=self._on_drift)
+
     def _adapters_of(self, index: int, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
         """Return the stored adapters that are to be added to a weight, because the plan has none."""
         if len(spec.shape) != 2 or self.layers is None or self.layers.lora is not None:
@@ -351,8 +354,7 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.path}: holds adapters, but not their scale: {mp_rank_file(0)} is not complete"
             )
-        where = str(self.path / layer_file(index, 0))
-        a, b = (join(p, self.parts(index, p.name), where=where, on_drift=self._on_drift).float() for p in adapters)
+        a, b = (self._joined(index, p).float() for p in adapters)
         return Lora(**stored).scale * (b @ a)
 
     def _wrong_shape(self, index: int, spec: ParameterSpec, found: Tensor) -> NoReturn:
