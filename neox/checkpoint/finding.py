@@ -12,8 +12,8 @@ from pathlib import Path
 
 from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, parse_layer_file, parse_mp_rank_file, step_directory
-from neox.checkpoint.reader import open_source
 from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint
+from neox.checkpoint.weight_files import open_source
 from neox.errors import CheckpointError
 from neox.log import get_logger
 

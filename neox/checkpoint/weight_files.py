@@ -1,0 +1,128 @@
+"""Files that hold a checkpoint's weights: layer files, or `mp_rank` files of one stage."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from neox.checkpoint.names import (
+    canonical_parameter,
+    is_buffer,
+    layer_file,
+    mp_rank_file,
+    parse_layer_file,
+    parse_mp_rank_file,
+)
+from neox.checkpoint.tensor_files import load_file
+from neox.errors import CheckpointError
+
+_SEQUENTIAL = re.compile(r"^(?:module\.)?sequential\.(\d+)\.(.+)$")
+
+
+class WeightSource(Protocol):
+    """A checkpoint's weights by layer index and tensor rank.
+
+    Attributes:
+        tp_size: Tensor-parallel degree of the files.
+        indices: Layers that have files, in ascending order.
+    """
+
+    tp_size: int
+    indices: tuple[int, ...]
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank by canonical name, memory-mapped."""
+        ...
+
+
+class LayerFiles:
+    """Layer files `layer_XX-model_YY-model_states.pt`."""
+
+    def __init__(self, directory: Path, found: Mapping[int, Mapping[int, Path]]) -> None:
+        self.indices = tuple(sorted(found))
+        self.tp_size = 1 + max(rank for ranks in found.values() for rank in ranks)
+        self._found = found
+        missing = [
+            layer_file(index, rank)
+            for index in self.indices
+            for rank in range(self.tp_size)
+            if rank not in found[index]
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{directory}: {self.tp_size} tensor ranks, but these layer files are missing: {', '.join(missing)}; "
+                "the checkpoint was not written or copied completely"
+            )
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank."""
+        path = self._found[index][tp_rank]
+        loaded = load_file(path)
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{path}: expected a state dict, found {type(loaded).__name__}")
+        return _weights(loaded)
+
+
+class OneStageFiles:
+    """`mp_rank_XX` files whose `module` holds all layers of a tensor rank under `sequential.N.key`."""
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self.tp_size = len(paths)
+        self._paths = paths
+        self.indices = tuple(sorted(_by_layer(paths[0], load_file(paths[0]))))
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank."""
+        path = self._paths[tp_rank]
+        return _weights(_by_layer(path, load_file(path)).get(index, {}))
+
+
+def open_source(directory: Path) -> WeightSource:
+    """Find the weights in a checkpoint directory. Raises CheckpointError if there are none or some are missing."""
+    layers: dict[int, dict[int, Path]] = defaultdict(dict)
+    ranks: dict[int, Path] = {}
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{directory}: not a readable checkpoint directory ({error.strerror})") from error
+    for path in entries:
+        if (layer := parse_layer_file(path.name)) is not None:
+            layers[layer[0]][layer[1]] = path
+        elif (rank := parse_mp_rank_file(path.name)) is not None:
+            ranks[rank] = path
+    if layers:
+        return LayerFiles(directory, layers)
+    if not ranks:
+        raise CheckpointError(
+            f"{directory}: no layer files ({layer_file(0, 0)}, ...) and no {mp_rank_file(0)}; "
+            "give the global_stepN directory of a NeoX checkpoint"
+        )
+    if gaps := [mp_rank_file(rank) for rank in range(max(ranks)) if rank not in ranks]:
+        raise CheckpointError(f"{directory}: missing {', '.join(gaps)}")
+    return OneStageFiles(ranks)
+
+
+def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
+    module = loaded.get("module") if isinstance(loaded, Mapping) else None
+    if not isinstance(module, Mapping):
+        raise CheckpointError(f"{path}: holds no weights, and there are no layer files beside it")
+    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in module.items():
+        if (match := _SEQUENTIAL.match(key)) and isinstance(tensor, Tensor):
+            layers[int(match[1])][match[2]] = tensor
+    if not layers:
+        raise CheckpointError(f"{path}: its module has no `sequential.N.` weights")
+    return layers
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        canonical_parameter(key): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not is_buffer(key)
+    }
