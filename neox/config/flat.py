@@ -12,7 +12,7 @@ from neox.config.keys import ALIASES
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
 
-_PREFIX = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+): ")
+_PREFIX = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+)(?: \(replacing [^\n]*?\))?: ")
 
 
 class Problem(NamedTuple):

@@ -102,6 +102,87 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 )
 
 
+TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
+"""Keys of the tokenizer, which are replaced together; the first two must be given."""
+
+REPLACEABLE = frozenset(
+    {
+        *TOKENIZER_KEYS,
+        *(f"{split}_data_{what}" for split in ("train", "valid", "test") for what in ("paths", "weights")),
+        *("data_path", "save", "load", "log_dir", "tensorboard_dir", "hostfile"),
+    }
+)
+"""Keys of what lies where on a machine, which a later file may give again."""
+
+REPLACING = " (replacing "
+"""In the source of such a key, between the two places."""
+
+
+# Keys of Megatron, OneFlow (LiBai), FleetX, Colossal-AI, torchtitan and Hugging Face's Trainer -> what does it here.
+OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("pipeline_model_parallel_size", "pipeline_parallel_size", "pp_degree", "pipeline_parallel_degree"),
+            "`pipe_parallel_size`",
+        ),
+        **dict.fromkeys(
+            ("tensor_model_parallel_size", "tensor_parallel_size", "mp_degree", "tensor_parallel_degree", "tp_size"),
+            "`model_parallel_size`",
+        ),
+        **dict.fromkeys(
+            ("data_parallel_size", "dp_degree", "data_parallel_degree", "data_parallel_shard_degree"),
+            "nothing: it is the number of ranks / (pipe_parallel_size x model_parallel_size)",
+        ),
+        **dict.fromkeys(("sharding_degree", "sharding_stage", "zero"), "`zero_optimization: {stage: 1}`"),
+        **dict.fromkeys(
+            ("micro_batch_size", "per_device_train_batch_size", "local_batch_size"), "`train_micro_batch_size_per_gpu`"
+        ),
+        **dict.fromkeys(("global_batch_size", "train_global_batch_size"), "`train_batch_size`"),
+        **dict.fromkeys(
+            ("gradient_accumulation", "accumulate_steps", "num_accumulation_steps"), "`gradient_accumulation_steps`"
+        ),
+        **dict.fromkeys(
+            ("lr_warmup_fraction", "warmup_ratio", "warmup_rate"), "`warmup`, the same fraction of lr_decay_iters"
+        ),
+        **dict.fromkeys(
+            ("lr_warmup_iters", "warmup_steps", "warmup_iters"), "`warmup`, their fraction of lr_decay_iters"
+        ),
+        **dict.fromkeys(("max_steps", "train_steps", "num_train_steps", "train_iter"), "`train_iters`"),
+        **dict.fromkeys(("encoder_num_layers", "num_hidden_layers", "n_layers"), "`num_layers`"),
+        **dict.fromkeys(("n_heads", "num_heads", "num_attention_head"), "`num_attention_heads`"),
+        **dict.fromkeys(("ffn_hidden_size",), "`intermediate_size`, or 4 x hidden_size where it is left out"),
+        **dict.fromkeys(("dim", "n_embd", "d_model"), "`hidden_size`"),
+        **dict.fromkeys(("max_seq_len", "seq_len", "max_seq_length", "encoder_seq_length"), "`seq_length`"),
+        **dict.fromkeys(("learning_rate", "max_lr"), "`optimizer.params.lr`"),
+        **dict.fromkeys(("adam_beta1", "adam_beta2"), "`optimizer.params.betas: [BETA1, BETA2]`"),
+        **dict.fromkeys(("adam_eps", "adam_epsilon"), "`optimizer.params.eps`"),
+        **dict.fromkeys(("max_grad_norm", "grad_clip", "max_norm"), "`gradient_clipping`"),
+        **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_decay"), "`lr_decay_style`"),
+        **dict.fromkeys(("eval_steps", "eval_freq"), "`eval_interval`"),
+        **dict.fromkeys(("save_steps", "save_freq", "checkpoint_interval"), "`checkpoint_factor`"),
+        **dict.fromkeys(("logging_steps", "logging_freq", "log_freq"), "`log_interval`"),
+        **dict.fromkeys(("output_dir", "save_dir", "dump_folder"), "`save`"),
+        **dict.fromkeys(("resume_from_checkpoint", "load_dir"), "`load`"),
+        **dict.fromkeys(
+            ("recompute_activations", "activations_checkpoint", "use_recompute", "gradient_checkpointing"),
+            "`checkpoint_activations: true`",
+        ),
+        **dict.fromkeys(("use_flash_attn", "use_flash_attention"), '`attention_config: [[["flash"], "all"]]`'),
+        **dict.fromkeys(
+            ("use_rdma", "nccl_socket_ifname", "use_infiniband"),
+            "the environment: NCCL_IB_DISABLE, NCCL_IB_HCA and NCCL_SOCKET_IFNAME reach every rank",
+        ),
+        **dict.fromkeys(("nproc_per_node", "num_gpus_per_node", "gpus_per_node"), "`num_gpus`, or a hostfile's slots"),
+        **dict.fromkeys(("tokenizer_model", "tokenizer_name_or_path", "tokenizer_path"), "`vocab_file`"),
+        **dict.fromkeys(("report_to",), "`use_wandb: true` or `tensorboard_dir`"),
+        **dict.fromkeys(("untie_embeddings_and_output_weights",), "`no_weight_tying: true`"),
+        **dict.fromkeys(("position_embedding_type",), "`pos_emb`"),
+        **dict.fromkeys(("normalization",), "`norm`"),
+        **dict.fromkeys(("compile", "torch_compile"), "`compile_layers: true`"),
+    }
+)
+
+
 def alias_target(key: str) -> str:
     """Return the dotted path that a key sets: another one than its name if it is an alias."""
     return ALIASES[key].target if key in ALIASES else key

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from neox.config.flat import Problem, doubtful_paths, in_file_order, spread_extra_args, texts, without
-from neox.config.keys import ALIASES
+from neox.config.keys import ALIASES, REPLACEABLE, REPLACING, TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig, is_text_key
 from neox.config.validation import static_problems
-from neox.config.yaml_file import parse_value, read_file
+from neox.config.yaml_file import ParsedFile, parse_value, read_file
 from neox.errors import ConfigError
 
 _SUFFIXES = (".yml", ".yaml", ".json")
@@ -46,7 +46,8 @@ def load_config(
     """Read configuration files and overrides into a NeoXConfig.
 
     Args:
-        files: YAML or JSON; `.yml` may be left out. A key may be in one file only.
+        files: YAML or JSON; `.yml` may be left out. A key may be in one file only, unless it is one of `REPLACEABLE`,
+            which a later file replaces.
         conf_dir: Directory prefixed to each file.
         overrides: `key=value`, which win over files; dots reach into blocks (`optimizer.params.lr=1e-4`), and `None`
             and `null` unset.
@@ -148,17 +149,41 @@ def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], 
             continue
         problems += parsed.problems
         for key, value in parsed.values.items():
-            if key in values:
+            if key in REPLACEABLE and key in values:
+                problems += _replace(key, values, sources, parsed)
+            elif key in values:
                 text = f"{parsed.name}:{parsed.lines[key]}: `{key}` is also given at {sources[key]}"
                 problems.append(Problem(f"{text}; keep it in one file (or override it with --set)", (key,)))
                 continue
+            else:
+                for dotted, line in parsed.lines.items():
+                    if dotted == key or dotted.startswith(f"{key}."):
+                        sources[dotted] = f"{parsed.name}:{line}"
             values[key] = value
-            for dotted, line in parsed.lines.items():
-                if dotted == key or dotted.startswith(f"{key}."):
-                    sources[dotted] = f"{parsed.name}:{line}"
     if unreadable:
         raise ConfigError([*unreadable, *texts(problems)])
     return values, sources, problems
+
+
+def _replace(key: str, values: dict[str, Any], sources: dict[str, str], parsed: ParsedFile) -> list[Problem]:
+    """Prepare that a file replaces a key of an earlier one: its source names both places.
+
+    A tokenizer is replaced whole: what the earlier file says of it, and this one does not, is removed.
+
+    Returns:
+        A problem where only a part of the tokenizer is given again.
+    """
+    here, former = f"{parsed.name}:{parsed.lines[key]}", sources[key]
+    sources[key] = f"{here}{REPLACING}{former})"
+    if key not in TOKENIZER_KEYS:
+        return []
+    if missing := [name for name in TOKENIZER_KEYS[:2] if name not in parsed.values]:
+        text = f"{here}: `{key}` is also given at {former}"
+        return [Problem(f"{text}, and a tokenizer is replaced whole: give {missing[0]} here, too", (key,))]
+    for name in TOKENIZER_KEYS:
+        if name not in parsed.values and values.pop(name, None) is not None:
+            sources.pop(name, None)
+    return []
 
 
 def apply_override(override: str, values: dict[str, Any], sources: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from neox.config.flat import (
     texts,
     translate_aliases,
 )
-from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
+from neox.config.keys import ALIASES, OTHER_SYSTEMS, UNSUPPORTED, alias_target
 from neox.config.sections.base import Section
 from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
@@ -263,6 +263,9 @@ def is_text_key(key: str) -> bool:
 
 
 def _unknown_key(key: str, flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
+    if key in OTHER_SYSTEMS:
+        text = f"{source_prefix(key, sources)}unknown key `{key}`, another system's; here it is {OTHER_SYSTEMS[key]}"
+        return Problem(text, (key,))
     near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
     hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
     meant = (alias_target(name) for name in near if name not in flat)

@@ -154,7 +154,7 @@ def parse_text(text: str, name: str) -> ParsedFile:
     """
     builder = _Builder(name)
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = _compose_fragment(text) or yaml.compose(text, Loader=_Loader)
         if node is None:
             raise ConfigError(f"{name}: the file is empty; it should hold `key: value` pairs")
         if not isinstance(node, yaml.MappingNode):
@@ -165,6 +165,17 @@ def parse_text(text: str, name: str) -> ParsedFile:
     except _TooLargeError:
         raise ConfigError(f"{name}: {_TOO_LARGE}") from None
     return ParsedFile(name, values, builder.lines, tuple(builder.problems))
+
+
+def _compose_fragment(text: str) -> yaml.Node | None:
+    """Compose lines `"key": value,` of a NeoX file that have lost their braces; None for any other text."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not lines or not re.match(r"[\"'][\w-]+[\"']\s*:", lines[0]) or not any(line.endswith(",") for line in lines):
+        return None
+    try:
+        return yaml.compose("{" + text + "\n}", Loader=_Loader)
+    except yaml.YAMLError:
+        return None
 
 
 def parse_value(text: str) -> Any:

@@ -38,6 +38,11 @@ _ASSUMED_OTHERWISE = 50257
 # What `make quickstart` makes.
 _QUICKSTART_TOKENIZER = ("data", "quickstart", "tokenizer.json")
 _QUICKSTART_DATA = ("data", "quickstart", "quickstart_text_document")
+# GPT-NeoX-20B's.
+_TOKENIZER_20B = (
+    "20B_tokenizer.json",
+    "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json",
+)
 _CHECKPOINT_CONFIG = "configs/config.yml"  # written by `neox.checkpoint.write_config` beside the weights
 
 
@@ -56,8 +61,13 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
     except TokenizerError as error:
         problem = str(error)
         file = Path(settings.vocab_file or "")
-        if file.parts[-3:] == _QUICKSTART_TOKENIZER and not file.exists():
+        if not config.given("tokenizer_type") and file.name.endswith("tokenizer.json"):
+            default = settings.tokenizer_type
+            problem += f" (gpt-neox's default is {default}; `tokenizer_type: HFTokenizer` reads a tokenizer.json)"
+        elif file.parts[-3:] == _QUICKSTART_TOKENIZER and not file.exists():
             problem += " (`make quickstart` makes it)"
+        elif file.name == _TOKENIZER_20B[0] and not file.exists():
+            problem += f" (get it: `curl --create-dirs -o {quote(str(file))} {_TOKENIZER_20B[1]}`)"
         elif "train_tokenizer" not in problem:
             problem += " (`python tools/train_tokenizer.py` makes one)"
     except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
@@ -105,14 +115,27 @@ def missing_data(config: NeoXConfig) -> list[str]:
     for prefix, key in prefixes.items():
         absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
         if absent:
-            made = prefix.removesuffix("_document").removesuffix("_text")
-            command = f"python tools/preprocess_data.py --input FILE.jsonl.zst --output-prefix {quote(made)} ..."
+            files = " and ".join(prefix + suffix for suffix in absent)
+            verb = "does" if len(absent) == 1 else "do"
+            commands = ["make quickstart"] if Path(prefix).parts[-3:] == _QUICKSTART_DATA else _commands(config, prefix)
             problems.append(
-                f"{config.source(key)}: {key} is {prefix!r}, but {' and '.join(prefix + s for s in absent)} "
-                f"{'does' if len(absent) == 1 else 'do'} not exist; make them with "
-                f"`{'make quickstart' if Path(prefix).parts[-3:] == _QUICKSTART_DATA else command}`"
+                f"{config.source_prefix(key)}{key} is {prefix!r}, but {files} {verb} not exist; make them with "
+                + ", then ".join(f"`{command}`" for command in commands)
             )
     return problems
+
+
+def _commands(config: NeoXConfig, prefix: str) -> list[str]:
+    """Return the commands that make token files from text: of the Pile where the prefix is gpt-neox's for it."""
+    keys = config.tokenizer
+    of_pile = Path(prefix).name.startswith("pile")
+    text = "data/pile" if of_pile else "FILE.jsonl.zst"
+    flags = f"--output-prefix {quote(prefix.removesuffix('_document').removesuffix('_text'))} --append-eod"
+    flags += f" --tokenizer-type {keys.tokenizer_type}"
+    for flag, value in (("--vocab-file", keys.vocab_file), ("--merge-file", keys.merge_file)):
+        flags += f" {flag} {quote(value)}" if value else ""
+    get = ["python tools/prepare_data.py pile -d data --download-only"] if of_pile else []
+    return [*get, f"python tools/preprocess_data.py --input {text} {flags}"]
 
 
 def missing_packages(config: NeoXConfig) -> list[str]:

@@ -49,6 +49,21 @@ def test_20b_as_one_json_object_with_warnings_beside_it() -> None:
     assert plan["deepspeed_launcher"].count("deepspeed.launcher.launch") == 1
 
 
+def test_20b_as_gpt_neox_users_type_it_names_what_is_missing(tmp_path: Path) -> None:
+    words = ("train.py", "-d", str(ROOT / "configs"), "20B.yml")
+    error = deepy(*words, "--set", "tensorboard_dir=None", "--num_gpus", "8", cwd=tmp_path, code=2).stderr
+    for command in (
+        "`curl --create-dirs -o 20B_checkpoints/20B_tokenizer.json https://",
+        "`python tools/prepare_data.py pile -d data --download-only`",
+        "`python tools/preprocess_data.py --input data/pile --output-prefix ./data/pile_20B_tokenizer/pile_20B",
+    ):
+        assert command in error, error
+    assert list(tmp_path.iterdir()) == []
+    plan = json.loads(deepy(*words, "local_setup", "--dry-run", "--json", "--num_gpus", "8", cwd=tmp_path).stdout)
+    assert plan["values"]["save"]["value"] == "checkpoints"
+    assert sum("(replacing " in note for note in plan["notes"]) == 7
+
+
 def test_neither_torch_nor_deepspeed_is_imported(tiny: Path) -> None:
     code = (
         "import runpy, sys\n"

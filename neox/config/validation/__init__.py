@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from neox.config.keys import UNSUPPORTED
+from neox.config.keys import REPLACEABLE, REPLACING, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
 from neox.config.validation.network import network_problems
@@ -27,7 +27,7 @@ def static_problems(config: NeoXConfig) -> list[str]:
 
 def notes_without_effect(config: NeoXConfig) -> list[str]:
     """Return a message for each given key that changes nothing here."""
-    return [*_unsupported_notes(config), *_idle_notes(config), *_save_notes(config)]
+    return [*_unsupported_notes(config), *_idle_notes(config), *_save_notes(config), *_replacement_notes(config)]
 
 
 def missing_for_training(config: NeoXConfig) -> list[str]:
@@ -67,6 +67,13 @@ def _idle_notes(config: NeoXConfig) -> list[str]:
         f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: only with {any_of(conditions)}"
         for conditions, keys in idle.items()
     ]
+
+
+def _replacement_notes(config: NeoXConfig) -> Iterator[str]:
+    """Yield keys that a later file has replaced, with both places."""
+    for key in sorted(REPLACEABLE):
+        if config.given(key) and REPLACING in config.source(key):
+            yield config.describe_setting(key)
 
 
 def _given_fields(block: BaseModel, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from neox.config import load_config
+from neox.config.keys import OTHER_SYSTEMS
+from neox.config.neox_config import known_keys
+from neox.config.validation import notes_without_effect, static_problems
+from neox.config.yaml_file import parse_text
 from neox.errors import ConfigError
 
 TINY = "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\npos_emb: rotary\ntrain_iters: 10\n"
@@ -104,6 +109,61 @@ def test_duplicate_in_one_file_and_across_files(tmp_path):
     message = problems([a, b])
     assert f"{b}:2: `num_layers` is also given at {a}:2" in message
     assert f"{b}:3: `seed` is also given at {a}:1" in message
+
+
+def test_what_lies_where_is_replaced_by_a_later_file(tmp_path):
+    a = write(
+        tmp_path / "a.yml", f"{TINY}\nsave: there\nvocab_file: v\nmerge_file: m\ntokenizer_type: GPT2BPETokenizer\n"
+    )
+    b = write(tmp_path / "b.yml", "save: here\n")
+    config = load_config([a, b])
+    assert config.checkpoint.save == "here"
+    assert config.source("save").startswith(f"{b}:1 (replacing {a}:")
+    assert any("`save: here`" in note and str(a) in note and str(b) in note for note in notes_without_effect(config))
+    whole = write(tmp_path / "c.yml", "tokenizer_type: HFTokenizer\nvocab-file: other\n")
+    tokenizer = load_config([a, whole]).tokenizer
+    assert (tokenizer.tokenizer_type, tokenizer.vocab_file, tokenizer.merge_file) == ("HFTokenizer", "other", None)
+    for part in ("vocab_file: w\n", "merge_file: n\n", "tokenizer_type: HFTokenizer\n"):
+        message = problems([a, write(tmp_path / "part.yml", part)])
+        assert "a tokenizer is replaced whole: give" in message
+        assert f"also given at {a}:" in message
+    assert load_config(
+        [write(tmp_path / "d.yml", f"{TINY}\nvocab_file: v\n"), write(tmp_path / "e.yml", "merge_file: m\n")]
+    )
+    message = problems([a, write(tmp_path / "f.yml", "save: here\nlog_dir: x\nlog_dir: y\nseed: nonsense\n")])
+    assert message.index("`log_dir` is given twice") < message.index("`seed")
+
+
+def test_a_fragment_without_braces(tmp_path):
+    text = '# of gpt-neox\n"num-layers": 4,\n"optimizer": {\n  "params": {"lr": 1e-4,},\n},\n'
+    text += '"rotary_pct": 0.25, # a quarter\n'
+    parsed = parse_text(text, "a")
+    assert parsed.values == {"num_layers": 4, "optimizer": {"params": {"lr": 1e-4}}, "rotary_pct": 0.25}
+    assert (parsed.lines["num_layers"], parsed.lines["rotary_pct"]) == (2, 6)
+    assert parse_text('"a": [1,\n  2]\n"b": 3\n', "a").values == {"a": [1, 2], "b": 3}
+
+
+def test_keys_of_other_systems_are_answered_with_ours(tmp_path):
+    known = set(known_keys())
+    for key, answer in OTHER_SYSTEMS.items():
+        assert key not in known
+        named = re.match(r"`(\w+)", answer)
+        assert named is None or named[1] in known, (key, answer)
+    message = problems(
+        [write(tmp_path / "a.yml", "pipeline_model_parallel_size: 2\nlr_warmup_fraction: 0.1\nuse_rdma: true\n")]
+    )
+    for expected in ("here it is `pipe_parallel_size`", "here it is `warmup`", "NCCL_IB_DISABLE"):
+        assert expected in message
+
+
+def test_keys_of_ports_are_met(tmp_path):
+    keys = ("scaled_masked_softmax_fusion", "async_tensor_model_parallel_allreduce", "use_triangle_attn")
+    config = load_config([write(tmp_path / "a.yml", TINY + "".join(f"\n{key}: true" for key in keys))])
+    notes = "\n".join(notes_without_effect(config))
+    for key in keys:
+        assert f"`{key}: true`" in notes
+    config = load_config([write(tmp_path / "b.yml", TINY + "train_impl: dpo\n")])
+    assert any("`train_impl: dpo` does not work here" in problem for problem in static_problems(config))
 
 
 def test_duplicate_inside_a_block(tmp_path):

@@ -144,7 +144,7 @@ def test_missing_data_names_the_command() -> None:
     (problem,) = missing_data(config(data_path="data/quickstart/quickstart_text_document"))
     assert problem.endswith("make them with `make quickstart`")
     (problem,) = missing_data(config(data_path="data/mine_text_document"))
-    assert "--output-prefix data/mine ...`" in problem
+    assert "--output-prefix data/mine --append-eod" in problem
 
 
 def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
