@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input_dir", "--input-dir", required=True, help="a directory with config.json and safetensors or bin files")
     add("--output_dir", "--output-dir", required=True, help="a checkpoint directory; global_step0 is written into it")
+    add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(
         "--precision",
@@ -42,6 +43,7 @@ def main() -> None:
         args.output_dir,
         model_parallel_size=args.model_parallel_size,
         precision=None if args.precision == "auto" else args.precision,
+        adapter_dir=args.adapter,
     )
     print(f"{result.checkpoint}: {result.parameters:,} parameters; model config in {result.config_file}")
 

@@ -14,7 +14,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
-from neox.convert import to_hf, upload
+from neox.convert import to_hf, upload, write_peft_adapter
 from neox.errors import ConversionError, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
     add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
+    add("--adapter", metavar="BASE", help="write the LoRA adapters alone, as peft loads them onto this base model")
     add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")
     add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary")
     add(
@@ -59,9 +60,13 @@ def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
     files = args.config_file or [saved_config(checkpoint_at(Path(args.input_dir)))]
+    config = load_config(files, overrides=args.set)
+    if args.adapter:
+        print(write_peft_adapter(args.input_dir, config, args.output_dir, base=args.adapter, overwrite=args.overwrite))
+        return
     result = to_hf(
         args.input_dir,
-        load_config(files, overrides=args.set),
+        config,
         args.output_dir,
         precision=None if args.precision == "auto" else args.precision,
         trim_vocab=args.trim_vocab,

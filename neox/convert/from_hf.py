@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from neox.architecture import Architecture, LayerPlan
+from neox.architecture import Architecture, LayerPlan, add_adapters
 from neox.checkpoint import (
     commit,
     discard,
@@ -24,6 +24,7 @@ from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig, Precision, RunPlan, architecture_of, yaml_keys
 from neox.convert.hf_directory import import_tokenizer
 from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
+from neox.convert.peft_adapter import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
@@ -47,6 +48,7 @@ def from_hf(
     *,
     model_parallel_size: int = 1,
     precision: Precision | None = None,
+    adapter_dir: str | Path | None = None,
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer beside it.
 
@@ -57,6 +59,8 @@ def from_hf(
         output_dir: Directory of checkpoints.
         model_parallel_size: Tensor ranks of the files; every degree can load them.
         precision: Of the weights; None keeps the source's.
+        adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters:
+            they are trained on, or added to the weights where it is read without `lora`.
 
     Raises:
         ConversionError: For what cannot be expressed here, and for missing, unknown or broken weights.
@@ -72,11 +76,16 @@ def from_hf(
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
     tensors = _stored_keys(weights, plan.layers)
     _check_degree(plan.layers, model_parallel_size)
+    adapters: Mapping[int, Mapping[str, Tensor]] = {}
+    layers = plan.layers
+    if adapter_dir is not None:
+        adapter = read_peft_adapter(Path(adapter_dir), layers, family)
+        layers, adapters, keys = add_adapters(layers, adapter.lora), adapter.tensors, {**keys, "lora": adapter.keys}
     staged = stage_directory(output, 0)
     try:
-        _write_layers(weights, tensors, plan.layers, staged, model_parallel_size, precision)
+        _write_layers(weights, tensors, adapters, layers, staged, model_parallel_size, precision)
         tokenizer = import_tokenizer(source, output)
-        client_state = {"iteration": 0, **_identity(plan, tokenizer, model_parallel_size)}
+        client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), tokenizer, model_parallel_size)}
         for rank in range(model_parallel_size):
             write_client_state(staged, rank, client_state)
         checkpoint = commit(staged)
@@ -84,7 +93,7 @@ def from_hf(
         discard(staged)
         raise
     header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
-    return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), plan.layers.numel)
+    return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
 
 
 def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSettings]:
@@ -159,6 +168,7 @@ def _check_degree(layers: LayerPlan, tp_size: int) -> None:
 def _write_layers(
     weights: HFWeights,
     tensors: Mapping[TensorMapping, list[str]],
+    adapters: Mapping[int, Mapping[str, Tensor]],
     layers: LayerPlan,
     directory: Path,
     tp_size: int,
@@ -170,7 +180,7 @@ def _write_layers(
         by_layer.setdefault(mapping.layer, []).append(mapping)
     with progress("import", layers.numel, unit="parameters") as bar:
         for layer in layers.weight_layers:
-            state: dict[str, Tensor] = {}
+            state = dict(adapters.get(layer.index, {}))
             shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
             for mapping in by_layer[layer.index]:
                 stored = {key: weights.get(key) for key in tensors[mapping]}
@@ -182,7 +192,9 @@ def _write_layers(
                             f"model with {list(part.shape)}"
                         )
                 full = from_hf_layout(list(stored.values()), mapping.source, architecture)
-                state[mapping.name] = full.to(DTYPES[precision]) if precision else full
+                state[mapping.name] = full
+            if precision:
+                state = {name: tensor.to(DTYPES[precision]) for name, tensor in state.items()}
             write_full_layer(directory, layer, state, tp_size)
             bar.update(layer.numel)
 
