@@ -7,6 +7,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 TEXT   ?=
+# family of the quickstart's model: neox, llama or gpt2
+MODEL  ?= neox
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
 # how many tests run at once, and which
@@ -25,7 +27,7 @@ export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev quickstart test test-all lint reference docs clean distclean
+.PHONY: help install install-dev quickstart test test-all transformers-4 lint reference docs clean distclean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -50,8 +52,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-
 	$(PIP) install -q -r requirements/requirements-dev.txt
 	@touch $@
 
-quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own)
-	@$(PY) tools/quickstart.py $(if $(TEXT),--text "$(TEXT)")
+quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama or gpt2)
+	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)")
 
 lint: install-dev  ## ruff, mypy and the import contracts
 	$(PY) -m ruff check .
@@ -62,8 +64,16 @@ lint: install-dev  ## ruff, mypy and the import contracts
 test: lint  ## lint, unit, distributed and end-to-end tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -m "not slow" -n $(TEST_JOBS) --dist loadfile -q --durations=20
 
-test-all: lint  ## the same with the full matrices
+test-all: lint transformers-4  ## the same with the full matrices
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -n $(TEST_JOBS) --dist loadfile -q --durations=20
+
+# exports are also read by this version: a folder that a test puts in front of the environment's packages
+transformers-4: $(VENV)/transformers-4/.installed  ## install transformers 4.57 for the tests beside the environment
+
+$(VENV)/transformers-4/.installed: requirements/requirements-transformers-4.txt | $(VENV)/.installed-dev
+	rm -rf $(@D)
+	$(PIP) install -q --no-deps --target $(@D) -r $<
+	@touch $@
 
 reference: install  ## write the generated pages of configs/ again
 	$(PY) -m neox.config.reference
@@ -72,7 +82,7 @@ docs: install-dev  ## the pages of docs/ as HTML in build/site
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 clean:  ## remove the quickstart's data and runs
-	rm -rf runs/quickstart data/quickstart
+	rm -rf runs/quickstart runs/quickstart_llama runs/quickstart_gpt2 data/quickstart
 
 distclean: clean  ## remove the environment too
 	rm -rf $(VENV)

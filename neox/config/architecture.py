@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from neox.architecture import (
+    ACTIVATIONS,
     SPARSITY,
     Architecture,
     LayerPlan,
@@ -246,10 +247,12 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         keys["gmlp_attn_dim"] = architecture.gmlp_width
     if architecture.sparsity:
         keys["sparsity_config"] = {key.partition(".")[2]: value for key, value in architecture.sparsity}
+    gated = ACTIVATIONS[architecture.activation].width_factor > 1
     optional = {
         "num_kv_heads": (architecture.num_kv_heads, architecture.num_attention_heads),
         "head_dim": (architecture.head_dim, architecture.hidden_size // architecture.num_attention_heads),
-        "mlp_width": (architecture.mlp_width, 4 * architecture.hidden_size),
+        # What a gated width follows from depends on other keys, so it is always written.
+        "mlp_width": (architecture.mlp_width, None if gated else 4 * architecture.hidden_size),
         "gpt_j_tied": (architecture.residual == "parallel_one_norm", False),
         "norm_placement": ("output" if architecture.residual == "sublayer_output_norm" else "input", "input"),
         "use_bias_in_attn_linear": (architecture.attention_output_bias, True),

@@ -67,6 +67,7 @@ def from_hf(
         CheckpointError: If the disk refuses.
     """
     source, output = Path(hf_dir), Path(output_dir)
+    _check_format(source)
     family, architecture, settings = read_family(read_json(source / "config.json"))
     keys = _config_keys(architecture, settings)
     weights = HFWeights(source, family)
@@ -94,6 +95,21 @@ def from_hf(
         raise
     header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
     return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
+
+
+def _check_format(source: Path) -> None:
+    """Raise ConversionError for files that are not Hugging Face's, naming what converts them first."""
+    scripts = "https://github.com/huggingface/transformers/tree/v4.57.6/src/transformers/models"
+    others = {
+        "consolidated.*.pth": ("Meta's Llama", f"{scripts}/llama/convert_llama_weights_to_hf.py"),
+        "**/model_optim_rng.pt": ("Megatron-LM", f"{scripts}/megatron_gpt2/convert_megatron_gpt2_checkpoint.py"),
+    }
+    for pattern, (owner, script) in others.items():
+        if not (source / "config.json").exists() and next(source.glob(pattern), None) is not None:
+            raise ConversionError(
+                f"{source} holds a checkpoint in {owner}'s format: convert it to Hugging Face's first, with {script} "
+                "and transformers 4.57, then import the result"
+            )
 
 
 def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSettings]:

@@ -11,8 +11,15 @@ from types import MappingProxyType
 from neox.families.family import Family, ModelSettings, TensorMapping, TensorSource
 from neox.families.gpt2 import GPT2
 from neox.families.gpt_neox import GPT_NEOX
+from neox.families.gptj import GPTJ
+from neox.families.llama import LLAMA
+from neox.families.mistral import MISTRAL
+from neox.families.olmo2 import OLMO2
+from neox.families.qwen import QWEN2, QWEN3
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in (GPT_NEOX, GPT2)})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in (GPT_NEOX, GPT2, GPTJ, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)}
+)
 """`model_type` of `config.json` -> family, in order of preference."""
 
 __all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource"]

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture, frozen
-from neox.architecture.architecture import Pairs
+from neox.architecture import Architecture, Pairs, rope_scaling_of
 from neox.errors import ConversionError
 
 PLAIN_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -93,12 +92,11 @@ def read_rotary(
     rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
     theta = rope.pop("rope_theta", None)
     part = rope.pop("partial_rotary_factor", None)
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
-    scaling = () if rope["rope_type"] == "default" else frozen(rope)
+    if "rope_type" in rope:
+        rope.pop("type", None)  # the older name, which transformers writes too
     part = hf.get(fraction) if part is None else part
     theta = hf.get(base, 10000.0) if theta is None else theta
-    return float(theta), None if part is None else float(part), scaling
+    return float(theta), None if part is None else float(part), rope_scaling_of(rope)
 
 
 def write_rotary(architecture: Architecture, *, base: str = "rope_theta") -> dict[str, Any]:
