@@ -2,8 +2,8 @@
 """Run every step once, on this machine: text, tokenizer, tokens, training, export, generation.
 
 Every step is the command a user would type, echoed before it runs. A step whose result is there already is not done
-again, so that a call after an interrupted one starts at the step that was interrupted. Paths come from
-configs/quickstart.yml.
+again, so that a call after an interrupted one starts at the step that was interrupted. Paths come from the
+configuration: configs/quickstart.yml, or that of the family that --model names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.hosts import count_accelerators
 from neox.metrics import METRICS_FILE, curves
 
-CONFIG = "quickstart.yml"
+CONFIGS = {"neox": "quickstart.yml", "llama": "quickstart_llama.yml", "gpt2": "quickstart_gpt2.yml"}
 TEXT_CONFIG = "text_generation.yml"
 VOCAB_SIZE = 8000
 PROMPT = "def main("
@@ -98,7 +98,7 @@ def finished_checkpoint(save: Path, steps: int) -> Path | None:
     return found[max(found)] if found and max(found) >= steps else None
 
 
-def summarize(config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
+def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
     """Print what happened, where everything lies, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
     names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec")
@@ -119,9 +119,9 @@ quickstart finished in {seconds:,.0f} s
   Hugging Face     {hf}/ (transformers: AutoModelForCausalLM.from_pretrained("{hf}"))
 
   train on, from the last checkpoint:
-    .venv/bin/python deepy.py train.py -d configs {CONFIG} --set train_iters={2 * steps}{extra}
+    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * steps}{extra}
   more text:
-    .venv/bin/python deepy.py generate.py -d configs {CONFIG} {TEXT_CONFIG}{extra}
+    .venv/bin/python deepy.py generate.py -d configs {name} {TEXT_CONFIG}{extra}
   start over:      make clean && make quickstart
   your own text:   make clean && make quickstart TEXT=my.txt
   a bigger model:  see configs/README.md""",
@@ -132,13 +132,15 @@ quickstart finished in {seconds:,.0f} s
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
+    parser.add_argument("--model", choices=CONFIGS, default="neox", help="family of the model (default: neox)")
     args = parser.parse_args()
+    name = CONFIGS[args.model]
     text = args.text.absolute() if args.text else None
     os.chdir(Path(__file__).resolve().parent.parent)
     started = time.monotonic()
 
     settings = gpu_settings(count_accelerators())
-    config = load_config([CONFIG], conf_dir="configs")
+    config = load_config([name], conf_dir="configs")
     prefix = Path(config.data.data_path or "")
     tokenizer = Path(config.tokenizer.vocab_file or "")
     save = Path(config.checkpoint.save or "")
@@ -171,7 +173,7 @@ def main() -> None:
     if checkpoint:
         reuse(checkpoint)
     else:
-        run("deepy.py", "train.py", "-d", "configs", CONFIG, *settings)
+        run("deepy.py", "train.py", "-d", "configs", name, *settings)
         checkpoint = finished_checkpoint(save, steps)
     if checkpoint is None:
         raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
@@ -183,7 +185,7 @@ def main() -> None:
         run(
             *("tools/convert_to_hf.py", "--input_dir", str(checkpoint)),
             "--config_file",
-            f"configs/{CONFIG}",
+            f"configs/{name}",
             "--output_dir",
             str(hf),
             *(["--overwrite"] if hf.exists() else []),  # of an earlier checkpoint
@@ -196,7 +198,7 @@ def main() -> None:
         "generate.py",
         "-d",
         "configs",
-        CONFIG,
+        name,
         TEXT_CONFIG,
         "-i",
         str(prompts),
@@ -207,7 +209,7 @@ def main() -> None:
     for line in samples.read_text().splitlines():
         print(f"\n{PROMPT}{json.loads(line)['text']}")
 
-    summarize(config, checkpoint, hf, time.monotonic() - started, settings)
+    summarize(name, config, checkpoint, hf, time.monotonic() - started, settings)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
     """Build the tokenizer.
 
     Returns:
-        Its number of ids, the tokenizer, and problems; an assumed number, None and why where it cannot be built.
+        Its number of ids, the tokenizer, and problems; an assumed number (`padded_vocab_size` if it is given), None and
+        why where it cannot be built.
     """
     settings = config.tokenizer
     try:
@@ -73,7 +74,8 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
     except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
         problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
     where = f"{config.source('vocab_file')}: " if config.given("vocab_file") else ""
-    return _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE), None, [where + problem]
+    assumed = settings.padded_vocab_size or _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
+    return assumed, None, [where + problem]
 
 
 def data_prefixes(config: NeoXConfig) -> dict[str, str]:

@@ -12,10 +12,11 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from neox.config import load_config, resolve
 from neox.config.validation import missing_for_training
+from neox.convert.to_hf import choose_family
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")
-SELF_CONTAINED = ("quickstart", "one_gpu")
+SELF_CONTAINED = ("quickstart", "quickstart_llama", "quickstart_gpt2", "one_gpu")
 MODELS = sorted(
     path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
 )
@@ -54,6 +55,14 @@ PUBLISHED_PARAMETERS = {
     "pythia/2-8B": 2_775_208_960,
     "pythia/6-9B": 6_857_302_016,
     "pythia/12B": 11_846_072_320,
+    "llama/2-7B": 6_738_415_616,
+    "llama/3-8B": 8_030_261_248,
+    "llama/3.2-1B": 1_235_814_400,
+    "mistral/7B": 7_241_732_096,
+    "qwen/2.5-0.5B": 494_032_768,
+    "qwen/2.5-7B": 7_615_616_512,
+    "qwen/3-0.6B": 596_049_920,
+    "qwen/3-8B": 8_190_735_360,
 }
 
 
@@ -71,6 +80,11 @@ def deepspeed_judges(plan) -> DeepSpeedConfig:
     return DeepSpeedConfig(dict(plan.deepspeed), mpu=mpu)
 
 
+def token_ids(config) -> int:
+    """Ids of the model's tokenizer; 20B's where the model has no rows of its own."""
+    return config.tokenizer.padded_vocab_size or 50277
+
+
 def files_of(name: str, *overlays: str) -> list[str]:
     return [name, *overlays] if name in SELF_CONTAINED else [name, "local_setup", *overlays]
 
@@ -82,7 +96,7 @@ def test_resolves_and_deepspeed_accepts(name, world):
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
     if world % copy:
         pytest.skip(f"{name} needs multiples of {copy} GPUs")
-    plan = resolve(config, world, 50277)
+    plan = resolve(config, world, token_ids(config))
     assert TOP_LEVEL_KEYS.issuperset(plan.deepspeed)
     judged = deepspeed_judges(plan)
     assert judged.train_batch_size == plan.batch.train_batch_size
@@ -99,7 +113,7 @@ def test_resolves_and_deepspeed_accepts(name, world):
 def test_overlays_compose_with_every_model(name, overlay):
     config = load_config(files_of(name, overlay), conf_dir=CONFIGS)
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
-    resolve(config, copy, 50277)
+    resolve(config, copy, token_ids(config))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,7 +132,22 @@ def test_parameter_counts_are_the_published_ones(name):
     # Pythia's embeddings have 50,304 rows at every degree on the Hub; the files there were padded for two ranks at 6.9B
     # and four at 12B.
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
-    assert resolve(config, copy, 50277).layers.numel == PUBLISHED_PARAMETERS[name]
+    assert resolve(config, copy, token_ids(config)).layers.numel == PUBLISHED_PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("quickstart_llama", "llama"),
+        ("quickstart_gpt2", "gpt2"),
+        ("llama/3.2-1B", "llama"),
+        ("mistral/7B", "mistral"),
+        ("qwen/2.5-0.5B", "qwen2"),
+        ("qwen/3-0.6B", "qwen3"),
+    ],
+)
+def test_a_model_of_a_family_has_its_form(name, family):
+    assert choose_family(load_config([name], conf_dir=CONFIGS)).model_type == family
 
 
 def test_20b_is_as_published():
