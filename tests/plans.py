@@ -62,6 +62,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "bslongformer": {"attention_config": ["bslongformer", "global"], "sparsity_config": {"block": 2}},
     "gmlp": {"attention_config": ["gmlp", "global"]},
     "amlp": {"attention_config": ["global", "amlp"], "gmlp_attn_dim": 8, "norm": "rmsnorm"},
+    "soft_prompt": {"soft_prompt_tuning": {"enabled": True, "num_tokens": 3}},
     "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_output_temp": 0.5, "mup_embedding_mult": 2.0},
     "gptj": {
         "gpt_j_residual": True,
@@ -115,9 +116,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Those whose blocks run any kernel of attention, and those that generate with a cache.
+# Those whose blocks run any kernel of attention, that generate with a cache, and that keep packed documents apart.
 PLAIN_NETWORKS = [name for name, keys in NETWORKS.items() if "attention_config" not in keys]
 CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
+PACKED_NETWORKS = [name for name in NETWORKS if name != "soft_prompt"]
 
 
 def networks_for(tp_size: int) -> dict[str, dict[str, Any]]:

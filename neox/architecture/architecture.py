@@ -115,7 +115,7 @@ class Architecture:
     window: int = field(default=0, metadata=_FINETUNE)
     sparsity: Pairs = field(default=(), metadata=_FINETUNE)
     gmlp_width: int = 0
-    soft_prompt_tokens: int = 0
+    soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
     attention_scale: float = 0.0
     embedding_multiplier: float = 1.0

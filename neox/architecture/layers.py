@@ -3,7 +3,8 @@
 Everything that must agree about the network reads it: the modules, the memory estimate, the pipeline stages,
 checkpoints (files, reading and splitting over ranks) and the Hugging Face conversion.
 
-Numbering is gpt-neox's: 0 embedding, 1 nothing, 2..L+1 blocks, L+2 nothing, L+3 final norm, L+4 head.
+Numbering is gpt-neox's: 0 embedding, 1 nothing or a soft prompt, 2..L+1 blocks, L+2 nothing, L+3 final norm,
+L+4 head.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from neox.architecture.parameter import ParameterSpec
 if TYPE_CHECKING:
     from neox.architecture.adapters import Lora
 
-LayerKind = Literal["embedding", "identity", "block", "norm", "head"]
+LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head"]
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
@@ -124,13 +125,26 @@ def build_layer_plan(
     blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
     layers = (
         LayerEntry(0, "embedding", embedding),
-        LayerEntry(1, "identity"),
+        _prompt(architecture),
         *(LayerEntry(BLOCK_OFFSET + i, "block", blocks[kind]) for i, kind in enumerate(architecture.attention)),
         LayerEntry(last - 2, "identity"),
         LayerEntry(last - 1, "norm", _norm_parameters(architecture, "norm")),
         LayerEntry(last, "head", () if tied else head, tied_to=0 if tied else None),
     )
+    if architecture.soft_prompt_tokens:  # nothing else is trained
+        layers = tuple(layer if layer.kind == "prompt" else _frozen(layer) for layer in layers)
     return LayerPlan(layers, architecture, padded_vocab_size)
+
+
+def _prompt(architecture: Architecture) -> LayerEntry:
+    if not (tokens := architecture.soft_prompt_tokens):
+        return LayerEntry(1, "identity")
+    shape = (tokens, architecture.hidden_size)
+    return LayerEntry(1, "prompt", (ParameterSpec("soft_embedding_weight", shape, init="prompt"),))
+
+
+def _frozen(layer: LayerEntry) -> LayerEntry:
+    return replace(layer, parameters=tuple(replace(p, trained=False) for p in layer.parameters))
 
 
 def _norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:

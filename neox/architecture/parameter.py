@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Initialization = Literal["weight", "output_weight", "fan_in", "ones", "zeros"]
+Initialization = Literal["weight", "output_weight", "fan_in", "prompt", "ones", "zeros"]
 """How a parameter starts: drawn by `init_method`, drawn by `output_layer_init_method` (weights that write into the
-residual), uniform within 1 / sqrt(input features), or constant."""
+residual), uniform within 1 / sqrt(input features), uniform as the soft prompt, or constant."""
 
 
 @dataclass(frozen=True)

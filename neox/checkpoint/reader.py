@@ -44,7 +44,13 @@ class CheckpointReader:
             A plan without adapters reads weights to which the checkpoint's adapters have been added.
         on_drift: What to do if replicated parameters differ between tensor ranks.
         other_head: Whether the head may be tied on one side only, as in fine-tuning: an untied head that is not stored
-            starts as the embedding, a stored one that is not wanted is left out. Adapters may be missing.
+            starts as the embedding, a stored one that is not wanted is left out. Adapters and a soft prompt
+            may be missing.
+
+    Attributes:
+        path: The directory.
+        layers: The network.
+        new_layers: Indices of layers that it does not hold and that keep their initial values.
 
     Raises:
         CheckpointError: From every method, if something is missing, broken or does not fit `layers`.
@@ -65,6 +71,7 @@ class CheckpointReader:
         self._open: tuple[int, list[Mapping[str, Tensor]]] | None = None
         self._head_from_embedding = False
         self._finetune = other_head
+        self.new_layers: frozenset[int] = frozenset()
         if layers is not None:
             self._check_layers(layers, other_head)
 
@@ -276,6 +283,9 @@ class CheckpointReader:
             )  # a tied head may be stored
             self._head_from_embedding = last_layer in wanted and copied
             wanted, stored = wanted - {last_layer}, stored - {last_layer}
+        if other_head and 1 in wanted - stored:  # a soft prompt for a network that was trained without one
+            self.new_layers = frozenset({1})
+            wanted = wanted - {1}
         if missing := sorted(wanted - stored):
             files = ", ".join(layer_file(index, 0) for index in missing)
             last = max(stored) if stored else None

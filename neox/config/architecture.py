@@ -22,7 +22,7 @@ from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
 from neox.config.sections.base import Section
-from neox.config.sections.model import ModelConfig
+from neox.config.sections.model import ModelConfig, SoftPromptSettings
 from neox.errors import ConfigError
 
 _SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
@@ -111,6 +111,11 @@ def _residual(parallel: bool, tied: bool, placement: str) -> str:
     return ("parallel_one_norm" if tied else "parallel") if parallel else "sequential"
 
 
+def _prompt_tokens(given: SoftPromptSettings | Mapping[str, Any] | None) -> int:
+    settings = SoftPromptSettings.model_validate(given or {"enabled": False})
+    return settings.num_tokens if settings.enabled else 0
+
+
 def _if_mup(mup: bool, multiplier: float) -> float:
     return multiplier if mup else 1.0
 
@@ -191,6 +196,7 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
             ("gmlp_attn_dim", "attention_config", "num_layers"),
             lambda width, kinds, layers: width if "amlp" in attention_kinds(kinds, layers) else 0,
         ),
+        "soft_prompt_tokens": _Field(("soft_prompt_tuning",), _prompt_tokens),
         "residual": _Field(("gpt_j_residual",), _residual, later=("gpt_j_tied", "norm_placement")),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neox.architecture import ACTIVATIONS, POSITIONS, LayerPlan
+from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
 from neox.config.stages import held_parameters
@@ -78,7 +79,7 @@ def memory_setting(
         recompute=training.checkpoint_num_layers if training.checkpoint_activations else 0,
         precision=precision,
         fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
-        sequence=model.seq_length or 0,
+        sequence=(model.seq_length or 0) + architecture_of(config).soft_prompt_tokens,
         attention=min(attention, key=("eager", "fused", "flash").index),
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,

@@ -13,6 +13,7 @@ from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan
 # identity layers must contain neither "transformer" nor "mlp".
 LAYER_CLASS_NAMES = {
     "embedding": "EmbeddingLayer",
+    "prompt": "SoftPrompt",
     "identity": "IdentityLayer",
     "block": "TransformerLayer",
     "norm": "FinalNorm",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,13 @@ from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.reshard import load_resharded_optimizer, read_weights_fp32
 from neox.engine.saving import layout_of
-from neox.engine.weights import read_weights
-from neox.errors import CheckpointError
+from neox.engine.weights import gathered, read_weights
+from neox.errors import CheckpointError, ConfigError
 from neox.log import get_logger
+from neox.model import GPT, Embedding
 from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
+from neox.tokenizer import build_tokenizer
 
 _log = get_logger(__name__)
 
@@ -53,12 +55,14 @@ class Start:
         iteration: Completed steps.
         with_optimizer: Whether the optimizer's state is loaded too.
         changed: How the saved layout differs from this run's, as `saved -> here` by name.
+        new_prompt: Whether a soft prompt has its initial values.
     """
 
     checkpoint: Path | None = None
     iteration: int = 0
     with_optimizer: bool = False
     changed: Mapping[str, str] = field(default_factory=dict)
+    new_prompt: bool = True
 
 
 def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
@@ -75,9 +79,34 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     model = build_model(plan, grid, objective, device)
     if start.checkpoint is not None:
         _read_model(model, plan, grid, start, start.checkpoint)
+    if start.new_prompt and isinstance(model, GPT):
+        _prompt_from_text(model, plan)
     engine = Engine(plan, grid, device, objective, *build_deepspeed_engine(plan, grid, model))
     _read_state(engine, start)
     return engine
+
+
+def _prompt_from_text(model: GPT, plan: RunPlan) -> None:
+    """Start the soft prompt as the vectors of a text's tokens, repeated or cut to its length."""
+    settings, keys = plan.config.model.soft_prompt_tuning, plan.config.tokenizer
+    if not plan.architecture.soft_prompt_tokens or settings is None or not settings.init_string:
+        return
+
+    def encode() -> list[int]:
+        tokenizer = build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
+        if not (ids := tokenizer.encode(settings.init_string)):
+            raise ConfigError("soft_prompt_tuning.init_string has no tokens; give another text, or remove it")
+        return ids
+
+    ids = from_first_rank(encode)
+    count = plan.architecture.soft_prompt_tokens
+    embedding, prompt = model.sequential[0], model.sequential[1]
+    weight = next(prompt.parameters())
+    rows = torch.tensor([ids[i % len(ids)] for i in range(count)], device=weight.device)
+    with torch.no_grad(), gathered(embedding):
+        vectors = cast(Embedding, embedding).word_embeddings(rows.unsqueeze(0)).squeeze(0)
+    with torch.no_grad(), gathered(prompt, changed=True):
+        weight.copy_(vectors)
 
 
 def resume(engine: Engine, start: Start) -> None:
@@ -173,14 +202,14 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         _log.warning("%s", note)
     if keys.finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return Start(path)
+        return Start(path, new_prompt=bool(reader.new_layers))
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return Start(path, reader.iteration)
+        return Start(path, reader.iteration, new_prompt=False)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if changed:
         _log.info("the checkpoint was saved with another layout: %s", ", ".join(f"{k} {v}" for k, v in changed.items()))
-    return Start(path, reader.iteration, with_optimizer=True, changed=changed)
+    return Start(path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
 
 
 def _is_empty(load: Path) -> bool:

@@ -63,6 +63,8 @@ def read_weights(
     """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit."""
     reader = CheckpointReader(path, layers, other_head=other_head)
     for index, layer in weight_layers(model):
+        if index in reader.new_layers:
+            continue
         fill_layer(layer, reader.layer_shard(index, grid.tp_rank, grid.tp_size))
 
 

@@ -15,7 +15,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan, resolve
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
-from neox.model import Embedding, build_layer, tied_logits
+from neox.model import Embedding, SoftPrompt, build_layer, tied_logits
 from neox.model.block import Block
 from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
@@ -108,7 +108,13 @@ def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: Parall
     head: Callable[[Tensor], Tensor] | None = kinds.get("head")
     if _has_tied_head(plan, grid):
         head = partial(_tied_head, layers[0], grid)
-    return Stage(blocks=cast(list[Block], blocks), embedding=kinds.get("embedding"), norm=kinds.get("norm"), head=head)
+    return Stage(
+        blocks=cast(list[Block], blocks),
+        embedding=kinds.get("embedding"),
+        norm=kinds.get("norm"),
+        head=head,
+        prompt=cast(SoftPrompt | None, kinds.get("prompt")),
+    )
 
 
 def runner_of_forward(

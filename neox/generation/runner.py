@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.launch import report_progress
-from neox.model import Block, KVCache, run_blocks, token_positions
+from neox.model import Block, KVCache, SoftPrompt, run_blocks, token_positions
 from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
 
 _SCORED_LOGITS = 2**25
@@ -32,6 +32,7 @@ class Stage:
     embedding: Callable[[Tensor, Tensor], Tensor] | None
     norm: Callable[[Tensor], Tensor] | None
     head: Callable[[Tensor], Tensor] | None
+    prompt: SoftPrompt | None = None
 
 
 class ModelRunner:
@@ -103,17 +104,20 @@ class ModelRunner:
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
         """Return the hidden states after the final norm [B, S, H]; None on all but the last stage."""
         report_progress()  # a batch of long texts may take longer than `hang_timeout`
-        stage, (batch, length) = self.stage, tokens.shape
+        stage, (batch, length), count = self.stage, tokens.shape, self.architecture.soft_prompt_tokens
+        begins = count > 0 and (cache is None or cache.length == 0)
         if stage.embedding is None:
             x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
         else:
-            x = stage.embedding(tokens, token_positions(tokens, cache))
+            x = stage.embedding(tokens, token_positions(tokens, cache, prompt=count))
+            if begins and stage.prompt is not None:
+                x = stage.prompt(x, None if cache is None else cache.start)
         x = run_blocks(stage.blocks, x, cache)
         if stage.norm is None:
             dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)
             return None
-        return stage.norm(x)
+        return stage.norm(x[:, count:] if begins else x)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of this rank's blocks and heads for `batch` sequences of at most `capacity` tokens."""

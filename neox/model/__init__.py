@@ -7,6 +7,7 @@ from neox.model.cache import KVCache, LayerCache
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead, TiedHead, tied_logits
 from neox.model.gpt import GPT
 from neox.model.positions import POSITIONS
+from neox.model.soft_prompt import SoftPrompt
 
 __all__ = [
     "ATTENTION",
@@ -19,6 +20,7 @@ __all__ = [
     "KVCache",
     "LMHead",
     "LayerCache",
+    "SoftPrompt",
     "TiedHead",
     "TransformerLayer",
     "build_layer",

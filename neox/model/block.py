@@ -149,17 +149,21 @@ def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> 
     return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, **options)
 
 
-def token_positions(x: Tensor, cache: KVCache | None = None, document_starts: Tensor | None = None) -> Tensor:
+def token_positions(
+    x: Tensor, cache: KVCache | None = None, document_starts: Tensor | None = None, *, prompt: int = 0
+) -> Tensor:
     """Return the positions of tokens or hidden states [B, S, ...]: [S], or [B, S] where rows differ.
 
     Args:
         x: Tokens or hidden states.
         cache: Tokens seen before, after which positions go on.
         document_starts: Where each token's document, in which positions start from 0, starts in its row, [B, S].
+        prompt: Vectors of a soft prompt in the cache, which are not counted.
     """
     assert cache is None or document_starts is None, "documents are kept apart in training and scoring alone"
     if cache is not None:
-        return cache.positions(x.shape[1])
+        positions = cache.positions(x.shape[1])
+        return (positions - prompt).clamp_(min=0) if prompt and cache.length else positions
     slots = torch.arange(x.shape[1], device=x.device)
     return slots if document_starts is None else slots - document_starts
 

@@ -12,6 +12,7 @@ from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
+from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
@@ -41,6 +42,8 @@ def build_layer(
         return nn.Identity()
     if entry.kind == "embedding":
         layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
+    elif entry.kind == "prompt":
+        layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
     elif entry.kind == "block":
         layer = _block(plan, index - BLOCK_OFFSET, grid, options)
         _add_adapters(layer, plan, index)
@@ -86,6 +89,7 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:
     """Give a layer its initial weights, the same full tensors under every layout of ranks."""
     model = plan.config.model
+    prompt = model.soft_prompt_tuning
     initialize_layer(
         layer,
         plan.layers[index],
@@ -98,6 +102,7 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
         hidden=plan.architecture.hidden_size,
         width_multiplier=plan.config.optimizer.width_multiplier(plan.architecture.hidden_size),
         scale=plan.config.optimizer.mup_init_scale if plan.config.optimizer.use_mup else 1.0,
+        prompt_range=prompt.init_range if prompt else 0.0,
     )
 
 

@@ -40,6 +40,7 @@ class KVCache:
                 "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
                 "sequence computed at each step, as the runner does for such a network"
             )
+        max_length += architecture.soft_prompt_tokens
         shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
         self.pairs = torch.zeros(shape, device=device, dtype=dtype)
         self.max_length = max_length

@@ -79,10 +79,15 @@ class GPT(nn.Module):
         document_starts: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the final norm [B, S, H]."""
-        x = cast(Embedding, self.sequential[0])(tokens, token_positions(tokens, cache, document_starts))
+        count = self.architecture.soft_prompt_tokens
+        positions = token_positions(tokens, cache, document_starts, prompt=count)
+        x = cast(Embedding, self.sequential[0])(tokens, positions)
+        begins = count > 0 and (cache is None or cache.length == 0)
+        if begins:
+            x = self.sequential[1](x, None if cache is None else cache.start)
         recompute = self.recompute_chunk if self.training and torch.is_grad_enabled() else 0
         x = run_blocks(self.blocks, x, cache, document_starts, recompute)
-        return self.sequential[-2](x)
+        return self.sequential[-2](x[:, count:] if begins else x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: [B, S, H] -> [B, S, V/tp]."""

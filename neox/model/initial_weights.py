@@ -61,6 +61,7 @@ def initialize_layer(
     hidden: int,
     width_multiplier: float = 1.0,
     scale: float = 1.0,
+    prompt_range: float = 0.5,
 ) -> None:
     """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros.
 
@@ -77,6 +78,7 @@ def initialize_layer(
         width_multiplier: muP's m. Deviations are those of a hidden size m times smaller, and blocks' matrices get
             1 / sqrt(m) of them, and 1 / m of the learning rate.
         scale: Factor of everything drawn.
+        prompt_range: A soft prompt is uniform up to it on both sides of zero.
     """
     parameters = dict(layer.named_parameters())
     for spec in entry.parameters:
@@ -89,9 +91,12 @@ def initialize_layer(
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
+        if spec.init == "prompt":
+            target.copy_(torch.empty(spec.shape).uniform_(-prompt_range, prompt_range, generator=generator))
+            continue
         method = {"output_weight": output_layer_init_method, "fan_in": "fan_in"}.get(spec.init, init_method)
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
-        if width_multiplier != 1.0 and entry.kind == "block":
+        if width_multiplier != 1.0 and entry.kind == "block" and spec.init != "fan_in":
             full *= width_multiplier**-0.5
             mark_lr_factor(target, 1.0 / width_multiplier)
         if scale != 1.0:

@@ -54,6 +54,19 @@ class SparsityConfig(Section):
     """Width of the sliding window around a block, of which earlier blocks are half; 3 where unset."""
 
 
+class SoftPromptSettings(Section):
+    """Vectors before the tokens, which alone are trained."""
+
+    enabled: bool = True
+    """Whether there is a soft prompt."""
+    num_tokens: int = Field(10, ge=1)
+    """Vectors of the prompt. They lengthen the sequence that the network computes, not that of the data."""
+    init_string: str = ""
+    """Text whose tokens' vectors, repeated or cut to num_tokens, the prompt starts as; needs the tokenizer."""
+    init_range: float = Field(0.5, gt=0)
+    """Without init_string the prompt starts uniform in [-init_range, init_range]."""
+
+
 MUP_INIT_METHODS = ("normal", "scaled_normal", "wang_init", "small_init")
 """Methods whose deviation is a formula, which muP evaluates at the base width."""
 
@@ -198,6 +211,10 @@ class ModelConfig(Section):
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""
+
+    soft_prompt_tuning: SoftPromptSettings | None = None
+    """Train a soft prompt for a network that does not change: give the network's checkpoint as `load` with
+    `finetune: true`. Not with pipeline stages, of which most would have nothing to train."""
 
     gmlp_attn_dim: Annotated[int, _only("amlp")] = Field(64, ge=1)
     """Width of the attention in `amlp` blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from neox.architecture import (
     ACTIVATIONS,
@@ -38,6 +39,7 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     yield from _lengths(config)
     yield from _stages(config)
     yield from _attention(config)
+    yield from _soft_prompt(config)
 
 
 def _heads(config: NeoXConfig) -> Iterator[str]:
@@ -195,3 +197,22 @@ def _sparsity(config: NeoXConfig, kinds: set[str]) -> Iterator[str]:
             yield f"{config.source_prefix('sparsity_config')}`sparsity_config` for {kind}: {problem}"
         if (length := config.model.seq_length) and length % settings["block"]:
             yield config.problem("seq_length", f"is not a multiple of sparsity_config.block, {settings['block']}")
+
+
+def _soft_prompt(config: NeoXConfig) -> Iterator[str]:
+    prompt, key = config.model.soft_prompt_tuning, "soft_prompt_tuning"
+    if prompt is None or not prompt.enabled:
+        return
+    where = config.source_prefix(key)
+    if (stages := config.parallelism.pipe_parallel_size) > 1:
+        yield f"{where}`{key}` leaves most of {stages} pipeline stages nothing to train; use pipe_parallel_size 1"
+    with suppress(ConfigError):  # reported with the attention
+        kinds = attention_kinds(config.model.attention_config, config.model.num_layers or 0)
+        if gated := sorted(set(kinds) & set(GATED_KINDS)):
+            yield f"{where}`{key}` does not work with {' and '.join(gated)}, which gate over seq_length positions"
+    if config.training.lora is not None:
+        yield config.problem("lora", f"and {key} each train nothing else; remove one")
+    if config.data.reset_attention_mask:
+        yield config.problem(
+            "reset_attention_mask", f"does not work with {key}: each document would need the prompt; remove one"
+        )

@@ -50,7 +50,7 @@ def test_gpt_numbers_its_layers_like_the_plan(network: str):
     model = GPT(plan, ParallelGrid.single())
     names = [f"sequential.{entry.index}.{spec.name}" for entry in plan.layers for spec in entry.parameters]
     assert [name for name, _ in model.named_parameters()] == names
-    assert isinstance(model.sequential[1], nn.Identity)
+    assert isinstance(model.sequential[1], nn.Identity) == (network != "soft_prompt")
     assert isinstance(model.sequential[4], nn.Identity)
     assert sum(p.numel() for p in model.parameters()) == plan.layers.numel
 

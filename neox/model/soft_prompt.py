@@ -1,0 +1,36 @@
+"""Soft prompt: trained vectors before the tokens of a network that does not change (arXiv:2104.08691).
+
+Legend: B batch, S sequence, H hidden, n vectors of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from neox.parallel import TensorOptions
+
+
+class SoftPrompt(nn.Module):
+    """Layer 1: [B, S, H] -> [B, n + S, H]. Its weight [n, H] has gpt-neox's name."""
+
+    def __init__(self, tokens: int, hidden_size: int, **options: Unpack[TensorOptions]) -> None:
+        super().__init__()
+        self.soft_embedding_weight = nn.Parameter(torch.empty(tokens, hidden_size, **options))
+
+    def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """Put the prompt before the tokens.
+
+        Args:
+            x: Vectors of the tokens, [B, S, H].
+            start: First token of each row that is padded on the left, [B]: the prompt goes between.
+        """
+        prompt = self.soft_embedding_weight.to(x.dtype).expand(x.shape[0], -1, -1)
+        if start is None:
+            return torch.cat([prompt, x], dim=1)
+        count, first = prompt.shape[1], start.unsqueeze(1)
+        place = torch.arange(count + x.shape[1], device=x.device).expand(x.shape[0], -1)
+        source = torch.where(place < first, place + count, torch.where(place < first + count, place - first, place))
+        return torch.cat([prompt, x], dim=1).gather(1, source.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
