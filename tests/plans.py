@@ -42,6 +42,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "rotary": {},
     "learned": {"pos_emb": "learned", "opt_pos_emb_offset": 2, "max_position_embeddings": 18},
     "sinusoidal": {"pos_emb": "sinusoidal", "norm": "scalenorm"},
+    "rpe": {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 12, "norm": "rmsnorm_v2.0"},
     "alibi": {"pos_emb": "alibi", "norm": "rmsnorm", "gpt_j_residual": True},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
     "none": {"pos_emb": "none", "norm": "non_parametric_layernorm"},

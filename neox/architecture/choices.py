@@ -50,11 +50,13 @@ class Positions:
         rotates: Whether queries and keys are transformed, so that both forms are kept for the backward pass.
         biases_scores: Whether scores are changed, so that every kernel reads a number for each of them.
         embedding: Its parameters beside the word embeddings, in layer 0.
+        shared: Its parameters that all blocks use, named inside each.
     """
 
     rotates: bool = False
     biases_scores: bool = False
     embedding: Callable[[Architecture], tuple[ParameterSpec, ...]] = _none
+    shared: Callable[[Architecture], tuple[ParameterSpec, ...]] = _none
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,19 @@ NORMS: Mapping[str, Norm] = MappingProxyType(
         "non_parametric_layernorm": Norm(lambda hidden: ()),
     }
 )
+
+
+def _relative_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    shape = (architecture.rpe_buckets, architecture.num_attention_heads)
+    return (ParameterSpec("attention.rpe.weight", shape, 1, init="xavier_normal"),)
+
+
 POSITIONS: Mapping[str, Positions] = MappingProxyType(
     {
         "learned": Positions(embedding=_learned_positions),
         "rotary": Positions(rotates=True),
         "sinusoidal": Positions(),
+        "rpe": Positions(biases_scores=True, shared=_relative_positions),
         "alibi": Positions(biases_scores=True),
         "none": Positions(),
     }

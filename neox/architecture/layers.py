@@ -58,8 +58,8 @@ class LayerEntry:
 
     @property
     def numel(self) -> int:
-        """Number of parameters over all tensor ranks, tied copies not counted."""
-        return sum(p.numel for p in self.parameters)
+        """Number of parameters over all tensor ranks, tied and shared copies not counted."""
+        return sum(p.numel for p in self.parameters if p.shared_with is None)
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,10 @@ class LayerPlan:
 
     def __getitem__(self, index: int) -> LayerEntry:
         return self.layers[index]
+
+    def owner(self, index: int, name: str) -> int:
+        """Return the index of the layer that owns a parameter of layer `index`: another one for a shared copy."""
+        return next((p.shared_with for p in self.layers[index].parameters if p.name == name and p.shared_with), index)
 
     @property
     def weight_layers(self) -> tuple[LayerEntry, ...]:
@@ -123,10 +127,20 @@ def build_layer_plan(
         head += (ParameterSpec("final_linear.bias", (padded_vocab_size,), 0, init="zeros"),)
     last = architecture.num_layers + 4
     blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
+    shared = {p.name for p in POSITIONS[architecture.positions].shared(architecture)}
+    holders = [i for i, kind in enumerate(architecture.attention) if any(p.name in shared for p in blocks[kind])]
+
+    def block(number: int, kind: str) -> LayerEntry:
+        parameters = blocks[kind]
+        if number in holders[1:]:
+            owner = BLOCK_OFFSET + holders[0]
+            parameters = tuple(replace(p, shared_with=owner) if p.name in shared else p for p in parameters)
+        return LayerEntry(BLOCK_OFFSET + number, "block", parameters)
+
     layers = (
         LayerEntry(0, "embedding", embedding),
         _prompt(architecture),
-        *(LayerEntry(BLOCK_OFFSET + i, "block", blocks[kind]) for i, kind in enumerate(architecture.attention)),
+        *(block(number, kind) for number, kind in enumerate(architecture.attention)),
         LayerEntry(last - 2, "identity"),
         LayerEntry(last - 1, "norm", _norm_parameters(architecture, "norm")),
         LayerEntry(last, "head", () if tied else head, tied_to=0 if tied else None),
@@ -159,7 +173,8 @@ def _block_parameters(architecture: Architecture, attention: str) -> tuple[Param
         tuple(p for norm in norms for p in _norm_parameters(architecture, norm))
         for norms in BLOCK_NORMS[architecture.residual]
     )
-    attended = ATTENTION[attention].parameters(architecture)
+    shared = POSITIONS[architecture.positions].shared(architecture)
+    attended = (*ATTENTION[attention].parameters(architecture), *shared)
     return (*before, *attended, *between, *_mlp_parameters(architecture), *after)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Initialization = Literal["weight", "output_weight", "fan_in", "prompt", "ones", "zeros"]
+Initialization = Literal["weight", "output_weight", "fan_in", "xavier_normal", "prompt", "ones", "zeros"]
 """How a parameter starts: drawn by `init_method`, drawn by `output_layer_init_method` (weights that write into the
-residual), uniform within 1 / sqrt(input features), uniform as the soft prompt, or constant."""
+residual), uniform within 1 / sqrt(input features), drawn by that method, uniform as the soft prompt, or constant."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class ParameterSpec:
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
         of_norm: It scales or shifts elements, whatever its shape.
+        shared_with: Index of the layer that owns it, where this layer uses another one's parameter: one parameter of
+            the network, of which every pipeline stage and every layer's file holds a copy.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ParameterSpec:
     sections: tuple[int, ...] = ()
     trained: bool = True
     of_norm: bool = False
+    shared_with: int | None = None
 
     def __post_init__(self) -> None:
         """Check the sections."""

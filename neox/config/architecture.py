@@ -177,6 +177,12 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "learned_offset": _Field(
             ("pos_emb", "opt_pos_emb_offset"), lambda positions, offset: offset if positions == "learned" else 0
         ),
+        "rpe_buckets": _Field(
+            ("pos_emb", "rpe_num_buckets"), lambda positions, number: number if positions == "rpe" else 0
+        ),
+        "rpe_max_distance": _Field(
+            ("pos_emb", "rpe_max_distance"), lambda positions, longest: longest if positions == "rpe" else 0
+        ),
         "max_positions": _Field(("max_position_embeddings", "seq_length"), lambda longest, length: longest or length),
         "attention": _Field(("attention_config", "num_layers"), _attention, later=("sliding_window_width",)),
         "window": _Field(("attention_config", "num_layers", "sliding_window_width"), _window),
@@ -245,6 +251,8 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         keys |= {"rotary_pct": architecture.rotary_fraction, "rotary_emb_base": int(architecture.rotary_base)}
     if architecture.rope_scaling:
         keys["rope_scaling"] = dict(architecture.rope_scaling)
+    if architecture.positions == "rpe":
+        keys |= {"rpe_num_buckets": architecture.rpe_buckets, "rpe_max_distance": architecture.rpe_max_distance}
     if architecture.learned_offset:
         keys["opt_pos_emb_offset"] = architecture.learned_offset
     if set(architecture.attention) != {"global"}:

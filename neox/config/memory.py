@@ -94,6 +94,9 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     counted = [layer for layer in here if layer.tied_to not in owners]
     held = sum(held_parameters(layers, layer, setting.tp_size) for layer in counted)
     trained = sum(held_parameters(layers, layer, setting.tp_size, trained=True) for layer in counted)
+    copies = {p for layer in here for p in layer.parameters if p.shared_with is not None}
+    copied = sum(p.numel // setting.tp_size for p in copies if p.shared_with not in owners)
+    held, trained = held + copied, trained + copied
     weights, (_, gradients, optimizer) = state_bytes(held, setting)[0], state_bytes(trained, setting)
     return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
 
@@ -147,11 +150,18 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     if network.qk_norm != "none":
         divided += (heads + 3 * keys - 2 * network.num_kv_heads * network.head_dim) * size // split
     divided += (activation.width_factor + 1) * network.mlp_width * size // split
-    if setting.attention != "flash":
+    # A trained bias of scores, which kernels take no part of: they keep the scores then.
+    bias = network.num_attention_heads * setting.sequence**2 * size // split if _trains_bias(layers) else 0
+    if setting.attention != "flash" or bias:
         per_score = size + (size + 1 if setting.attention_dropout else 0)
         divided += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
         divided += per_score * network.num_attention_heads * setting.sequence // split
-    return tokens * (whole + divided)
+    return tokens * (whole + divided) + bias
+
+
+def _trains_bias(layers: LayerPlan) -> bool:
+    positions = POSITIONS[layers.architecture.positions]
+    return positions.biases_scores and bool(positions.shared(layers.architecture))
 
 
 def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> int:
@@ -170,7 +180,7 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     else:
         kept, working = blocks * one_layer, 0
     total = in_flight * kept + working
-    if POSITIONS[layers.architecture.positions].biases_scores:  # one for all blocks
+    if POSITIONS[layers.architecture.positions].biases_scores and not _trains_bias(layers):  # one for all blocks
         heads = layers.architecture.num_attention_heads // setting.tp_size
         total += in_flight * heads * setting.sequence**2 * size
     if setting.pp_size > 1:

@@ -56,7 +56,7 @@ def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> 
 
 
 def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: bool = False) -> int:
-    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included.
+    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included, shared ones not.
 
     Args:
         plan: The layers.
@@ -64,7 +64,7 @@ def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: boo
         mp: Tensor-parallel ranks.
         trained: Count only what is trained.
     """
-    held = layer.parameters
+    held = tuple(p for p in layer.parameters if p.shared_with is None)
     if layer.tied_to is not None:
         held = tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
     held = tuple(p for p in held if p.trained or not trained)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
+from neox.engine.shared import share_parameters
 from neox.model import GPT, Block, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
@@ -138,6 +139,7 @@ def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device:
         model = PipelineGPT(plan, grid, objective, device=device, dtype=dtype)
     else:
         model = GPT(plan, grid, device=device, dtype=dtype)
+        share_parameters(enumerate(model.sequential), plan.layers)
     if plan.config.training.compile_layers:
         for module in model.modules():
             if isinstance(module, Block):
@@ -157,6 +159,7 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
         if entry.parameters:
             Init(module=layer, data_parallel_group=grid.dp_group, config_dict_or_path=config, dtype=dtype, mpu=mpu)
         model.sequential[entry.index] = layer
+    share_parameters(enumerate(model.sequential), plan.layers)
     return model
 
 

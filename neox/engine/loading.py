@@ -158,7 +158,7 @@ def _directory_identity(path: Path) -> tuple[int, int] | None:
 def _read_model(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
     # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
     finetune = plan.config.checkpoint.finetune
-    read = read_weights_fp32 if "precision" in start.changed else partial(read_weights, other_head=finetune)
+    read = read_weights_fp32 if "precision" in start.changed else partial(read_weights, finetune=finetune)
     all_succeeded(lambda: read(model, plan.layers, grid, path), f"loading {path}")
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from neox.architecture import WORD_EMBEDDINGS
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
+from neox.engine.shared import share_parameters
 from neox.model import Block, Embedding, LMHead, build_layer, run_blocks, tied_logits
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
@@ -80,6 +82,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
+        self._shared = self._share_over_stages(plan, grid)
         training = plan.config.training
         self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
 
@@ -109,16 +112,44 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         owner = self.tied_modules[TIE].word_embeddings if TIE in self.tied_modules else head
         return LMHead(owner.weight, head)
 
+    def _share_over_stages(self, plan: RunPlan, grid: ParallelGrid) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Make copies of parameters that blocks share one on this stage, and one over all stages that hold blocks.
+
+        Returns:
+            Each with the group over which its gradients are summed. Initial values are equal, and stay so.
+        """
+        shared = share_parameters(self.weight_layers(), plan.layers)
+        names = {p.name for layer in plan.layers for p in layer.parameters if p.shared_with is not None}
+        if not names:
+            return []
+        topology = grid.topology
+        holders = [
+            number
+            for number, stage in enumerate(plan.stages)
+            if any(p.name in names for index in range(stage.first, stage.last) for p in plan.layers[index].parameters)
+        ]
+        result = []
+        for dp_rank in range(grid.dp_size):
+            for tp_rank in range(grid.tp_size):
+                ranks = [topology.rank_of(stage, dp_rank, tp_rank) for stage in holders]
+                group = dist.new_group(ranks)
+                if grid.rank in ranks:
+                    result = [(parameter, group) for parameter in shared]
+        for parameter in shared if grid.pp_rank != holders[0] else ():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark of a copy
+        return result
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Return the trained weights whose gradients DeepSpeed sums over stages: a tied embedding, and shared ones."""
+        held = (*super().get_tied_weights_and_groups(), *self._shared)
+        return [(weight, group) for weight, group in held if weight.requires_grad]
+
     def _partition_layers(self, method: str = "uniform") -> None:
         """Split where the plan says; DeepSpeed would derive it from class names."""
         stage = self._topo.get_coord(self.global_rank).pipe
         self.parts = [self._stages[0].first, *(s.last for s in self._stages)]
         assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """Return the tied weights whose gradients DeepSpeed sums over stages: those that are trained."""
-        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""

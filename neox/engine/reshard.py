@@ -61,12 +61,12 @@ class OptimizerTensor:
     fragments: tuple[Fragment, ...]
 
 
-def optimizer_order(model: nn.Module) -> list[list[tuple[int, str]]]:
+def optimizer_order(model: nn.Module, layers: LayerPlan) -> list[list[tuple[int, str]]]:
     """Return (layer index, name) of every parameter, by optimizer group, in the optimizer's order.
 
     Checkpoints store it, because without ZeRO DeepSpeed numbers parameters and does not name them.
     """
-    names = _names(model)
+    names = _names(model, layers)
     return [[names[id(p)] for p in group["params"]] for group in parameter_groups(model.named_parameters(), 0.0)]
 
 
@@ -77,13 +77,13 @@ def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, p
     """
     reader, frozen = OptimizerReader(path, layers), CheckpointReader(path, layers)
     for index, layer in weight_layers(model):
-        here = (index, grid.tp_rank, grid.tp_size)
+        here = (grid.tp_rank, grid.tp_size)
         fill_layer(
             layer,
             {
-                name: reader.shard(index, name, "fp32", *here[1:])
+                name: reader.shard(layers.owner(index, name), name, "fp32", *here)
                 if parameter.requires_grad
-                else frozen.shard(index, name, *here[1:])
+                else frozen.shard(index, name, *here)
                 for name, parameter in layer.named_parameters()
             },
         )
@@ -117,7 +117,7 @@ def load_resharded_optimizer(engine: Engine, path: Path) -> None:
 def optimizer_tensors(engine: Engine) -> Iterator[OptimizerTensor]:
     """Yield the tensors that AdamW updates on this rank. Raises CheckpointError for an unknown wrapper."""
     wrapper, model = engine.deepspeed_engine.optimizer, engine.deepspeed_engine.module
-    names = _names(model)
+    names = _names(model, engine.plan.layers)
     groups = parameter_groups(model.named_parameters(), 0.0)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage3_tensors(wrapper, engine.grid, names)
@@ -165,8 +165,12 @@ def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[
         yield OptimizerTensor(tensor, tuple(fragments))
 
 
-def _names(model: nn.Module) -> Names:
-    return {id(p): (index, name) for index, layer in weight_layers(model) for name, p in layer.named_parameters()}
+def _names(model: nn.Module, layers: LayerPlan) -> Names:
+    return {
+        id(p): (layers.owner(index, name), name)
+        for index, layer in weight_layers(model)
+        for name, p in layer.named_parameters()
+    }
 
 
 def _restore_scaler(engine: Engine, reader: OptimizerReader) -> None:

@@ -158,7 +158,7 @@ def stage_files(
     ds_engine.checkpoint_engine = writer
     state = {
         **neox_client_state(plan, grid, engine.iteration),
-        ORDER: optimizer_order(ds_engine.module),
+        ORDER: optimizer_order(ds_engine.module, plan.layers),
         **(client_state or {}),
     }
     logits = fixed_logits(engine) if plan.config.checkpoint.checkpoint_validation_with_forward_pass else None

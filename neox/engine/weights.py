@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, neox_state
 from neox.engine.pipeline import PipelineGPT
+from neox.errors import CheckpointError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 
@@ -58,14 +59,35 @@ def write_weights(
 
 
 def read_weights(
-    model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path, *, other_head: bool = False
+    model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path, *, finetune: bool = False
 ) -> None:
-    """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit."""
-    reader = CheckpointReader(path, layers, other_head=other_head)
+    """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit.
+
+    Args:
+        model: This rank's part of the network.
+        layers: The network's layers.
+        grid: This rank's grid.
+        path: The checkpoint.
+        finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
+    """
+    reader = CheckpointReader(path, layers, other_head=finetune)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:
             continue
-        fill_layer(layer, reader.layer_shard(index, grid.tp_rank, grid.tp_size))
+        tensors = reader.layer_shard(index, grid.tp_rank, grid.tp_size)
+        for name, tensor in tensors.items():
+            owner = layers.owner(index, name)
+            if owner == index:
+                continue
+            shared = reader.shard(owner, name, grid.tp_rank, grid.tp_size)
+            if not finetune and not torch.equal(tensor, shared):
+                raise CheckpointError(
+                    f"{path}: {name} is one parameter of the network, but layers {owner} and {index} hold different "
+                    "values: gpt-neox lets the copies of pipeline stages drift apart. Such a checkpoint generates and "
+                    f"is evaluated as it is; training starts from layer {owner}'s values with `finetune: true`"
+                )
+            tensors[name] = shared
+        fill_layer(layer, tensors)
 
 
 @torch.no_grad()

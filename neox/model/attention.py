@@ -76,14 +76,14 @@ class SelfAttention(nn.Module):
         self._norm_names = tuple(norms)
         for name, norm in norms.items():
             self.add_module(name, norm)
+        self.dense = RowParallelLinear(
+            heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
+        )
         build = POSITIONS[architecture.positions].attention
         encoding = None if build is None else build(architecture, grid, **options)
         self._encoding_name = None if encoding is None else encoding.name
         if encoding is not None:
             self.add_module(encoding.name, encoding)
-        self.dense = RowParallelLinear(
-            heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
-        )
 
     def forward(
         self,

@@ -90,13 +90,16 @@ def initialize_layer(
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
-        generator = torch.Generator().manual_seed(derive_seed(seed, "weights", entry.index, spec.name))
+        generator = torch.Generator().manual_seed(
+            derive_seed(seed, "weights", spec.shared_with or entry.index, spec.name)
+        )
         if spec.init == "prompt":
             target.copy_(torch.empty(spec.shape).uniform_(-prompt_range, prompt_range, generator=generator))
             continue
-        method = {"output_weight": output_layer_init_method, "fan_in": "fan_in"}.get(spec.init, init_method)
+        methods = {"weight": init_method, "output_weight": output_layer_init_method}
+        method = methods.get(spec.init, spec.init)
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
-        if width_multiplier != 1.0 and entry.kind == "block" and spec.init != "fan_in":
+        if width_multiplier != 1.0 and entry.kind == "block" and spec.init in methods:
             full *= width_multiplier**-0.5
             mark_lr_factor(target, 1.0 / width_multiplier)
         if scale != 1.0:

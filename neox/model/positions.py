@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import Architecture
-from neox.ops import alibi_slopes, rotary_factor, rotary_inv_freq, rotary_tables, rotate
-from neox.parallel import ParallelGrid
+from neox.ops import alibi_slopes, relative_buckets, rotary_factor, rotary_inv_freq, rotary_tables, rotate
+from neox.parallel import ParallelGrid, mark_split
 
 Tables = tuple[Tensor, ...]
 """What a position encoding computes from the tokens' positions once for all blocks."""
@@ -118,6 +118,40 @@ class AlibiEmbedding(PositionEncoding):
         return tables[0]
 
 
+class RelativePositions(PositionEncoding):
+    """A learned bias for each head and bucket of distances (T5, arXiv:1910.10683), times sqrt(D) as in gpt-neox.
+
+    `weight` [buckets, N] is one table for all blocks: training ties their copies (`neox.engine.shared`).
+    """
+
+    name = "rpe"
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: ParallelGrid,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.buckets, self.max_distance = architecture.rpe_buckets, architecture.rpe_max_distance
+        self.scale = math.sqrt(architecture.head_dim)
+        shape = (self.buckets, architecture.num_attention_heads // grid.tp_size)
+        self.weight = mark_split(nn.Parameter(torch.empty(shape, device=device, dtype=dtype)), grid.tp_size > 1)
+
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+        """Return each pair's bucket and whether its key is later, [S, T] each."""
+        distance = _distances(positions, keys)
+        buckets = relative_buckets(distance.clamp(min=0), self.buckets, self.max_distance)
+        return buckets, distance < 0
+
+    def score_bias(self, tables: Tables) -> Tensor:
+        """Return the bias [1, N, S, T]."""
+        buckets, later = tables
+        bias = F.embedding(buckets, self.weight * self.scale).permute(2, 0, 1)
+        return bias.masked_fill(later, -math.inf).unsqueeze(0)
+
+
 def _distances(positions: Tensor, keys: int) -> Tensor:
     """Return how many tokens each key lies before each query in the row, [S, T]; negative for later keys."""
     slots = torch.arange(keys, device=positions.device)
@@ -192,6 +226,7 @@ POSITIONS: Mapping[str, Encoding] = MappingProxyType(
         "none": Encoding(),
         "learned": Encoding(embedding=LearnedPositions),
         "sinusoidal": Encoding(embedding=SinusoidalPositions),
+        "rpe": Encoding(attention=RelativePositions),
         "alibi": Encoding(attention=AlibiEmbedding),
     }
 )

@@ -134,7 +134,14 @@ class ModelConfig(Section):
 
     pos_emb: PositionsName = "learned"
     """How positions enter the network: `learned` and `sinusoidal` vectors are added to the tokens', `rotary` positions
-    rotate queries and keys, `alibi` lowers scores with the distance."""
+    rotate queries and keys, `alibi` lowers scores with the distance, `rpe` adds a learned number to scores by distance
+    (T5's buckets, one table for all blocks)."""
+
+    rpe_num_buckets: Annotated[int, OnlyWith("pos_emb", ("rpe",))] = Field(32, ge=2, le=100_000)
+    """Rows of the table of relative positions: the first half for one distance each, the second for ranges."""
+
+    rpe_max_distance: Annotated[int, OnlyWith("pos_emb", ("rpe",))] = Field(128, ge=2)
+    """Distance from which on all tokens share the last row of the table of relative positions."""
 
     opt_pos_emb_offset: Annotated[int, OnlyWith("pos_emb", ("learned",))] = Field(0, ge=0)
     """Rows of the table of learned positions before that of position 0 (2 for OPT). They are among its

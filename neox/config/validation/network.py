@@ -125,6 +125,9 @@ def _lengths(config: NeoXConfig) -> Iterator[str]:
                 f"and {config.describe_setting('seq_length')} need a table of {needed} rows; set "
                 f"max_position_embeddings to at least {needed} (it is {rows})",
             )
+    if model.pos_emb == "rpe" and model.rpe_max_distance <= model.rpe_num_buckets // 2:
+        exact = f"half of {config.describe_setting('rpe_num_buckets')}, which hold one distance each"
+        yield config.problem("rpe_max_distance", f"must be above {exact}")
     if model.pos_emb == "sinusoidal" and (model.hidden_size or 0) % 2:
         yield config.problem("hidden_size", "is odd; `pos_emb: sinusoidal` needs as many sines as cosines")
 

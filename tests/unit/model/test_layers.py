@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from neox.engine.shared import share_parameters
 from neox.model import GPT, TransformerLayer, build_layer
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
@@ -51,6 +52,7 @@ def test_gpt_numbers_its_layers_like_the_plan(network: str):
     names = [f"sequential.{entry.index}.{spec.name}" for entry in plan.layers for spec in entry.parameters]
     assert [name for name, _ in model.named_parameters()] == names
     assert isinstance(model.sequential[1], nn.Identity) == (network != "soft_prompt")
+    share_parameters(enumerate(model.sequential), plan.layers)
     assert isinstance(model.sequential[4], nn.Identity)
     assert sum(p.numel() for p in model.parameters()) == plan.layers.numel
 
