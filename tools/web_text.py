@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import _checkout  # noqa: F401
+import yaml
 from pydantic.fields import FieldInfo
 
 from neox.arguments import ScriptParser
-from neox.errors import run_script
+from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 from neox.webtext import STEPS, RecipeStep, Step, describe_report, read_recipe, run_step
+from neox.webtext.executor import Executor, run_recipe
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +37,10 @@ def parser() -> argparse.ArgumentParser:
             add_option(command, name, info)
     run = commands.add_parser("run", help="run all steps of a recipe", description="Run all steps of a recipe.")
     run.add_argument("recipe", type=Path, help="YAML file with `directory` and `steps`")
+    run.add_argument("--executor", choices=get_args(Executor), help="run it as a datatrove pipeline")
+    run.add_argument("--tasks", type=int, default=1, help="shards of a step, with --executor")
+    about = "argument of datatrove's executor, such as partition=cpu or time=10:00:00"
+    run.add_argument("--executor-option", action="append", default=[], metavar="NAME=VALUE", help=about)
     return p
 
 
@@ -67,12 +73,22 @@ def chosen_steps(args: argparse.Namespace) -> list[RecipeStep]:
     return [RecipeStep(step, step.make_settings(values, lambda name: f"--{name.replace('_', '-')}"))]
 
 
+def executor_options(given: list[str]) -> dict[str, Any]:
+    """Return the options of an executor. Raises ConfigError for one that is no NAME=VALUE."""
+    if wrong := [option for option in given if "=" not in option]:
+        raise ConfigError(f"--executor-option {wrong[0]}: give NAME=VALUE")
+    return {name: yaml.safe_load(value) for name, _, value in (option.partition("=") for option in given)}
+
+
 def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    for chosen in chosen_steps(args):
+    steps = chosen_steps(args)
+    if args.command == "run" and args.executor is not None:
+        run_recipe(steps, args.executor, args.tasks, executor_options(args.executor_option))
+    for chosen in () if args.command == "run" and args.executor == "slurm" else steps:  # complete ones are reported
         report = run_step(chosen.step, chosen.settings)
         print(describe_report(chosen.settings, report), flush=True)
     return 0

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ConfigDict
+
 from neox.corpus import BadInput, LineBlock, Position, read_blocks
 from neox.webtext.step import Record
 
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
+RESULT_AS_JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+"""How pydantic writes the result of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def read_chunks(
         position = start[1] if number == start[0] else Position()
         data, bad = b"", list[BadInput]()
         for block in read_blocks(
-            files[number], block_bytes=_CHUNK_BYTES, max_line_bytes=max_line_bytes, start=position, consumed=consumed
+            files[number], block_bytes=CHUNK_BYTES, max_line_bytes=max_line_bytes, start=position, consumed=consumed
         ):
             if isinstance(block, BadInput):
                 if data:
@@ -70,7 +74,7 @@ def read_chunks(
 
 def _next_cut(data: bytes, offset: int) -> int:
     """Return the length of the first chunk of `data`, which starts at `offset` of its file; 0 if it may go on."""
-    return data.find(b"\n", (offset // _CHUNK_BYTES + 1) * _CHUNK_BYTES - offset - 1) + 1
+    return data.find(b"\n", (offset // CHUNK_BYTES + 1) * CHUNK_BYTES - offset - 1) + 1
 
 
 def _lines(number: int, file: str, data: bytes, start: Position, bad: list[BadInput]) -> Chunk:

@@ -20,7 +20,7 @@ from neox.webtext.chunks import Chunk
 from neox.webtext.document_index import DocumentIndex, records_of
 from neox.webtext.lines import compress_lines, empty_file, encode_line, text_bytes
 from neox.webtext.minhash import OLD_BANDS, Bands, bands_for
-from neox.webtext.near_duplicates import Groups, Similarity, group_documents
+from neox.webtext.near_duplicates import Groups, Similarity, group_documents, index_shard
 from neox.webtext.pool import ordered_map
 from neox.webtext.run import hash_file
 from neox.webtext.step import Counts, Job, Settings, Step
@@ -81,9 +81,9 @@ def dedup(job: Job[DedupSettings]) -> None:
     )
     against = expand_inputs(settings.against)
     index = DocumentIndex(job.work, (*against, *job.files), similarity.bands, settings.max_line_mb * _MIB)
-    groups = group_documents(
-        index, similarity, workers=settings.workers, memory_mb=settings.memory_mb, skip_bad=settings.skip_bad
-    )
+    if job.shard is not None:
+        return index_shard(job, index, similarity)
+    groups = group_documents(job, index, similarity, settings.memory_mb)
     others = index.documents_of(len(against))
     kept = choose(groups, settings.keep, others, job.work)
     job.counts = groups.counts
@@ -187,4 +187,4 @@ def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], ot
                 target.write(empty_file(output))
 
 
-DEDUP = Step("dedup", DedupSettings, dedup, packages=("rensa", "numpy"))
+DEDUP = Step("dedup", DedupSettings, dedup, packages=("rensa", "numpy"), sharded=True)

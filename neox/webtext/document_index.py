@@ -22,7 +22,7 @@ from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
 from neox.files import fsync_file, write_text
 from neox.log import progress
-from neox.webtext.chunks import Chunk, read_chunks
+from neox.webtext.chunks import RESULT_AS_JSON, Chunk, read_chunks
 from neox.webtext.minhash import Bands, band_hashes
 from neox.webtext.pool import ordered_map
 from neox.webtext.step import Counts, Record
@@ -43,6 +43,8 @@ def records_of(chunk: Chunk) -> Iterator[Record | BadInput]:
 @dataclass(frozen=True)
 class ChunkRows:
     """Rows of the columns for the documents of a chunk, as bytes; `documents` of them, of `text_bytes` in all."""
+
+    __pydantic_config__ = RESULT_AS_JSON
 
     columns: tuple[bytes, ...]
     documents: int
@@ -169,7 +171,7 @@ class DocumentIndex:
             yield start, end, chunk
             start = end
 
-    def build(self, work: IndexChunk, workers: int, skip_bad: int) -> Counts:
+    def build(self, work: Callable[[Chunk], ChunkRows], workers: int, skip_bad: int) -> Counts:
         """Fill the columns, or continue where an earlier call was interrupted.
 
         Args:

@@ -22,9 +22,10 @@ from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file, write_text
 from neox.log import get_logger, progress
-from neox.webtext.chunks import Chunk, Reader, read_chunks
+from neox.webtext.chunks import RESULT_AS_JSON, Chunk, Reader, read_chunks
 from neox.webtext.lines import compress_lines, empty_file, encode_line, text_bytes
 from neox.webtext.pool import ordered_map
+from neox.webtext.shards import with_shards, write_shard
 from neox.webtext.step import Counts, DocumentFunction, Job, Record, S, Step
 
 _log = get_logger(__name__)
@@ -43,6 +44,8 @@ class ChunkResult:
         bad: Bad lines.
         counts: Counts of the chunk.
     """
+
+    __pydantic_config__ = RESULT_AS_JSON
 
     kept: bytes
     dropped: bytes
@@ -148,11 +151,15 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
     Raises:
         DataError: If too many inputs are bad, or a worker was killed.
     """
+    if job.shard is not None:
+        chunks = read(job.files, (0, Position()), job.settings.max_line_mb * _MIB, lambda _: None)
+        return write_shard(job, work, job.files, chunks)
+    function, workers = with_shards(job, work, job.files)
 
     def produce(start: tuple[int, Position], consumed: Callable[[int], Any]) -> Results:
         chunks = read(job.files, start, job.settings.max_line_mb * _MIB, consumed)
         try:
-            yield from ordered_map(work, chunks, job.settings.workers)
+            yield from ordered_map(function, chunks, workers)
         except BrokenProcessPool as error:
             raise DataError(
                 "a worker process was killed, perhaps for lack of memory: the same command resumes; give fewer "
@@ -240,7 +247,7 @@ def document_step(
         build: Makes the function from the settings; a function of a module, since worker processes import it.
         packages: Packages whose versions determine the output.
     """
-    return Step(name, settings, partial(_run_documents, build=build), build=build, packages=packages)
+    return Step(name, settings, partial(_run_documents, build=build), build=build, packages=packages, sharded=True)
 
 
 def _run_documents(job: Job[S], build: Callable[[S], DocumentFunction]) -> None:

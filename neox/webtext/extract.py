@@ -127,4 +127,5 @@ EXTRACT = Step(
     build=build_extract,
     expand=expand_pages,
     packages=("trafilatura", "beautifulsoup4", "lxml"),
+    sharded=True,
 )

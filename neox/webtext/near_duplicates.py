@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from neox.corpus import Position
 from neox.webtext.candidates import FindCandidates, write_firsts
+from neox.webtext.chunks import read_chunks
 from neox.webtext.clusters import CompareGroups, TextFile, UnionFind, link_candidates, mark_needed
 from neox.webtext.document_index import LONGEST, DocumentIndex, IndexChunk
 from neox.webtext.minhash import Bands
 from neox.webtext.pool import ordered_map, worker_count
-from neox.webtext.step import Counts
+from neox.webtext.shards import with_shards, write_shard
+from neox.webtext.step import Counts, Job, S
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,12 @@ class Similarity:
     seed: int
 
 
+def index_shard(job: Job[S], index: DocumentIndex, similarity: Similarity) -> None:
+    """Compute the part of an index that is the job's share of the chunks."""
+    chunks = read_chunks(index.files, (0, Position()), index.max_line_bytes, lambda _: None)
+    write_shard(job, IndexChunk(similarity.bands, similarity.seed), index.files, chunks)
+
+
 @dataclass(frozen=True)
 class Groups:
     """Groups of documents; a document is in one of them, perhaps alone.
@@ -51,25 +60,24 @@ class Groups:
     counts: Counts
 
 
-def group_documents(
-    index: DocumentIndex, similarity: Similarity, *, workers: int, memory_mb: int, skip_bad: int
-) -> Groups:
+def group_documents(job: Job[S], index: DocumentIndex, similarity: Similarity, memory_mb: int) -> Groups:
     """Group the documents of an index by near-duplicates: a chain of similar pairs is one group.
 
     What an interrupted call has completed in the index's directory is kept.
 
     Args:
+        job: Settings of the processes, of which the groups do not depend, and of bad inputs.
         index: Files to read, and the directory for intermediate files.
         similarity: What makes two documents near-duplicates.
-        workers: Processes; the groups do not depend on it.
         memory_mb: Memory for sorting; each process needs about 1 GiB more where documents are as long as can be.
-        skip_bad: Number of bad inputs that may be skipped.
 
     Raises:
         DataError: If an input cannot be read, or too many are bad.
     """
     work, count = index.directory, similarity.bands.count if similarity.bands is not None else 0
-    counts = index.build(IndexChunk(similarity.bands, similarity.seed), workers, skip_bad)
+    workers = job.settings.workers
+    function, processes = with_shards(job, IndexChunk(similarity.bands, similarity.seed), index.files)
+    counts = index.build(function, processes, job.settings.skip_bad)
     firsts, roots = work / "firsts", work / "roots"
     if not firsts.exists():
         write_firsts(index, firsts, memory_mb)

@@ -61,7 +61,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
         with only_run(str(settings.output)):
             old = _old_sidecar(step.outputs(settings)[0])
             inputs = [_checked_input(file, old) for file in files]
-            packages = {name: _version(step, name) for name in step.packages}
+            packages = check_packages(step)
             description = {
                 "format": _FORMAT,
                 "step": step.name,
@@ -138,6 +138,11 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"remove {sidecar_path(path)} if the file was changed on purpose"
             )
     return entry
+
+
+def check_packages(step: Step[Any]) -> dict[str, str]:
+    """Return the versions of a step's packages. Raises ConfigError if one is missing."""
+    return {name: _version(step, name) for name in step.packages}
 
 
 def _version(step: Step[S], name: str) -> str:

@@ -17,7 +17,7 @@ from neox.errors import ConfigError
 from neox.log import progress
 from neox.webtext.dedup import NearDuplicateSettings
 from neox.webtext.document_index import DocumentIndex, records_of
-from neox.webtext.near_duplicates import Groups, Similarity, group_documents
+from neox.webtext.near_duplicates import Groups, Similarity, group_documents, index_shard
 from neox.webtext.step import Job, Step
 
 _MIB = 1 << 20
@@ -59,13 +59,10 @@ def split(job: Job[SplitSettings]) -> None:
         raise ConfigError("split: --test-percent and --dev-percent leave nothing to train on")
     bands = settings.bands() if settings.near_duplicates else None
     index = DocumentIndex(job.work, job.files, bands, settings.max_line_mb * _MIB)
-    groups = group_documents(
-        index,
-        Similarity(bands, settings.threshold, settings.similarity, settings.seed),
-        workers=settings.workers,
-        memory_mb=settings.memory_mb,
-        skip_bad=settings.skip_bad,
-    )
+    similarity = Similarity(bands, settings.threshold, settings.similarity, settings.seed)
+    if job.shard is not None:
+        return index_shard(job, index, similarity)
+    groups = group_documents(job, index, similarity, settings.memory_mb)
     draws = draw_parts(f"{train},{settings.dev_percent},{settings.test_percent}", settings.seed)
     part_of = _parts_of_groups(groups, draws, job.work / "parts")
     outputs = [(path, path.with_name(f"{path.name.partition('.jsonl')[0]}.tsv")) for path in settings.parts()]
@@ -99,4 +96,4 @@ def _lines(index: DocumentIndex) -> Iterator[tuple[str, int, bytes]]:
                     yield chunk.content.file, number, line
 
 
-SPLIT = Step("split", SplitSettings, split, outputs=SplitSettings.parts, packages=("rensa", "numpy"))
+SPLIT = Step("split", SplitSettings, split, outputs=SplitSettings.parts, packages=("rensa", "numpy"), sharded=True)

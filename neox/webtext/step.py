@@ -154,6 +154,7 @@ class Job(Generic[S]):
         files: Inputs, with directories replaced by their files.
         identity: Hash of the step, its settings and the contents of its inputs.
         counts: Counts to fill in.
+        shard: Number of a task and of all tasks, if only the results of its share of the chunks are to be written.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Job(Generic[S]):
     files: tuple[str, ...]
     identity: str
     counts: Counts = field(default_factory=Counts)
+    shard: tuple[int, int] | None = None
 
     @property
     def work(self) -> Path:
@@ -193,6 +195,7 @@ class Step(Generic[S]):
         expand: Replaces directories among the inputs by their files.
         outputs: Files that the next step reads.
         packages: Packages whose versions determine the output, too.
+        sharded: Whether `run` writes the results of a share of the chunks for a job with a `shard`.
     """
 
     name: str
@@ -203,6 +206,7 @@ class Step(Generic[S]):
     expand: Callable[[Sequence[Path]], tuple[str, ...]] = expand_inputs
     outputs: Callable[[S], tuple[Path, ...]] = one_output
     packages: tuple[str, ...] = ()
+    sharded: bool = False
 
     def make_settings(self, values: Mapping[str, Any], where: Callable[[str], str]) -> S:
         """Return checked settings.
