@@ -20,7 +20,13 @@ LAYOUTS = {
     "v2_pp2_mp1_dp1_fp32": 2,
     "v2_pp2_mp2_dp1_fp32": 4,
     "v2_gmlp_amlp_global_pp1": 1,
+    "head_llama_gqa_pp1": 1,
+    "head_llama_gqa_pp2_mp2": 4,
+    "v2_gptjtied_softsign_nopos_pp1": 1,
 }
+SLOW = ("v2_gmlp_amlp_global_pp1", "head_llama_gqa_pp1", "v2_gptjtied_softsign_nopos_pp1")
+LOGITS = {"head_llama_gqa_pp1": 5e-5, "head_llama_gqa_pp2_mp2": 1e-4, "v2_gptjtied_softsign_nopos_pp1": 3e-4}
+"""Largest difference after 30 iterations, where rounding grows to more than 2e-5."""
 
 
 def golden_plan(name, directory):
@@ -31,7 +37,7 @@ def golden_plan(name, directory):
         "vocab_file": str(directory / "data" / "tokenizer.json"),
         "load": str(GOLDEN / name / "global_step0"),
         "finetune": True,
-        "lr_schedule_version": "v2.0",
+        "lr_schedule_version": "v2.0" if name.startswith("v2") else "later",
         "log_dir": str(directory / "logs"),
         "num_workers": 0,
     }
@@ -81,7 +87,7 @@ def train_and_compute_logits(plan, tokens, go_on=None):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "gmlp" in name else name for name in LAYOUTS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
 def test_losses_evaluations_and_logits(name, tmp_path):
     shutil.copytree(GOLDEN / "data", tmp_path / "data")
@@ -100,5 +106,5 @@ def test_losses_evaluations_and_logits(name, tmp_path):
     for part, loss in recorded["eval"].items():
         assert evaluated[f"{part}/lm_loss"] == pytest.approx(loss, rel=2e-6)
     logits = answers[-1]
-    assert np.abs(logits - stored["logits"]).max() < 2e-5
+    assert np.abs(logits - stored["logits"]).max() < LOGITS.get(name, 2e-5)
     assert (tmp_path / "logs" / "loss.png").stat().st_size > 1000
