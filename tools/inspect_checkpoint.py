@@ -45,8 +45,8 @@ def main() -> int:
     args = build_parser().parse_args()
     if len(args.checkpoint) > 2:
         build_parser().error("one or two checkpoints")
-    residual = load_config(args.config_file).model.gpt_j_residual if args.config_file else None
-    readers = [open_checkpoint(checkpoint_at(Path(path)), gpt_j_residual=residual) for path in args.checkpoint]
+    config = load_config(args.config_file) if args.config_file else None
+    readers = [open_checkpoint(checkpoint_at(Path(path)), config=config) for path in args.checkpoint]
     return show_difference(*readers, as_json=args.json) if len(readers) == 2 else show(readers[0], args)
 
 

@@ -34,8 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    residual = load_config(args.config_file).model.gpt_j_residual if args.config_file else None
-    reader = open_checkpoint(checkpoint_at(args.input_dir), gpt_j_residual=residual)
+    config = load_config(args.config_file) if args.config_file else None
+    reader = open_checkpoint(checkpoint_at(args.input_dir), config=config)
     path = reshard(reader, args.output_dir, tp_size=args.model_parallel_size, pp_size=args.pipe_parallel_size)
     print(f"{path}: pp {args.pipe_parallel_size} x mp {args.model_parallel_size}")
 

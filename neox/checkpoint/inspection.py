@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from neox.architecture import BLOCK_OFFSET, Architecture, LayerPlan, build_layer_plan
+from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, LayerPlan, build_layer_plan
 from neox.checkpoint.finding import damaged_weights, why_incomplete
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.manifest import read_manifest
 from neox.checkpoint.names import parse_optimizer_file
-from neox.checkpoint.reader import CheckpointReader
+from neox.checkpoint.reader import UNUSED_IN_NEOX, CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_full_layer
+from neox.config import NeoXConfig, architecture_of, saved_architecture
 from neox.errors import CheckpointError
 from neox.log import progress
 
@@ -71,56 +72,76 @@ class TensorDifference:
     relative: float | None = None
 
 
-def open_checkpoint(path: Path, *, gpt_j_residual: bool | None = None) -> CheckpointReader:
-    """Open a `global_stepN` directory with the layers that its files imply.
+def open_checkpoint(path: Path, *, config: NeoXConfig | None = None) -> CheckpointReader:
+    """Open a `global_stepN` directory with the layers of its network.
 
     Args:
         path: The directory.
-        gpt_j_residual: As in `infer_layer_plan`.
+        config: As in `find_layer_plan`.
 
     Raises:
         CheckpointError: If it is no complete checkpoint.
     """
-    return CheckpointReader(path, infer_layer_plan(CheckpointReader(path), gpt_j_residual=gpt_j_residual))
+    return CheckpointReader(path, find_layer_plan(CheckpointReader(path), config))
 
 
-def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = None) -> LayerPlan:
-    """Infer the layers of a checkpoint from its files' names and shapes.
+def find_layer_plan(reader: CheckpointReader, config: NeoXConfig | None = None) -> LayerPlan:
+    """Return the layers of a checkpoint: from a configuration, from what it stores about itself, or from its files.
 
     Args:
         reader: Reader without layers.
-        gpt_j_residual: Whether row-parallel biases of several tensor ranks are summed; None takes what the checkpoint
-            stores about itself.
+        config: The run's configuration, for files that say too little.
 
     Raises:
-        CheckpointError: If layers are missing, or it is unknown whether biases are summed.
+        CheckpointError: If layers are missing, or the files are of a network that they do not describe.
     """
     indices = set(reader.indices)
     if 0 not in indices or BLOCK_OFFSET not in indices:
         raise CheckpointError(f"{reader.path}: has no embedding (layer 0) or no first block (layer {BLOCK_OFFSET})")
     blocks = next(i for i in range(BLOCK_OFFSET, max(indices) + 2) if i not in indices) - BLOCK_OFFSET
-    hidden = reader.parts(0, "word_embeddings.weight")[0].shape[1]
+    hidden = reader.parts(0, WORD_EMBEDDINGS)[0].shape[1]
     head = blocks + 4
     untied = head in indices and "final_linear.weight" in reader.names(head)
     split_by_rows = untied and reader.parts(head, "final_linear.weight")[0].shape[1] != hidden
-    parallelism: Literal["row", "column"] = "row" if split_by_rows else "column"
-    if gpt_j_residual is None:
-        gpt_j_residual = reader.args.get("gpt_j_residual")
-    if gpt_j_residual is None:
-        if reader.tp_size > 1:
+    if config is not None:
+        architecture = architecture_of(config)
+    else:
+        architecture = _stored_architecture(reader) or _architecture_of_files(reader, blocks, hidden, untied)
+    plan = build_layer_plan(architecture, reader.vocabulary_rows, head_parallelism="row" if split_by_rows else "column")
+    for index in (0, BLOCK_OFFSET):
+        unused = UNUSED_IN_NEOX if architecture.residual == "parallel_one_norm" else ()
+        stored = {name for name in reader.names(index) if not name.startswith(unused)}
+        if stored != {p.name for p in plan[index].parameters}:
             raise CheckpointError(
-                f"{reader.path}: has {reader.tp_size} tensor ranks and does not say whether their row-parallel biases "
-                "are summed (gpt_j_residual); give the run's config"
+                f"{reader.path}: layer {index} holds {', '.join(sorted(stored))}; "
+                + ("the config is of another network" if config else "give the run's config, which says what network")
             )
-        gpt_j_residual = False  # one rank: the same values either way
+    return plan
+
+
+def _stored_architecture(reader: CheckpointReader) -> Architecture | None:
+    """Return the network by what the checkpoint stores; None where that is not enough (gpt-neox's, older ones)."""
+    stored = saved_architecture(reader.args)
+    needed = {f.name for f in fields(Architecture) if f.default is MISSING}
+    return Architecture(**stored) if needed <= stored.keys() else None
+
+
+def _architecture_of_files(reader: CheckpointReader, blocks: int, hidden: int, untied: bool) -> Architecture:
+    """Return the network of GPT-NeoX's kind whose shapes the files have."""
+    parallel = reader.args.get("gpt_j_residual")
+    if parallel is None and reader.tp_size > 1:  # for one rank the values are the same either way
+        raise CheckpointError(
+            f"{reader.path}: has {reader.tp_size} tensor ranks and does not say whether their row-parallel biases "
+            "are summed (gpt_j_residual); give the run's config"
+        )
     heads = int(reader.args.get("num_attention_heads", 1))
-    architecture = Architecture(
+    return Architecture(
         num_layers=blocks,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        mlp_width=reader.parts(BLOCK_OFFSET, "mlp.dense_4h_to_h.weight")[0].shape[1] * reader.tp_size,
+        mlp_width=4 * hidden,
         activation="gelu",  # choices without parameters leave no trace in the files: any value serves here
         norm="layernorm",
         norm_epsilon=1e-5,
@@ -129,10 +150,9 @@ def infer_layer_plan(reader: CheckpointReader, *, gpt_j_residual: bool | None = 
         rotary_base=0.0,
         max_positions=0,
         attention=("global",) * blocks,
-        residual="parallel" if gpt_j_residual else "sequential",
+        residual="parallel" if parallel else "sequential",
         tie_word_embeddings=not untied,
     )
-    return build_layer_plan(architecture, reader.vocabulary_rows, head_parallelism=parallelism)
 
 
 def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:

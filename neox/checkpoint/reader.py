@@ -31,6 +31,10 @@ _DEEPSPEED_KEYS = frozenset(
 )
 
 
+UNUSED_IN_NEOX = ("post_attention_layernorm.",)
+"""Parameters that gpt-neox keeps beside one norm for both branches (`gpt_j_tied`), and never uses."""
+
+
 class CheckpointReader:
     """The weights and the client state in one `global_stepN` directory.
 
@@ -189,10 +193,18 @@ class CheckpointReader:
         """Return one layer's parameters for one tensor rank, by name."""
         if self.layers is None:
             raise CheckpointError(f"{self.path}: the network is needed to know what layer {index} holds")
-        names = [p.name for p in self.layers[index].parameters]
+        layer = self.layers[index]
+        wanted = [p.name for p in layer.parameters]
         if self._finetune:
-            names = [name for name in names if ADAPTER not in name or name in self.names(index)]
-        return {name: self.shard(index, name, tp_rank, tp_size) for name in names}
+            wanted = [name for name in wanted if ADAPTER not in name or name in self.names(index)]
+        unused = UNUSED_IN_NEOX if self.layers.architecture.residual == "parallel_one_norm" else ()
+        unknown = {n for n in self.names(index) if ADAPTER not in n and not n.startswith(unused)} - {*wanted}
+        if unknown and layer.kind == "block":  # a tied head may hold a copy of the embedding
+            raise CheckpointError(
+                f"{self.path / layer_file(index, 0)}: holds {', '.join(sorted(unknown))}, which this model does not "
+                f"have in layer {index}; it is of another model"
+            )
+        return {name: self.shard(index, name, tp_rank, tp_size) for name in wanted}
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
         """Return the shape of the parameter over all tensor ranks as stored, with the stored padding."""

@@ -10,6 +10,9 @@ import torch
 
 from neox.checkpoint import CheckpointReader, layer_file, mp_rank_file, save_file, write_layer
 from neox.errors import CheckpointError
+from neox.parallel import shard
+from tests.plans import NETWORKS
+from tests.plans import small_plan as plan_of_network
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -173,3 +176,26 @@ def test_finetuning_may_tie_or_untie_the_head(tmp_path, parallelism):
     assert torch.equal(CheckpointReader(without, untied, other_head=True).full(head, name), embedding)
     with pytest.raises(CheckpointError):
         CheckpointReader(with_head, tied)
+
+
+def test_parameters_that_the_model_does_not_have_are_refused(tmp_path):
+    layers = small_plan()
+    reader = CheckpointReader(write_checkpoint(tmp_path, layers, seeded_weights(layers)), small_plan(gpt_j_tied=True))
+    assert "post_attention_layernorm.weight" not in reader.layer_shard(2, 0, 1)  # gpt-neox keeps it, unused
+    without = small_plan(use_bias_in_mlp=False)
+    with pytest.raises(CheckpointError, match=r"mlp\.dense_h_to_4h\.bias.*another model"):
+        CheckpointReader(tmp_path, without).layer_shard(2, 0, 1)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_network_is_read_at_any_degree(tmp_path, network):
+    layers = plan_of_network(**NETWORKS[network]).layers
+    weights = seeded_weights(layers)
+    for saved in (1, 2):
+        reader = CheckpointReader(write_checkpoint(tmp_path / str(saved), layers, weights, tp_size=saved), layers)
+        for (index, name), value in weights.items():
+            spec = reader.spec(index, name)
+            assert torch.equal(reader.full(index, name), value)
+            assert torch.equal(torch.cat(list(reader.row_blocks(index, name, max_bytes=200))), value)
+            parts = [reader.shard(index, name, rank, 2) for rank in range(2)]
+            assert all(torch.equal(part, shard(value, spec, rank, 2)) for rank, part in enumerate(parts))
