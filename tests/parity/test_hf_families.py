@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from neox.checkpoint import CheckpointReader
-from neox.config import load_config
+from neox.config import architecture_of, load_config
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConversionError
+from neox.families import FAMILIES, ModelSettings
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TOKENS = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))
 COMMON = {"vocab_size": 90, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {
@@ -244,3 +246,25 @@ def test_a_family_that_is_forced_refuses_what_it_cannot_express(tmp_path):
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
     with pytest.raises(ConversionError, match=r"Llama \(llama\) cannot express .*qk_norm: head"):
         to_hf(imported.checkpoint, load_config([imported.config_file]), tmp_path / "out", hf_architecture="llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "model_type"), [("qwen/2.5-0.5B", "qwen2"), ("qwen/3-0.6B", "qwen3")])
+def test_random_weights_of_a_published_shape_come_in(tmp_path, name, model_type):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    published = load_config([name], conf_dir=CONFIGS)
+    rows = published.tokenizer.padded_vocab_size
+    assert rows is not None
+    architecture = architecture_of(published)
+    hf = FAMILIES[model_type].config_json(architecture, ModelSettings("bf16", 0.02, 0.0, 0.0, rows, 2, 1))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="300MB")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
+    assert imported.parameters == single_rank_plan(published, rows).layers.numel == model.num_parameters()
+    loaded = load_config([imported.config_file])
+    assert architecture_of(loaded) == architecture
+    reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, rows).layers)
+    up, gate = reader.full(2, "mlp.dense_h_to_4h.weight").chunk(2)
+    assert torch.equal(up, model.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(gate, model.model.layers[0].mlp.gate_proj.weight)

@@ -124,3 +124,14 @@ def test_broken_or_missing_files(exported, tmp_path):
 def test_a_degree_that_does_not_divide(exported, tmp_path):
     with pytest.raises(ConversionError, match=r"model-parallel-size 5 does not divide .*num_attention_heads \(4\)"):
         from_hf(exported[0], tmp_path / "back", model_parallel_size=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "converter"),
+    [("consolidated.00.pth", "convert_llama_weights_to_hf"), ("iter_1/mp_rank_00/model_optim_rng.pt", "megatron_gpt2")],
+)
+def test_formats_of_others_name_their_converter(tmp_path, name, converter):
+    (tmp_path / "in" / name).parent.mkdir(parents=True)
+    (tmp_path / "in" / name).write_bytes(b"")
+    with pytest.raises(ConversionError, match=converter):
+        from_hf(tmp_path / "in", tmp_path / "out")

@@ -103,3 +103,24 @@ def test_rotary_positions_of_both_forms_are_read():
     assert old == new
     assert new[0].rope_scaling == (("factor", 4.0), ("rope_type", "linear"))
     assert (new[0].rotary_base, new[0].rotary_ndims) == (500.0, 48)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_missing_entries_have_the_defaults_of_transformers(family):
+    from transformers import AutoConfig
+
+    full = AutoConfig.for_model(family.model_type).to_dict()
+    needed = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    given = {key: full[key] for key in needed if key in full and family.model_type not in ("gpt2", "gptj")}
+    assert family.read_config(given)[0] == family.read_config(full)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
+def test_entries_that_a_family_needs_are_named_together(family):
+    with pytest.raises(ConversionError, match=r"(?s)hidden_size is missing.*intermediate_size is missing"):
+        FAMILIES[family].read_config({"vocab_size": 10, "num_attention_heads": 2, "num_hidden_layers": 1})
+
+
+def test_settings_that_change_what_gpt2_computes_are_refused():
+    with pytest.raises(ConversionError, match="scale_attn_by_inverse_layer_idx: True"):
+        FAMILIES["gpt2"].read_config({"scale_attn_by_inverse_layer_idx": True})
