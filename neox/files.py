@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -154,6 +155,12 @@ def lock_file(file: IO[Any], *, wait: bool) -> bool:
             raise
         return False
     return True
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal. Raises OSError if it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(path: Path) -> None:

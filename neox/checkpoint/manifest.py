@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,10 +12,9 @@ from typing import Any
 
 from neox.checkpoint.names import MANIFEST
 from neox.errors import CheckpointError
-from neox.files import fsync_path, write_text
+from neox.files import fsync_path, sha256_of, write_text
 
 _VERSION = 1
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,8 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read a file once for its size and sha256. Raises OSError."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as stream:
-        buffer = bytearray(_CHUNK)
-        view = memoryview(buffer)
-        while count := stream.readinto(buffer):
-            digest.update(view[:count])
-            size += count
-    return FileRecord(size, digest.hexdigest())
+    """Return a file's size and sha256. Raises OSError."""
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
 def hash_files(directory: Path, names: list[str]) -> dict[str, FileRecord]:

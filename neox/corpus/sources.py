@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import http.client
 import time
 import urllib.error
@@ -15,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from neox.errors import DataError
-from neox.files import fsync_file, partial_path, replace_file, write_text
+from neox.files import fsync_file, partial_path, replace_file, sha256_of, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -180,7 +179,7 @@ def download(
                 raise DataError(f"{url}: {error}, {_TRIES} times; the same command resumes the download") from error
             _log.warning("%s: %s: trying again", url, error)
             time.sleep(pause * 2 ** (attempt - 1))
-    digest = file_digest(partial)
+    digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
         partial.unlink()
         raise DataError(f"{url} has the sha256 {digest}, not {sha256}: nothing was kept")
@@ -189,16 +188,10 @@ def download(
     return path
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file (hex)."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_present(path: Path, note: Path, sha256: str | None) -> None:
     noted = note.read_text(encoding="utf-8").split()[:1] if note.exists() else []
     wanted = sha256.lower() if sha256 else (noted[0] if noted else None)
-    if wanted is not None and (found := file_digest(path)) != wanted:
+    if wanted is not None and (found := sha256_of(path)) != wanted:
         raise DataError(f"{path} has the sha256 {found}, not {wanted}; fetch it again with --force-redownload")
 
 

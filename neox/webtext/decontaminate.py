@@ -14,8 +14,8 @@ from pydantic import Field
 
 from neox.corpus import expand_inputs, read_documents
 from neox.errors import ConfigError
+from neox.files import sha256_of
 from neox.webtext.documents import document_step
-from neox.webtext.run import hash_file
 from neox.webtext.step import DocumentFunction, Outcome, Record, Settings
 
 _WORD = re.compile(r"\w+")
@@ -50,7 +50,7 @@ class DecontaminateSettings(Settings):
     def fingerprint(self) -> Mapping[str, Any]:
         """Return the settings that determine the output's bytes, with the contents of the evaluation files."""
         files = expand_inputs(self.evaluation)
-        return {**super().fingerprint(), "evaluation": [[Path(file).name, hash_file(Path(file))] for file in files]}
+        return {**super().fingerprint(), "evaluation": [[Path(file).name, sha256_of(Path(file))] for file in files]}
 
 
 class EvaluationGrams:

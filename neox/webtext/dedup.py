@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from neox.corpus import expand_inputs
-from neox.files import atomic_write
+from neox.files import atomic_write, sha256_of
 from neox.log import progress
 from neox.webtext.chunks import Chunk
 from neox.webtext.document_index import DocumentIndex, records_of
@@ -22,7 +22,6 @@ from neox.webtext.lines import compress_lines, empty_file, encode_line, text_byt
 from neox.webtext.minhash import OLD_BANDS, Bands, bands_for
 from neox.webtext.near_duplicates import Groups, Similarity, group_documents, index_shard
 from neox.webtext.pool import ordered_map
-from neox.webtext.run import hash_file
 from neox.webtext.step import Counts, Job, Settings, Step
 
 _ROWS = 1 << 20
@@ -70,7 +69,7 @@ class DedupSettings(NearDuplicateSettings):
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return the settings that determine the output's bytes, with the contents of the other files."""
-        return {**super().fingerprint(), "against": [hash_file(Path(file)) for file in expand_inputs(self.against)]}
+        return {**super().fingerprint(), "against": [sha256_of(Path(file)) for file in expand_inputs(self.against)]}
 
 
 def dedup(job: Job[DedupSettings]) -> None:

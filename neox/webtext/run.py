@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import ConfigError, DataError, install_command
-from neox.files import check_writable, write_text
+from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
 from neox.preprocess.settings import only_run
 from neox.webtext.step import Job, S, Settings, Step
@@ -94,7 +94,7 @@ def _named_files(settings: Settings) -> dict[str, list[str]]:
         value = getattr(settings, name)
         paths = [path for path in (value if isinstance(value, tuple) else (value,)) if isinstance(path, Path)]
         if paths:
-            hashes[name] = [hash_file(path) for path in paths if path.is_file()]
+            hashes[name] = [sha256_of(path) for path in paths if path.is_file()]
     return hashes
 
 
@@ -126,7 +126,7 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
         known = (
             other for other in (old or {}).get("inputs", ()) if {**other, "sha256": None} == {**entry, "sha256": None}
         )
-        entry["sha256"] = next((other["sha256"] for other in known), None) or hash_file(path)
+        entry["sha256"] = next((other["sha256"] for other in known), None) or sha256_of(path)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
     written_by = read_sidecar(path)
@@ -173,16 +173,10 @@ def _prepare(job: Job[S], step: Step[S]) -> None:
 
 def _finish(job: Job[S], step: Step[S], sidecar: dict[str, Any]) -> None:
     outputs = step.outputs(job.settings)
-    described = {path.name: {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in outputs}
+    described = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in outputs}
     for output in outputs:
         write_text(sidecar_path(output), json.dumps({**sidecar, "outputs": described}, indent=1, ensure_ascii=False))
     shutil.rmtree(job.work, ignore_errors=True)
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content. Raises OSError if it cannot be read."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_json(value: Mapping[str, Any]) -> str:
