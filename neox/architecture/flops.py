@@ -39,5 +39,11 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: boo
     """
     blocks, head = forward_flops_per_token(layers, sequence)
     frozen = [p for layer in layers for p in layer.parameters if layer.kind == "block" and not p.trained]
-    saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (head if layers.lora else 0)
+    saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (0 if _head_is_trained(layers) else head)
     return (4 if recompute else 3) * blocks + 3 * head - saved
+
+
+def _head_is_trained(layers: LayerPlan) -> bool:
+    """Return whether the head's weight, or the embedding's that it uses, is trained."""
+    owner = layers[-1] if layers[-1].parameters else layers[0]
+    return owner.parameters[0].trained

@@ -119,6 +119,8 @@ def derive_plan(
 def _adapter_notes(layers: LayerPlan, config: NeoXConfig) -> list[str]:
     """Return what `lora` trains. Raises ConfigError if no layer has an adapter."""
     trained, total = layers.trained_numel, layers.numel
+    if layers.architecture.soft_prompt_tokens:
+        raise ConfigError(config.problem("lora", "and `soft_prompt_tuning` each train nothing else; give one of them"))
     if not trained:
         raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
     return [f"lora: {trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)"]
