@@ -64,4 +64,4 @@ def test_the_table_of_keys_agrees_with_sections_and_aliases():
             default = info.get_default(call_default_factory=True)
             assert (default == row.default) != (key in OTHER_DEFAULTS), key
     assert set(ALIASES) <= set(NEOX_KEYS)
-    assert len(NEOX_KEYS) == 325, "gpt-neox's 322, one from before v2.0, and two of its ports"
+    assert len(NEOX_KEYS) == 326, "gpt-neox's 323, one from before v2.0, and two of its ports"
