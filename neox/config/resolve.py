@@ -1,15 +1,25 @@
-"""Derivation of a `RunPlan` from a configuration. Pure: no file, GPU or environment."""
+"""Derivation of a `RunPlan` from a configuration: degrees, batch, layers, stages. Pure: no file, GPU or environment.
+
+Ranks get what `resolve` has decided as one argument of their command (the payload), derive the rest from it, and
+compare a digest with the launcher's.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import json
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
+from math import prod
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.architecture import architecture_of, attention_impls, padded_vocabulary, with_adapters
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
-from neox.config.grid_and_batch import solve_batch, solve_grid
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.neox_config import NeoXConfig
@@ -17,8 +27,9 @@ from neox.config.plan import BatchPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
 from neox.config.stages import partition_layers
 from neox.config.validation import notes_without_effect, static_problems
-from neox.errors import ConfigError
+from neox.errors import ConfigError, LaunchError
 
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Where one of these has an unknown value, so has the number of ranks, the degrees or the vocabulary.
 _DECIDING = frozenset(
     {
@@ -98,7 +109,7 @@ def derive_plan(
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
     bounds = [0, *(stage.last for stage in stages)]
-    json, translated = deepspeed_json(config, grid, batch, precision)
+    deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     return RunPlan(
         config=config,
         grid=grid,
@@ -110,7 +121,7 @@ def derive_plan(
         stages=stages,
         memory=fullest_stage(layers, bounds, memory_setting(config, grid, batch, precision, attention)),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
-        deepspeed=json,
+        deepspeed=deepspeed,
         notes=(*notes, *translated, *notes_without_effect(config)),
         attention=attention,
     )
@@ -152,3 +163,128 @@ def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[Stag
         method = config.describe_setting("pipe_partition_method")
         raise ConfigError(f"{method} leaves stage {empty[0]} without parameters to train; use type:transformer|mlp")
     return tuple(stages)
+
+
+def solve_grid(config: NeoXConfig, world_size: int, problems: list[str]) -> Topology | None:
+    """Return the degrees, with dp = world_size / (pp x mp); a world that cannot be divided goes to `problems`."""
+    tp_size = config.parallelism.model_parallel_size
+    pp_size = max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
+    copy = pp_size * tp_size
+    if world_size < 1 or world_size % copy:
+        near = sorted({n for n in (world_size // copy * copy, -(-world_size // copy) * copy) if n > 0} or {copy})
+        degrees = " x ".join(map(config.describe_setting, ("pipe_parallel_size", "model_parallel_size")))
+        problems.append(
+            f"{world_size} GPUs cannot be divided into copies of the model on {copy}: {degrees}; "
+            f"use {' or '.join(map(str, near))} GPUs, or other degrees"
+        )
+        return None
+    return Topology(pp_size, world_size // copy, tp_size)
+
+
+def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) -> BatchPlan | None:
+    """Return train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp, in samples.
+
+    Any two of the keys give the third, one alone takes one accumulation step.
+
+    Args:
+        config: The batch keys.
+        dp_size: Data-parallel ranks; None where the degrees do not fit the world. There is no batch then, but a
+            problem where no number of ranks would fit.
+        problems: Takes what does not fit, with the nearest values that do.
+    """
+    ds = config.deepspeed
+    total, micro, steps = ds.train_batch_size, ds.train_micro_batch_size_per_gpu, ds.gradient_accumulation_steps
+    if total is None and micro is None:
+        problems.append(f"the batch size is missing: give {MICRO} (with {STEPS}), or {TOTAL}")
+        return None
+    if dp_size is None:
+        _check_without_ranks(config, problems)
+        return None
+    if total is None:
+        assert micro is not None
+        steps = steps or 1
+        return BatchPlan(micro * steps * dp_size, micro, steps)
+    if micro is not None and steps is not None:
+        if (product := micro * steps * dp_size) == total:
+            return BatchPlan(total, micro, steps)
+        factors = f"{config.describe_setting(MICRO)} x {config.describe_setting(STEPS)} x {dp_size} data-parallel ranks"
+        fits = f"{TOTAL} {product}, or {_nearest(total, micro * dp_size, STEPS)}"
+        problems.append(config.problem(TOTAL, f"is not {factors} = {product}; use {fits}"))
+        return None
+    given, value, missing = (MICRO, micro, STEPS) if micro is not None else (STEPS, steps or 1, MICRO)
+    assert value is not None
+    rest, remainder = divmod(total, value * dp_size)
+    if remainder or not rest:
+        unit = config.describe_setting(given) if config.given(given) else f"{given} 1"
+        fits = _nearest(total, value * dp_size, missing)
+        problems.append(
+            config.problem(TOTAL, f"is not a multiple of {unit} x {dp_size} data-parallel ranks; use {fits}")
+        )
+        return None
+    return BatchPlan(total, value, rest) if given == MICRO else BatchPlan(total, rest, value)
+
+
+def _check_without_ranks(config: NeoXConfig, problems: list[str]) -> None:
+    """Any number of data-parallel ranks needs train_batch_size to be a multiple of the other two."""
+    total = config.deepspeed.train_batch_size
+    given = [key for key in (MICRO, STEPS) if config.value(key) is not None]
+    unit = prod(config.value(key) for key in given)
+    if total is not None and total % unit:
+        factors = " x ".join(map(config.describe_setting, given))
+        nearest = max(1, round(total / unit)) * unit
+        problems.append(config.problem(TOTAL, f"is not a multiple of {factors} on any number of GPUs; use {nearest}"))
+
+
+def _nearest(total: int, unit: int, key: str) -> str:
+    """Return the multiple of `unit` nearest to `total`, with the factor it means for `key`."""
+    factor = max(1, round(total / unit))
+    return f"{TOTAL} {factor * unit} with {key} {factor}"
+
+
+def encode_payload(plan: RunPlan) -> str:
+    """Encode a plan as base64, a few kilobytes whatever its size."""
+    data = {
+        "config": plan.config.to_flat(),
+        "sources": plan.config.sources(),
+        "architecture": plan.architecture.to_dict(),
+        "grid": asdict(plan.grid),
+        "batch": asdict(plan.batch),
+        "precision": plan.precision,
+        "vocab_size": plan.vocab_size,
+        "digest": plan_digest(plan),
+    }
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode()
+
+
+def decode_payload(text: str) -> RunPlan:
+    """Return the plan that `encode_payload` encoded.
+
+    Raises:
+        ConfigError: The text is no payload.
+        LaunchError: Another plan follows from it here than for the launcher.
+    """
+    try:
+        data = json.loads(zlib.decompress(base64.urlsafe_b64decode(text.encode())))
+        plan = derive_plan(
+            NeoXConfig.from_flat(data["config"], data["sources"]),
+            Architecture.from_dict(data["architecture"]),
+            Topology(**data["grid"]),
+            BatchPlan(**data["batch"]),
+            data["precision"],
+            data["vocab_size"],
+        )
+        digest = data["digest"]
+    except (binascii.Error, zlib.error, UnicodeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the payload of the launcher cannot be read: {error}") from None
+    if plan_digest(plan) != digest:
+        raise LaunchError(
+            "the plan that follows from the payload on this host is not the launcher's: the code here is another "
+            "version; `deepy.py doctor` compares the hosts"
+        )
+    return plan
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """Hash what ranks must agree on: layers, stages, batch, precision, attention kernels and DeepSpeed's JSON."""
+    agreed = (plan.layers, plan.stages, plan.grid, plan.batch, plan.precision, plan.attention, plan.deepspeed)
+    return hashlib.sha256(json.dumps(agreed, sort_keys=True, default=vars).encode()).hexdigest()

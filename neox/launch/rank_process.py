@@ -1,10 +1,16 @@
-"""One rank as its agent sees it: the process, its log file, its output as events, and its stacks."""
+"""One rank as its agent sees it (process, log file, output as events, stacks), and the watchdog of a host's ranks.
+
+`python -m neox.launch.rank_process` is the watchdog: a process that kills what ranks have started when their agent has
+died. It reads `+PID` and `-PID` lines; at the end of its input, which is the end of the agent, it kills the process
+groups that were added and not removed. (A rank itself dies with the agent; its children do not.)
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -204,3 +210,54 @@ def _open_stdin(path: str | None) -> int:
         with suppress(OSError):  # sockets cannot be opened again
             return os.open(path, os.O_RDONLY)
     return subprocess.DEVNULL
+
+
+class Watchdog:
+    """The agent's side of the watchdog process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "neox.launch.rank_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is for the agent
+        )
+
+    def add(self, pid: int) -> None:
+        """Add the process group that `pid` leads."""
+        self._write(f"+{pid}\n")
+
+    def remove(self, pid: int) -> None:
+        """Remove a process group that has ended."""
+        self._write(f"-{pid}\n")
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, and protects nothing any more."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the process; it kills the groups that are left."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):  # it has ended, or the agent's other thread is closing it
+            os.write(self._process.stdin.fileno(), line.encode())
+
+
+def main() -> None:
+    """Follow the agent to its end."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for pid in groups:
+        signal_group(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLES = {
     "launcher": "deepy.py",
     "agent": "neox.launch.node",
-    "watchdog": "neox.launch.watchdog",
+    "watchdog": "neox.launch.rank_process",
     "rank": "neox.launch.bootstrap",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # CPU ranks, on a machine with GPUs too

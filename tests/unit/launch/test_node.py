@@ -11,9 +11,8 @@ import pytest
 
 from neox.launch import node
 from neox.launch.events import Event
-from neox.launch.rank_process import RankProcess
+from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.watchdog import Watchdog
 
 
 class RecordingWatchdog(Watchdog):

@@ -13,8 +13,7 @@ import pytest
 from neox.launch import rank_process
 from neox.launch.events import Event, failure_cause, lacks_memory
 from neox.launch.lifeline import is_alive
-from neox.launch.rank_process import RankProcess
-from neox.launch.watchdog import Watchdog
+from neox.launch.rank_process import RankProcess, Watchdog
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,7 +70,7 @@ def is_alive_soon(pid: int) -> bool:
 def test_the_watchdog_kills_groups_when_the_agent_has_died() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from neox.launch.watchdog import Watchdog\n"
+        "from neox.launch.rank_process import Watchdog\n"
         "watchdog = Watchdog()\n"
         "pids = [subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid for _ in range(2)]\n"
         "[watchdog.add(pid) for pid in pids]; watchdog.remove(pids[1])\n"
@@ -95,7 +94,7 @@ def test_a_watchdog_that_has_ended_is_noticed() -> None:
 
 
 def test_processes_on_every_host_start_without_the_configuration() -> None:
-    names = ("node", "bootstrap", "watchdog", "remote")
+    names = ("node", "bootstrap", "rank_process", "remote")
     code = f"import sys, {', '.join(f'neox.launch.{name}' for name in names)}\n"
     code += "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
