@@ -270,7 +270,7 @@ def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfi
     """
     sys.path.append(str(script.parent))  # where a script finds its neighbours
     whole = runpy.run_path(str(script), run_name="tool")["parser"]()
-    whole.prog, whole.allow_abbrev = f"deepy.py {script.name}", False
+    whole.prog = f"deepy.py {script.name}"
     hosts = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     for parser in (whole.add_argument_group("hosts, whose slots divide the work"), hosts):
         parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
