@@ -43,7 +43,11 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+PARTIAL = {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 CASES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**NEOX, "rope_parameters": {"rope_type": "default", **PARTIAL}, "attention_bias": False},
+    "gpt_neox-scaled": {**NEOX, "rope_parameters": {"rope_type": "linear", "factor": 2.0, **PARTIAL}},
     "gpt2": GPT2,
     "gptj": {**GPT2, "rotary_dim": 6},
     "llama": {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16},

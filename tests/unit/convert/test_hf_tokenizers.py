@@ -15,6 +15,7 @@ from neox.convert.hf_directory import TokenizerSource, find_tokenizer, import_to
 from neox.data.indexed_dataset import best_dtype
 from neox.errors import TokenizerError
 from neox.tokenizer import HFTokenizer, build_tokenizer
+from neox.tokenizer.flat import choose_encoder
 
 LINES = ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll 12345\n")
 TEXTS = (*LINES, "", " leading", "a  b   c", "☃ unseen ∰", "x</s>y <s>", "<|im_end|>\n<|im_start|>user", "a\n\n\nb")
@@ -97,6 +98,16 @@ def test_an_export_keeps_ids_special_tokens_and_the_chat_template(directory, tmp
     assert loaded.apply_chat_template(CHAT, tokenize=False) == "the cat"
     ids = [source.tokenizer.encode(text) for text in TEXTS]
     assert [loaded(text).input_ids for text in TEXTS] == ids == source.tokenizer.encode_batch(TEXTS)
+
+
+def test_many_texts_have_the_ids_of_each_one(directory):
+    tokenizer = build_tokenizer("HFTokenizer", directory / "tokenizer.json")
+    encoder = choose_encoder(tokenizer, "auto", TEXTS).encoder
+    texts = [text * 50 for text in TEXTS]
+    ids, lengths = encoder.encode_flat(texts)
+    wanted = [tokenizer.encode(text) for text in texts]
+    assert lengths.tolist() == [len(each) for each in wanted]
+    assert ids.tolist() == [token for each in wanted for token in each]
 
 
 def test_the_end_of_a_document_is_the_eos_token(directory):
