@@ -23,8 +23,8 @@ _COUNTED_CHARS = 16384
 class CleanSettings(Settings):
     """Repair texts, and drop those of other languages, short ones and those that break a rule.
 
-    In this order: ftfy, language, fixes, rules, number of tokens. The dropped documents are written, too, each with the
-    reason.
+    In this order: ftfy, number of tokens, language, fixes, rules, and the number of tokens that is left. The dropped
+    documents are written, too, each with the reason.
     """
 
     ftfy: bool = True
@@ -76,6 +76,9 @@ def build_clean(settings: CleanSettings) -> DocumentFunction:
         """Return the new text, and why it is dropped."""
         if settings.ftfy:
             text = _noted(text, fix(text), "ftfy", changed)
+        if count(text) < settings.min_tokens:
+            return text, "too few tokens"
+        counted = text
         if settings.language != "any":
             code, confidence = detect(text)
             if code != settings.language:
@@ -100,7 +103,7 @@ def build_clean(settings: CleanSettings) -> DocumentFunction:
                 return text, reason
         if has_bad_word(text):
             return text, "bad words"
-        return text, "too few tokens" if count(text) < settings.min_tokens else None
+        return text, "too few tokens" if text != counted and count(text) < settings.min_tokens else None
 
     def clean(record: Record) -> list[Outcome]:
         changed = list[str]()

@@ -58,7 +58,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
     started = time.monotonic()
     try:
         check_writable(settings.output)
-        with only_run(str(settings.output)):
+        with only_run(f"{settings.output}.step"):
             old = _old_sidecar(step.outputs(settings)[0])
             inputs = [_checked_input(file, old) for file in files]
             packages = check_packages(step)

@@ -49,10 +49,10 @@ def test_defaults_keep_repaired_english() -> None:
         (ENGLISH[:400], {"fixes": ("remove_512",), "min_tokens": 0}, "remove_512"),
         (
             "Enable JavaScript to view this page, please.",
-            {"fixes": ("remove_256_javascript",), "language": "any"},
+            {"fixes": ("remove_256_javascript",), "language": "any", "min_tokens": 0},
             "remove_256_javascript",
         ),
-        (GERMAN, {"fixes": ("remove_512_non_english",), "language": "any"}, "remove_512_non_english"),
+        (GERMAN, {"fixes": ("remove_512_non_english",), "language": "any", "min_tokens": 0}, "remove_512_non_english"),
         (LONG.replace("sheep", "Damned sheep"), {"bad_words": "words.txt"}, "bad words"),
         (LONG.replace("sheep", "undamned sheep"), {"bad_words": "words.txt"}, None),
     ],
