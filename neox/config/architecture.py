@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from neox.architecture import (
     ACTIVATIONS,
-    SPARSITY,
+    ATTENTION,
     Architecture,
     LayerPlan,
     Lora,
@@ -330,8 +330,10 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     model = config.model
     given = attention_kinds(model.attention_config, model.num_layers or 0)
     on_paper = _attention(model.attention_config, model.num_layers or 0, model.sliding_window_width)
-    masked = {FLASH, SLIDING_WINDOW, *SPARSITY}
-    return tuple(FLASH if masked & set(pair) else plain for pair in zip(given, on_paper, strict=True))
+    masked = ATTENTION.keys() - {"global"}  # a mask is a tensor, which the fused softmax does not take
+    return tuple(
+        FLASH if kind == FLASH or paper in masked else plain for kind, paper in zip(given, on_paper, strict=True)
+    )
 
 
 def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:

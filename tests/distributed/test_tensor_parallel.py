@@ -137,7 +137,7 @@ def grid_of_three_axes() -> list:
         dist.all_reduce(value, group=group)
         reduced.append(value.item())
     parallel, _ = build(ParallelGrid.single())
-    assert not any(parameter.model_parallel_part for parameter in parallel.parameters())
+    assert not any(getattr(parameter, "model_parallel", False) for parameter in parallel.parameters())
     return [grid.pp_rank, grid.dp_rank, grid.tp_rank, reduced]
 
 
