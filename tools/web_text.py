@@ -20,6 +20,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from neox.arguments import ScriptParser
+from neox.corpus import write_documents
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 from neox.webtext import STEPS, RecipeStep, Step, describe_report, read_recipe, run_step
@@ -35,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(step.name, help=about.split("\n")[0], description=about)
         for name, info in step.settings.model_fields.items():
             add_option(command, name, info)
+    texts = commands.add_parser(
+        "evaluation", help="write the texts of lm-evaluation-harness's tasks, for `decontaminate`"
+    )
+    texts.add_argument("--tasks", nargs="+", required=True, help="names of tasks or groups, or their YAML files")
+    texts.add_argument("--output", type=Path, required=True, help="`.jsonl.zst` file to write")
     run = commands.add_parser("run", help="run all steps of a recipe", description="Run all steps of a recipe.")
     run.add_argument("recipe", type=Path, help="YAML file with `directory` and `steps`")
     run.add_argument("--executor", choices=get_args(Executor), help="run it as a datatrove pipeline")
@@ -80,11 +86,22 @@ def executor_options(given: list[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, _, value in (option.partition("=") for option in given)}
 
 
+def write_task_texts(tasks: list[str], output: Path) -> int:
+    """Write the texts of evaluation tasks."""
+    from neox.evaluation.task_texts import task_documents  # torch, which no step needs
+
+    count = write_documents(output, task_documents(tasks))
+    print(f"evaluation: {count:,} texts -> {output}")
+    return 0
+
+
 def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if args.command == "evaluation":
+        return write_task_texts(args.tasks, args.output)
     steps = chosen_steps(args)
     if args.command == "run" and args.executor is not None:
         run_recipe(steps, args.executor, args.tasks, executor_options(args.executor_option))

@@ -1,0 +1,48 @@
+"""Texts of lm-evaluation-harness's tasks, for the removal of evaluation texts from training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from neox.corpus import Document
+from neox.errors import EvaluationError
+from neox.evaluation.harness import check_loading, open_tasks
+
+
+def task_documents(names: Sequence[str]) -> Iterator[Document]:
+    """Yield a document for each example of the tasks: its prompt with each of its answers, one below the other.
+
+    Examples are those that the harness scores; few-shot examples of other splits are not among them.
+
+    Args:
+        names: Names of tasks or groups, or YAML files of tasks.
+
+    Raises:
+        EvaluationError: If the harness is missing, or a task is unknown or cannot be loaded.
+    """
+    manager = open_tasks(names)
+    check_loading(names, manager)
+    for name in names:
+        for task_name, task in manager.load([name])["tasks"].items():
+            try:
+                for example in task.eval_docs:
+                    text = "\n".join(_texts(task, example))
+                    if text.strip():
+                        yield Document(text, {"task": task_name})
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise EvaluationError(f"task {task_name}: an example has no text ({error})") from error
+
+
+def _texts(task: Any, example: Any) -> Iterator[str]:
+    """Yield the prompt of an example with each of its answers."""
+    prompt = task.doc_to_text(example)
+    prompts = task.doc_to_choice(example) if isinstance(prompt, int) else [prompt]
+    target = task.doc_to_target(example)
+    if task.OUTPUT_TYPE == "multiple_choice":
+        answers = task.doc_to_choice(example)
+    else:
+        answers = target if isinstance(target, list) else [target]
+    for start in prompts:
+        for answer in answers:
+            yield f"{start} {answer}".strip()
