@@ -87,12 +87,21 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
 
 
 def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
-    """Return the estimated bytes of one rank, without its interpreter and libraries."""
+    """Return the estimated bytes of one CPU rank, without its interpreter and libraries."""
     if not training:
         return inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
     stage = plan.grid.coordinates(rank)[0]
+    return stage_memory(plan.layers, plan.stage_bounds, stage, _setting(plan, on_cpu=True)).total
+
+
+def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
+    """Return the estimate of the fullest rank in training on its device."""
+    return fullest_stage(plan.layers, plan.stage_bounds, _setting(plan, on_cpu=device.shared))
+
+
+def _setting(plan: RunPlan, *, on_cpu: bool) -> MemorySetting:
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-    return stage_memory(plan.layers, plan.stage_bounds, stage, setting).total
+    return replace(setting, few_logits=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -124,10 +133,10 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
 
     If it does not fit, search the nearest settings that do: on these devices, then on 2, 4, ... 64 times as many.
     """
-    usable, needed = device.usable, plan.memory.total
+    usable, needed = device.usable, memory_on(plan, device).total
     if needed <= usable:
         return Fit(True, needed, plan.grid.world_size)
-    start = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
+    start = _setting(plan, on_cpu=device.shared)
     method = plan.config.parallelism.pipe_partition_method
 
     @cache

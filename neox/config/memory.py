@@ -40,6 +40,7 @@ class MemorySetting:
         attention_dropout: Whether attention probabilities are dropped.
         hidden_dropout: Whether hidden states are dropped.
         reduce_bucket: Elements that ZeRO reduces at once.
+        few_logits: Whether one tensor rank alone computes head and loss in small chunks, as on a CPU.
     """
 
     pp_size: int
@@ -56,6 +57,7 @@ class MemorySetting:
     attention_dropout: bool
     hidden_dropout: bool
     reduce_bucket: int
+    few_logits: bool = False
 
     @property
     def bytes_per_number(self) -> int:
@@ -187,8 +189,11 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
     if "head" in kinds:
         logits = setting.micro * setting.sequence * layers.padded_vocab_size // setting.tp_size
-        # Final norm's input and output, logits, their gradient, and the fp32 chunk of the cross entropy, twice.
-        total += 2 * boundary + 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)
+        total += 2 * boundary  # the final norm's input and output
+        if setting.few_logits and setting.tp_size == 1:  # the gradient of the head's weight in fp32, and scaled
+            total += 8 * layers.padded_vocab_size * layers.architecture.hidden_size
+        else:  # logits, their gradient, and the fp32 chunk of the cross entropy, twice
+            total += 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)
     else:
         total += one_layer // 2  # gradients of the layer at work
     return total

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from neox.architecture import training_flops_per_token
-from neox.config.fit import Device, check_fit, gib, gpu_device, inference_bytes, memory_problem
+from neox.config.fit import Device, check_fit, gib, gpu_device, inference_bytes, memory_on, memory_problem
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
@@ -57,9 +57,9 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "stages": [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)],
         "imbalance": imbalance(plan),
         "memory": {
-            **_memory(plan.memory),
-            "without_recompute": _memory(memory_with(plan, recompute=False)),
-            "with_recompute": _memory(memory_with(plan, recompute=True)),
+            **_memory(memory_on(plan, device)),
+            "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
+            "with_recompute": _memory(memory_with(plan, recompute=True, device=device)),
             "device": device.name,
             "device_bytes": device.size,
             "usable_bytes": device.usable,
@@ -118,11 +118,12 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)
 
 
-def memory_with(plan: RunPlan, *, recompute: bool) -> MemoryPlan:
-    """Return the fullest GPU's memory with or without recompute of activations, all else equal."""
+def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
+    """Return the fullest rank's memory with or without recompute of activations, all else equal."""
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     wanted = plan.config.training.checkpoint_num_layers if recompute else 0
-    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted))
+    on_cpu = device is not None and device.shared
+    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted, few_logits=on_cpu))
 
 
 def imbalance(plan: RunPlan) -> float:
@@ -174,11 +175,11 @@ def _model_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
 
 
 def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[str]:
-    memory = plan.memory
+    memory = memory_on(plan, device)
     parts = ", ".join(f"{name} {gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
     yield f"memory    {gib(memory.total)} on the fullest rank: {parts}, activations {gib(memory.activations)}"
     if verbose:
-        without, recomputed = memory_with(plan, recompute=False), memory_with(plan, recompute=True)
+        without, recomputed = (memory_with(plan, recompute=on, device=device) for on in (False, True))
         chosen = "with" if plan.config.training.checkpoint_activations else "without"
         yield (
             f"          activations {gib(recomputed.activations)} with recompute, {gib(without.activations)} without "

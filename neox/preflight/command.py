@@ -24,6 +24,7 @@ from neox.config import (
     host_device,
     plan_as_dict,
 )
+from neox.config.fit import memory_on
 from neox.config.precision import settle_precision
 from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
@@ -111,7 +112,7 @@ class _Run:
         plan, device, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
         path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
         unable = launcher_problem(placement.hosts, self.runner, path)
-        spec = self._spec(placement, script, plan, self._run_directory())
+        spec = self._spec(placement, script, plan, self._run_directory(), device)
         warnings += [*missing, *([unable] if unable else [])]
         try:
             commands = self._commands(spec)
@@ -160,7 +161,7 @@ class _Run:
             raise LaunchError(unable)
         with ExitStack() as held:
             directory = reserve(self._run_directory(), self.save, script.name, held)
-            spec = self._spec(placement, script, plan, directory)
+            spec = self._spec(placement, script, plan, directory, device)
             notes = plan.notes
             if over_ssh and not before_plan:
                 reports = self._check_hosts(spec)
@@ -174,7 +175,9 @@ class _Run:
     def _run_directory(self) -> Path:
         return run_directory(self.config.logging.log_dir, self.arguments.conf_file[0])
 
-    def _spec(self, placement: Placement, script: Path, plan: RunPlan | None, directory: Path) -> LaunchSpec:
+    def _spec(
+        self, placement: Placement, script: Path, plan: RunPlan | None, directory: Path, device: Device | None = None
+    ) -> LaunchSpec:
         arguments = () if plan is None else ("--payload", encode_payload(plan))
         return new_spec(
             placement,
@@ -186,7 +189,7 @@ class _Run:
             self.forwarded,
             save=self.save if script.stem == "train" else None,
             hang_timeout=self.config.training.hang_timeout,
-            rank_bytes=plan.memory.total if plan is not None and script.stem == "train" else None,
+            rank_bytes=memory_on(plan, device).total if plan and device and script.stem == "train" else None,
         )
 
     def _commands(self, spec: LaunchSpec) -> dict[str, Any]:
