@@ -33,9 +33,11 @@ class Norm:
 
     Attributes:
         parameters: Hidden size -> parameters, named inside the norm.
+        by_steps: Computed in fp32 by single operations, which keep two fp32 tensors instead of the norm's input.
     """
 
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
+    by_steps: bool = False
 
 
 def _none(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -148,8 +150,8 @@ NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm),
         "rmsnorm": Norm(_scale),
-        "rmsnorm_v2.0": Norm(_scale),
-        "scalenorm": Norm(lambda hidden: (ParameterSpec("g", (1,), init="ones"),)),
+        "rmsnorm_v2.0": Norm(_scale, by_steps=True),
+        "scalenorm": Norm(lambda hidden: (ParameterSpec("g", (1,), init="ones"),), by_steps=True),
         "non_parametric_layernorm": Norm(lambda hidden: ()),
     }
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neox.architecture import ACTIVATIONS, POSITIONS, LayerPlan
+from neox.architecture import ACTIVATIONS, NORMS, POSITIONS, LayerPlan
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
@@ -142,6 +142,8 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     tokens = setting.micro * setting.sequence
     # Of width H on every tensor rank: the block's input, the norms' outputs or inputs; in sequence, the MLP's input.
     whole = {"parallel": 3, "parallel_one_norm": 2}.get(network.residual, 4) * hidden * size
+    if NORMS[network.norm].by_steps:
+        whole += 2 * (2 * 4 - size) * hidden
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
     # Divided over tensor ranks: query-key-value, rotated queries and keys, normalised ones, repeated ones, attention's

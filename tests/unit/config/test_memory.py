@@ -65,7 +65,9 @@ def test_activations_are_what_autograd_keeps():
     from neox.model import build_layer
     from neox.parallel import ParallelGrid
 
-    for keys in ({}, {"gpt_j_residual": True}, {"pos_emb": "none"}, {"gpt_j_residual": True, "hidden_size": 128}):
+    parallel, learned = {"gpt_j_residual": True}, {"pos_emb": "learned"}
+    others = ({**learned, "norm": "scalenorm"}, {**parallel, "norm": "rmsnorm_v2.0"})
+    for keys in ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, *others):
         flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary", **keys}
         flat |= {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "attention_config": [[["flash"], 2]]}
         flat |= {"attention_dropout": 0, "hidden_dropout": 0, "rotary_pct": 0.25}

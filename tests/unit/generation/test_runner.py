@@ -19,6 +19,8 @@ from neox.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUNS = ["v2_pp1_mp1_dp1_fp32", "v2_pp2_mp1_dp1_fp32", "v2_pp2_mp2_dp1_fp32"]
+# Biases that are the sum of two tensor ranks; tables of relative positions that drifted apart.
+PARTS_DIFFER = ["v2_alibi_relu_pp2_mp2", "v2_rpe_swish_scalenorm_pp2"]
 PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "Ünïcode 漢字"]
 TOKENIZER = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
 
@@ -34,7 +36,7 @@ def golden_model(name, step=30, **changes):
     return load_model(golden_plan(name, **changes), checkpoint, ParallelGrid.single(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *PARTS_DIFFER])
 def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(name):
     model = golden_model(name)
     golden = np.load(GOLDEN / name / "logits_step30.npz")
