@@ -37,7 +37,7 @@ MODEL = {
     "num_gpus": 1,
     "seq_length": 64,
     "max_position_embeddings": 64,
-    "attention_config": None,
+    "attention_config": "null",
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
     "train_iters": 8,
@@ -149,7 +149,7 @@ def test_a_recipe_from_urls_to_a_model(address: str, tmp_path: Path) -> None:
     again = run(tmp_path, "tools/web_text.py", "run", "recipe.yml")
     assert again.count("complete before") == len(steps)
     settings = {**MODEL, "data_path": "out/07-tokenize_text_document", "vocab_file": str(VOCAB)}
-    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     run(tmp_path, "deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *overrides)
     lines = (tmp_path / "runs/quickstart/logs/metrics.jsonl").read_text().splitlines()
     losses = [row["train/lm_loss"] for row in map(json.loads, lines) if "train/lm_loss" in row]
