@@ -42,6 +42,7 @@ def read_blocks(
     *,
     block_bytes: int,
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+    limit_flag: str = "--memory-mb",
     start: Position | None = None,
     consumed: Callable[[int], None] | None = None,
 ) -> Iterator[LineBlock | BadInput]:
@@ -55,13 +56,14 @@ def read_blocks(
         file: Path of the input.
         block_bytes: Approximate size of a block.
         max_line_bytes: Limit of a line.
+        limit_flag: Flag that raises it, for messages.
         start: Line to start from (default: the first).
         consumed: Called with the number of bytes newly read from the file itself.
 
     Raises:
         DataError: If the file cannot be opened or read.
     """
-    cutter = _Cutter(file, start or Position(), max_line_bytes)
+    cutter = _Cutter(file, start or Position(), max_line_bytes, limit_flag)
     enough = 1  # any lines of the first piece
     try:
         for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
@@ -99,8 +101,8 @@ def first_lines(file: str, size: int) -> LineBlock | None:
 class _Cutter:
     """Collects chunks and cuts them after the last newline."""
 
-    def __init__(self, file: str, start: Position, max_line_bytes: int) -> None:
-        self.file, self.start, self.max_line_bytes = file, start, max_line_bytes
+    def __init__(self, file: str, start: Position, max_line_bytes: int, limit_flag: str) -> None:
+        self.file, self.start, self.max_line_bytes, self.limit_flag = file, start, max_line_bytes, limit_flag
         self._whole: list[bytes] = []  # whole lines
         self._begun: list[bytes] = []  # start of an incomplete line
         self._begun_bytes = 0
@@ -155,7 +157,7 @@ class _Cutter:
         return BadInput(self.file, self.start.line, self.start.offset, reason)
 
     def _too_long(self, length: int) -> BadInput:
-        allowed = f"more than the {self.max_line_bytes:,} that memory allows (--memory-mb)"
+        allowed = f"more than the {self.max_line_bytes:,} that memory allows ({self.limit_flag})"
         return self.bad(f"the line has {length:,} bytes, {allowed}")
 
     def _advance(self, lines: int, size: int) -> None:

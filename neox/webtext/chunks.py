@@ -52,7 +52,12 @@ def read_chunks(
         position = start[1] if number == start[0] else Position()
         data, bad = b"", list[BadInput]()
         for block in read_blocks(
-            files[number], block_bytes=CHUNK_BYTES, max_line_bytes=max_line_bytes, start=position, consumed=consumed
+            files[number],
+            block_bytes=CHUNK_BYTES,
+            max_line_bytes=max_line_bytes,
+            limit_flag="--max-line-mb",
+            start=position,
+            consumed=consumed,
         ):
             if isinstance(block, BadInput):
                 if data:

@@ -34,7 +34,11 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
     with progress(f"{job.name}: reading", sum(os.path.getsize(file) for file in job.files), "B") as bar:
         for file in job.files:
             for block in read_blocks(
-                file, block_bytes=_FRAME_BYTES, max_line_bytes=settings.max_line_mb * _MIB, consumed=bar.update
+                file,
+                block_bytes=_FRAME_BYTES,
+                max_line_bytes=settings.max_line_mb * _MIB,
+                limit_flag="--max-line-mb",
+                consumed=bar.update,
             ):
                 for record in [block] if isinstance(block, BadInput) else parse_records(block, key):
                     if isinstance(record, BadInput):
