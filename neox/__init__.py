@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ROOT = Path(__file__).resolve().parent.parent
 
