@@ -22,7 +22,8 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(architecture: Architecture) -> dict[str, Any]:
-    return {"attention_bias": architecture.qkv_bias}
+    # its default, 1, would keep the embedding of that token from being trained in transformers
+    return {"attention_bias": architecture.qkv_bias, "pad_token_id": None}
 
 
 OLMO2 = llama_like(
