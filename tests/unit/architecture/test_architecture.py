@@ -9,7 +9,7 @@ import pytest
 
 from neox.architecture import Architecture
 from neox.config import NeoXConfig, architecture_of, architecture_settings, saved_architecture, yaml_keys
-from tests.plans import SMALL
+from tests.plans import NETWORKS, SMALL
 
 
 def of(**keys) -> Architecture:
@@ -76,3 +76,21 @@ def test_each_norm_has_its_epsilon():
         network = of(norm=norm, **epsilons)
         assert (network.norm, network.norm_epsilon) == (norm.removeprefix("te_"), epsilon)
         assert architecture_of(NeoXConfig.from_flat({**SMALL, **yaml_keys(network)})) == network
+
+
+@pytest.mark.parametrize("network", sorted(NETWORKS.keys() - {"mup", "soft_prompt"}))
+def test_keys_give_the_network_back(network):
+    one = of(**NETWORKS[network])
+    assert architecture_of(NeoXConfig.from_flat(yaml_keys(one))) == one
+    assert one.differences(saved_architecture(architecture_settings(NeoXConfig.from_flat(yaml_keys(one))))) == []
+
+
+def test_keys_that_an_older_checkpoint_lacks_had_their_defaults():
+    saved = architecture_settings(NeoXConfig.from_flat(SMALL))
+    for later in ("gpt_j_tied", "norm_placement", "sliding_window_width", "head_dim", "mlp_width"):
+        del saved[later]
+    assert of().differences(saved_architecture(saved)) == []
+    names = [
+        d.field for d in of(norm_placement="output", sliding_window_width=4).differences(saved_architecture(saved))
+    ]
+    assert set(names) == {"residual", "attention"}
