@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neox.architecture import ACTIVATIONS, NORMS, POSITIONS, LayerPlan
+from neox.architecture import ACTIVATIONS, NORMS, POSITIONS, SPARSITY, LayerPlan
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
@@ -160,7 +160,21 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
         per_score = size + (size + 1 if setting.attention_dropout else 0)
         divided += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
         divided += per_score * network.num_attention_heads * setting.sequence // split
-    return tokens * (whole + divided) + bias
+    # A mask of a sparse kind, one byte for each pair and (at most) each head.
+    sparse = not SPARSITY.keys().isdisjoint(network.attention)
+    masks = network.num_attention_heads * setting.sequence**2 // split if sparse else 0
+    attended = tokens * (whole + divided) + bias + masks
+    return max(attended, _gate_bytes(layers, setting)) if not network.has_cache else attended
+
+
+def _gate_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes that the backward pass of a block `gmlp` or `amlp` needs."""
+    hidden, size, length = layers.architecture.hidden_size, setting.bytes_per_number, setting.sequence
+    # Input and norm's output; the gate joined over tensor ranks, normalised and applied (with amlp, its values and the
+    # attention's result too). Divided: the wide product, its activation, and the gated half.
+    whole = 2 * hidden + (6 if layers.architecture.gmlp_width else 3) * 4 * hidden
+    divided = (8 + 8 + 4) * hidden // setting.tp_size
+    return (setting.micro * length * (whole + divided) + length**2) * size
 
 
 def _trains_bias(layers: LayerPlan) -> bool:
