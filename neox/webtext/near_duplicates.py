@@ -19,6 +19,9 @@ from neox.webtext.pool import ordered_map, worker_count
 from neox.webtext.shards import with_shards, write_shard
 from neox.webtext.step import Counts, Job, S
 
+FEW_DOCUMENTS = 100_000  # fewer take less time than the start of processes
+FEW_CANDIDATES = 5_000
+
 
 @dataclass(frozen=True)
 class Similarity:
@@ -81,14 +84,15 @@ def group_documents(job: Job[S], index: DocumentIndex, similarity: Similarity, m
     firsts, roots = work / "firsts", work / "roots"
     if not firsts.exists():
         write_firsts(index, firsts, memory_mb)
-    find = FindCandidates(index, firsts, max(1, memory_mb // worker_count(workers)))
-    deque(ordered_map(find, range(count), workers), maxlen=0)
+    several = workers if len(index) >= FEW_DOCUMENTS else 1
+    find = FindCandidates(index, firsts, max(1, memory_mb // worker_count(several)))
+    deque(ordered_map(find, range(count), several), maxlen=0)
     candidates = mark_needed(index, find, count, work / "needed")
     texts = TextFile(work)
-    texts.write(index, work / "needed", workers)
+    texts.write(index, work / "needed", several)
     forest = UnionFind(work / "roots.partial", firsts)
     compare = CompareGroups(index, texts, similarity.threshold, similarity.kind)
-    unlike = link_candidates(forest, find, count, compare, workers)
+    unlike = link_candidates(forest, find, count, compare, workers if candidates >= FEW_CANDIDATES else 1)
     forest.flatten()
     (work / "roots.partial").rename(roots)
     counts.details = describe(similarity)

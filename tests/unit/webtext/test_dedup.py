@@ -87,6 +87,8 @@ def test_same_bytes_for_any_workers_and_memory(
 ) -> None:
     source = real.write(tmp_path / "in.jsonl", real.with_copies(seed=2, size=2000, most_edits=12))
     dedup(source, tmp_path / "one.jsonl.zst")
+    for name in ("FEW_DOCUMENTS", "FEW_CANDIDATES"):
+        monkeypatch.setattr(f"neox.webtext.near_duplicates.{name}", 0)
     if "memory_mb" in settings:
         monkeypatch.setattr("neox.webtext.candidates._BYTES_PER_DOCUMENT", 1 << 17)  # several ranges
     dedup(source, tmp_path / "other.jsonl.zst", **settings)
