@@ -54,7 +54,6 @@ class Architecture:
         activation: Key of `ACTIVATIONS`.
         norm: Key of `NORMS`.
         norm_epsilon: The norms' epsilon.
-        norm_bias: LayerNorm adds a bias.
         qkv_bias: Queries, keys and values have biases.
         attention_output_bias: Attention's output projection has a bias.
         mlp_bias: Both projections of the MLP have biases.
@@ -96,7 +95,6 @@ class Architecture:
     activation: str
     norm: str
     norm_epsilon: float
-    norm_bias: bool = True
     qkv_bias: bool = True
     attention_output_bias: bool = True
     mlp_bias: bool = True

@@ -207,7 +207,6 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
     }
 )
-"""Fields that no key decides yet are not listed: they have their defaults."""
 ARCHITECTURE_KEYS = tuple(dict.fromkeys(key for field in _FIELDS.values() for key in field.keys))
 """The YAML keys that decide an architecture; checkpoints store them."""
 
