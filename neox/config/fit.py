@@ -78,8 +78,8 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
     else:
         size, source = (2**63, "not known") if available is None else (available, "what is available now")
     needs = [rank_bytes(plan, rank, training=training) for rank in ranks]
-    room = size - len(needs) * PROCESS_BYTES
-    usable = max(0, room * max(needs) // sum(needs))
+    free = size - len(needs) * PROCESS_BYTES
+    usable = max(0, free * max(needs) // sum(needs))
     amount = "enough memory" if size == 2**63 else f"{size / GIB:.1f} GiB"
     shared = "" if len(needs) == 1 else f", which {len(needs)} ranks share"
     name = f"{host} with {amount}{shared}"

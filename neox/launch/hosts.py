@@ -230,7 +230,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
         groups = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return None
-    rooms = [] if found is None else [int(found[1]) * 1024]
+    free = [] if found is None else [int(found[1]) * 1024]
     for line in groups:  # number:controllers:path; version 2 has no controllers
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -238,11 +238,11 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
         names = _CGROUP_FILES["memory" if controllers else ""]
         for mounted in (cgroups / "memory",) if controllers else (cgroups, cgroups / "unified"):
             inside = mounted / path.lstrip("/")
-            rooms += filter(None, (_room_in_group(group, *names) for group in (inside, *inside.parents)))
-    return min(rooms, default=None)
+            free += filter(None, (_free_in_group(group, *names) for group in (inside, *inside.parents)))
+    return min(free, default=None)
 
 
-def _room_in_group(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+def _free_in_group(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     """Return the bytes that a control group can still take; None where it has no limit."""
     try:
         free = int((group / limit).read_text()) - int((group / usage).read_text())  # `max` is no number

@@ -1,6 +1,6 @@
 """Blocks of gMLP (arXiv:2105.08050): a gate over the sequence in place of attention, as gpt-neox's layers hold it.
 
-Legend: B batch, S sequence, H hidden, F = 4H, here / tensor ranks where said, P positions the network is meant for.
+Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P longest sequence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SpatialGatingUnit(nn.Module):
             )
         if same_document is None:
             weight, bias = self.proj.weight[:length, :length].tril(), self.proj.bias[:length]
-        else:  # each token is at its place in its document
+        else:  # positions count within each document
             weight = self.proj.weight[positions.unsqueeze(-1), positions.unsqueeze(-2)]  # [B, S, S]
             weight, bias = weight.masked_fill(~same_document.squeeze(1), 0.0), self.proj.bias[positions]
         return torch.matmul(weight, gate) + bias.unsqueeze(-1)

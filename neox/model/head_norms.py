@@ -53,12 +53,12 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise heads [B, S, N, D]."""
-        wide = x.float()
+        x32 = x.float()
         if "bias" in self._parameters:
-            wide = wide - self._mean(wide)
-        wide = (wide * torch.rsqrt(self._mean(wide.square()) + self.eps)).to(x.dtype)
+            x32 = x32 - self._mean(x32)
+        normed = (x32 * torch.rsqrt(self._mean(x32.square()) + self.eps)).to(x.dtype)
         scale, *shift = (self._per_head(parameter, x) for parameter in self.parameters())
-        return wide * scale + shift[0] if shift else wide * scale
+        return normed * scale + shift[0] if shift else normed * scale
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean that belongs to each element: [B, S, N, 1], or [B, S, 1, 1] over the heads of all ranks."""

@@ -31,6 +31,6 @@ class SoftPrompt(nn.Module):
         if start is None:
             return torch.cat([prompt, x], dim=1)
         count, first = prompt.shape[1], start.unsqueeze(1)
-        place = torch.arange(count + x.shape[1], device=x.device).expand(x.shape[0], -1)
-        source = torch.where(place < first, place + count, torch.where(place < first + count, place - first, place))
+        index = torch.arange(count + x.shape[1], device=x.device).expand(x.shape[0], -1)
+        source = torch.where(index < first, index + count, torch.where(index < first + count, index - first, index))
         return torch.cat([prompt, x], dim=1).gather(1, source.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

@@ -33,9 +33,9 @@ class RMSNormOuterEpsilon(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise: [..., H] -> [..., H]."""
-        wide = x.float()
-        root = wide.square().mean(-1, keepdim=True).sqrt()
-        return (self.scale * (wide / (root + self.eps))).to(x.dtype)
+        x32 = x.float()
+        root = x32.square().mean(-1, keepdim=True).sqrt()
+        return (self.scale * (x32 / (root + self.eps))).to(x.dtype)
 
 
 class ScaleNorm(nn.Module):
@@ -48,8 +48,8 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise: [..., H] -> [..., H]."""
-        wide = x.float()
-        return (self.g * (wide / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps))).to(x.dtype)
+        x32 = x.float()
+        return (self.g * (x32 / x32.norm(dim=-1, keepdim=True).clamp(min=self.eps))).to(x.dtype)
 
 
 NORMS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(

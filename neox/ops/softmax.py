@@ -1,4 +1,4 @@
-"""Scaled, causally masked softmax of attention scores: the torch reference, and the door to the Triton kernel.
+"""Scaled, causally masked softmax of attention scores: the torch reference, and the call of the Triton kernel.
 
 Legend: B batch, N heads, S sequence.
 """

@@ -1,4 +1,4 @@
-"""Checks on the head node before ranks start: tokenizer, data, checkpoint, optional packages, tasks and memory."""
+"""Checks by the launcher before ranks start: tokenizer, data, checkpoint, optional packages, tasks and memory."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TextFile:
 
     @property
     def starts(self) -> Path:
-        """File with the place of each document's text [documents]."""
+        """File with the offset of each document's text in bytes [documents]."""
         return self.directory / "text_starts"
 
     def write(self, index: DocumentIndex, needed: Path, workers: int) -> None:
@@ -50,16 +50,16 @@ class TextFile:
         if complete.exists():
             return
         starts = np.memmap(self.starts, np.uint64, "w+", shape=max(len(index), 1))
-        mask, place = np.asarray(np.memmap(needed, np.bool_, "r")), 0
+        mask, offset = np.asarray(np.memmap(needed, np.bool_, "r")), 0
         lengths = index.column("bytes")
         with open(self.texts, "wb") as file, progress("texts of candidates", len(index), "documents") as bar:
             work = SelectTexts(needed)
             with closing(ordered_map(work, index.chunks(), workers)) as results:
                 for (start, end, _), data in results:
                     sizes = np.where(mask[start:end], lengths[start:end], 0).astype(np.uint64)
-                    starts[start:end] = place + np.cumsum(sizes) - sizes
+                    starts[start:end] = offset + np.cumsum(sizes) - sizes
                     file.write(data)
-                    place += len(data)
+                    offset += len(data)
                     bar.update(end - start)
         starts.flush()
         fsync_path(self.texts)

@@ -84,7 +84,7 @@ class EvaluationGrams:
             lowered = "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
         words = _WORD.findall(lowered)
         prefixes = map(hash, zip(*(words[skip:] for skip in range(_LEAST_WORDS)), strict=False))
-        starts = [place for place, prefix in enumerate(prefixes) if prefix in self._prefixes]
+        starts = [word for word, prefix in enumerate(prefixes) if prefix in self._prefixes]
         if not starts:
             return
         spans = [match.span() for match in _WORD.finditer(lowered)]
@@ -105,12 +105,12 @@ def cut_intervals(text: str, matches: Iterable[tuple[int, int]], margin: int) ->
     """
     ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     cuts: list[tuple[int, int]] = []
-    place = 0
+    sentence = 0
     for first, last in sorted(matches):
-        while place + 1 < len(ends) and ends[place + 1] <= first - margin:
-            place += 1
-        start = ends[place] if ends[place] <= max(first - margin, 0) else 0
-        stop = next(end for end in ends[place:] if end >= min(last + margin, len(text)))
+        while sentence + 1 < len(ends) and ends[sentence + 1] <= first - margin:
+            sentence += 1
+        start = ends[sentence] if ends[sentence] <= max(first - margin, 0) else 0
+        stop = next(end for end in ends[sentence:] if end >= min(last + margin, len(text)))
         if cuts and start <= cuts[-1][1]:
             cuts[-1] = (cuts[-1][0], max(stop, cuts[-1][1]))
         else:

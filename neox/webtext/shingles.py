@@ -64,12 +64,12 @@ def _packed(codes: NDArray[np.uint32]) -> Ids:
 
 
 def _hashed(c: Ids) -> Ids:
-    """Return a 63-bit hash of the 5-gram at each place, marked as one."""
+    """Return a 63-bit hash of the 5-gram at each position, marked as one."""
     value = c[: 1 - NGRAM].copy()
-    for place in range(1, NGRAM):
+    for offset in range(1, NGRAM):
         value *= _FACTOR
         value ^= value >> np.uint64(29)
-        value += c[place : len(c) - NGRAM + 1 + place]
+        value += c[offset : len(c) - NGRAM + 1 + offset]
     value *= _FACTOR
     return value | _WIDE
 

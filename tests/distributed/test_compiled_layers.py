@@ -1,4 +1,4 @@
-"""Compiled layers train as the others do, in every body; what cannot be compiled is refused by name."""
+"""Compiled layers train as the others do, in every engine; what cannot be compiled is refused by name."""
 
 import shutil
 

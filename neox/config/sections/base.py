@@ -1,4 +1,4 @@
-"""What every section of a configuration is: frozen, closed to unknown keys, documented under each field."""
+"""Base class of all sections: frozen, closed to unknown keys, documented under each field."""
 
 from __future__ import annotations
 

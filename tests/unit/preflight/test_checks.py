@@ -1,4 +1,4 @@
-"""What the head node can know of checkpoints, packages and data before ranks start."""
+"""What the launcher can know of checkpoints, packages and data before ranks start."""
 
 from __future__ import annotations
 
