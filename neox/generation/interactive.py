@@ -94,17 +94,14 @@ def settings_line(params: SamplingParams) -> str:
 
 
 def _prompts(prompt_end: str, source: TextIO | None, write: Callable[[str], None]) -> Iterator[str]:
-    """Yield prompts as they are typed; empty ones are asked for again."""
+    """Yield prompts as they are typed; an empty one, too, which generates without a context."""
     terminal = source is None and sys.stdin.isatty()
     read_line = _terminal_reader() if terminal else _stream_reader(source or sys.stdin, write)
     while True:
         text = _read_prompt(read_line, prompt_end)
         if text is None or text.strip() == STOP:
             return
-        if text.strip():
-            yield text
-        else:
-            write(f"(empty: type some text, or `{STOP}` to end)\n")
+        yield text
 
 
 def _read_prompt(read_line: Callable[[str], str | None], prompt_end: str) -> str | None:

@@ -27,9 +27,13 @@ def test_prompts_are_answered_until_stop():
     assert said.count("Context prompt") == 3
 
 
-def test_empty_and_long_prompts_are_answered_kindly_and_the_loop_goes_on():
-    said = talk("\nabcdefghi\na\nstop\n")
-    assert "(empty: type some text" in said
+def test_an_empty_prompt_generates_without_a_context():
+    assert "Context prompt >>> abc\n[" in talk("\nstop\n")  # after the end of a document, 0
+    assert talk("END\nstop\n", prompt_end="END").count("tokens/s]") == 1
+
+
+def test_long_prompts_are_answered_kindly_and_the_loop_goes_on():
+    said = talk("abcdefghi\na\nstop\n")
     assert "the prompt has 9 tokens, and this model's context is 8" in said
     assert "bcd\n[" in said
 
