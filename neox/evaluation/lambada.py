@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from pathlib import Path
 
 from neox.evaluation.results import TaskResult
@@ -26,7 +27,7 @@ def lambada(path: str | Path, scorer: Scorer, name: str = "lambada") -> TaskResu
     Raises:
         EvaluationError: For a file without passages.
     """
-    passages = list(read_passages(path))
+    passages = list(islice(read_passages(path), scorer.limit))
     tokens = [last_token(text, scorer.tokenizer) for text in passages]
     words = [last_word(text, scorer.tokenizer) for text in passages]
     longest = scorer.model.max_length

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ _FINAL_REPLACEMENTS = (
     (" N ", " 1 "),
     (" 's", "'s"),
 )
+_TITLE = re.compile(r"^ ?= [^=\n]+ = ?$", re.MULTILINE)
 
 
 def token_perplexity(loss: float, tokens: int) -> float:
@@ -73,8 +75,15 @@ def detokenize_wikitext(text: str) -> str:
     return text
 
 
+def first_articles(text: str, limit: int | None) -> str:
+    """Return the beginning of a file in wikitext's format, before the title (` = Title = `) of article limit + 1."""
+    titles = _TITLE.finditer(text) if limit is not None else iter(())
+    end = next(islice(titles, limit, None), None)
+    return text if end is None else text[: end.start()]
+
+
 def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskResult:
-    """Score a file in wikitext's format as one detokenized text.
+    """Score a file in wikitext's format as one detokenized text; a limit counts its articles.
 
     Returns:
         `ppl` (per token), `word_ppl` (per word of the original file), `loss` and `bits_per_byte`.
@@ -82,7 +91,7 @@ def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskRe
     Raises:
         EvaluationError: For a file with too little text.
     """
-    original = read_text(path)
+    original = first_articles(read_text(path), scorer.limit)
     words = count_words(original)
     tokens = scorer.tokenizer.encode(detokenize_wikitext(original))
     if len(tokens) < 2 or words < 2:
@@ -112,9 +121,9 @@ def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity"
     counts: dict[str, int] = {}
     texts: list[TokenIds]
     if is_token_file(path):
-        texts = list(token_documents(path, scorer.tokenizer))
+        texts = list(islice(token_documents(path, scorer.tokenizer), scorer.limit))
     else:
-        documents, eod = list(read_corpus(path)), scorer.tokenizer.eod
+        documents, eod = list(islice(read_corpus(path), scorer.limit)), scorer.tokenizer.eod
         texts = [np.array([eod, *ids, eod], dtype=np.int32) for ids in scorer.tokenizer.encode_batch(documents)]
         counts = {"words": sum(map(count_words, documents)), "bytes": sum(len(text.encode()) for text in documents)}
     loss, scored = scorer.loss(texts, name)

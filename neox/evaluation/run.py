@@ -67,7 +67,13 @@ def evaluate_tasks(
     keys = config.generation
     assert config.model.seq_length
     scorer = Scorer(
-        model, tokenizer, grid, config.model.seq_length, stride=keys.eval_stride, batch_size=keys.generation_batch_size
+        model,
+        tokenizer,
+        grid,
+        config.model.seq_length,
+        stride=keys.eval_stride,
+        batch_size=keys.generation_batch_size,
+        limit=keys.eval_limit,
     )
     results = [SCORERS[task.kind](task.path, scorer, task.name) for task in file_tasks]
     if manager is not None:

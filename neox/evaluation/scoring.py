@@ -81,6 +81,7 @@ class Scorer:
         window: Predicted tokens per window.
         stride: New tokens per window; None means all of them (windows do not overlap).
         batch_size: Windows scored at once.
+        limit: Passages, documents or articles of a file that are scored, from its beginning; None means all.
     """
 
     model: ScoringModel
@@ -89,6 +90,7 @@ class Scorer:
     window: int
     stride: int | None = None
     batch_size: int = 8
+    limit: int | None = None
 
     def score(self, spans: Sequence[Span], name: str) -> list[SpanScore]:
         """Score spans, divided among the data-parallel ranks; rank 0 shows the progress of its part as `name`."""

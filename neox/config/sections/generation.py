@@ -84,4 +84,5 @@ class GenerationConfig(Section):
     """Examples shown before each question of harness tasks; the task's own number where unset."""
 
     eval_limit: int | None = Field(None, ge=1)
-    """Score only this many examples of each harness task, for a quick look."""
+    """Score only the first so many examples of each task, for a quick look: passages of `lambada=`, documents of
+    `perplexity=`, articles of `wikitext=`, and the examples of a harness task."""

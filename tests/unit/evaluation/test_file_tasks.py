@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.lambada import lambada
@@ -17,6 +18,7 @@ from neox.evaluation.perplexity import (
     wikitext,
     word_perplexity,
 )
+from neox.evaluation.run import evaluate_tasks
 from neox.evaluation.scoring import Scorer
 from neox.evaluation.tasks import token_documents
 from neox.parallel import ParallelGrid
@@ -73,6 +75,25 @@ def test_documents_of_a_token_file_are_whole_and_small(tmp_path):
     documents = list(token_documents(tmp_path / "c", ByteTokenizer()))
     assert [ids.tolist() for ids in documents] == [[256, 1, 2, 3, 256], [256, 5]]
     assert {ids.dtype.name for ids in documents} == {"int32"}
+
+
+def test_a_limit_holds_for_every_kind_of_task(tmp_path):
+    article = WIKI[: len(WIKI) // 4]
+    (tmp_path / "wiki.raw").write_text(WIKI)
+    (tmp_path / "l.txt").write_text("one two three\n" * 4)
+    (tmp_path / "c.jsonl").write_text('{"text": "some text"}\n' * 4)
+    builder = IndexedDatasetBuilder(str(tmp_path / "t"), "uint16")
+    for _ in range(4):
+        builder.add_document([1, 2, 256])
+    builder.finalize()
+    tasks = [f"{kind}={tmp_path / name}" for kind, name in (("wikitext", "wiki.raw"), ("lambada", "l.txt"))]
+    tasks += [f"perplexity={tmp_path / name}" for name in ("c.jsonl", "t")]
+    for limit, examples in ((3, 3), (9, 4), (None, 4)):
+        config = NeoXConfig.from_flat({"seq_length": 16, "eval_tasks": tasks, "eval_limit": limit})
+        wiki, passages, *corpora = evaluate_tasks(tasks, MODEL, ByteTokenizer(), ParallelGrid.single(), config)
+        assert wiki.counts["bytes"] == examples * len(article) + 2 * (examples < 4)  # the empty line before a title
+        assert passages.counts["passages"] == examples
+        assert [corpus.counts["documents"] for corpus in corpora] == [examples, examples]
 
 
 def test_token_files_of_another_tokenizer_are_refused(tmp_path):
