@@ -53,6 +53,19 @@ class _Field(NamedTuple):
 def attention_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
     """Return NeoX's attention kind of each block, with `attention_config` expanded as gpt-neox does.
 
+    If it describes more blocks than there are, all of one kind, the rest is left out: so `num_layers` alone shortens a
+    published file.
+
+    Raises:
+        ConfigError: It has another shape.
+    """
+    kinds = described_kinds(attention_config, num_layers)
+    return kinds[:num_layers] if len(set(kinds)) == 1 else kinds
+
+
+def described_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
+    """Return the kinds that `attention_config` lists, which may be more or fewer than there are blocks.
+
     Raises:
         ConfigError: It has another shape.
     """

@@ -59,8 +59,7 @@ def test_each_trains_with_two_small_layers(name: str) -> None:
         "max_position_embeddings": 32,
         "model_parallel_size": 1,
     }
-    kinds = FILES[name]["keys"].get("attention_config", [[["global"], 12]])
-    plan = resolve(keys_of(name, **small, attention_config=[[kinds[0][0], "all"]]), 1, 100)
+    plan = resolve(keys_of(name, **small), 1, 100)
     torch.manual_seed(0)
     model, tokens = GPT(plan, ParallelGrid.single()), torch.randint(0, 100, (2, 33))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)

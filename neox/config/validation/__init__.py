@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from neox.config.architecture import described_kinds
 from neox.config.keys import REPLACEABLE, REPLACING, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
@@ -27,7 +28,13 @@ def static_problems(config: NeoXConfig) -> list[str]:
 
 def notes_without_effect(config: NeoXConfig) -> list[str]:
     """Return a message for each given key that changes nothing here."""
-    return [*_unsupported_notes(config), *_idle_notes(config), *_save_notes(config), *_replacement_notes(config)]
+    return [
+        *_unsupported_notes(config),
+        *_idle_notes(config),
+        *_save_notes(config),
+        *_replacement_notes(config),
+        *_attention_notes(config),
+    ]
 
 
 def missing_for_training(config: NeoXConfig) -> list[str]:
@@ -84,6 +91,13 @@ def _given_fields(block: BaseModel, prefix: str) -> Iterator[tuple[str, FieldInf
             yield from _given_fields(value, f"{prefix}{key}.")
         elif value != info.get_default(call_default_factory=True):
             yield f"{prefix}{key}", info, value
+
+
+def _attention_notes(config: NeoXConfig) -> Iterator[str]:
+    """Yield that `attention_config` describes more blocks than there are."""
+    layers = config.model.num_layers or 0
+    if (described := len(described_kinds(config.model.attention_config, layers))) > layers:
+        yield f"{config.describe_setting('attention_config')} describes {described} layers: the first {layers} are used"
 
 
 def _save_notes(config: NeoXConfig) -> Iterator[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from neox.config import NeoXConfig, load_config, resolve
 from neox.config.validation import missing_for_training
 from neox.errors import ConfigError
+from tests.plans import small_plan
 
 
 def violations(flat, world=1, vocab=100) -> tuple[str, ...]:
@@ -59,7 +61,6 @@ VIOLATIONS = [
     ({"attention_config": [[["flash", "global", "flash"], "all"]]}, ("3 kinds over 4 layers",)),
     ({"attention_config": [["flash", 4]]}, ("should be a list such as",)),
     ({"moe_num_experts": 8}, ("moe_num_experts: 8", "mixture of experts")),
-    ({"soft_prompt_tuning": {"enabled": True}}, ("soft_prompt_tuning",)),
     ({"sequence_parallel": True}, ("sequence_parallel",)),
     ({"use_mup": True}, ("use_mup", "mup_base_hidden_size")),
     ({"precision": "fp16", "bf16": {"enabled": True}}, ("two precisions", "`precision`", "`bf16`", "keep one")),
@@ -321,10 +322,13 @@ def test_missing_for_training(tiny):
 
 
 def test_every_key_is_read_somewhere():
-    """No setting is ignored in silence: each key of a section is named by code outside the sections themselves."""
+    """No setting is ignored in silence: each key of a section is named by code outside the sections themselves.
+
+    A key that accepts a single value decides nothing.
+    """
     from pathlib import Path
 
-    from neox.config.neox_config import key_sections
+    from neox.config.neox_config import section_classes
 
     root = Path(__file__).parents[3]
     files = [root / "deepy.py", root / "train.py", *root.glob("neox/**/*.py"), *root.glob("tools/*.py")]
@@ -337,4 +341,16 @@ def test_every_key_is_read_somewhere():
     )
     sections = "\n".join(file.read_text() for file in root.glob("neox/config/sections/*.py"))
     words = set(re.findall(r"\w+", text)) | set(re.findall(r"self\.(\w+)", sections))
-    assert set(key_sections()) - words == set()
+    keys = {
+        key
+        for section in section_classes().values()
+        for key, info in section.model_fields.items()
+        if not (get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1)
+    }
+    assert keys - words == set()
+
+
+def test_num_layers_alone_shortens_a_network_of_one_kind() -> None:
+    plan = small_plan(num_layers=2, attention_config=[[["flash"], 80]])
+    assert len(plan.architecture.attention) == 2
+    assert any("80 layers" in note for note in plan.notes)
