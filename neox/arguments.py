@@ -1,4 +1,4 @@
-"""Parser of every script's command line: description, `--version`, and completion by a shell."""
+"""Parser of every script's command line: description, `--version`, completion by a shell, and overrides of keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import neox
+
+
+def add_overrides(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Add `--set` and `--override`, which append `KEY=VALUE` to `set`; `more`: further spellings."""
+    text = "override a key of the configuration (repeatable)"
+    parser.add_argument("--set", "--override", *more, action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 class ScriptParser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from neox.arguments import ScriptParser
+from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
 from neox.convert import to_hf, upload, write_peft_adapter
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--input_dir", "--input-dir", required=True, help="a global_stepN directory, or one that holds some")
     add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    add_overrides(parser)
     add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
     add("--adapter", metavar="BASE", help="write the LoRA adapters alone, as peft loads them onto this base model")
     add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from neox.arguments import ScriptParser
+from neox.arguments import ScriptParser, add_overrides
 from neox.config import load_config
 from neox.errors import run_script
 from neox.log import setup_logging
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("config", nargs="+", help="YAML files")
     add("-d", "--conf_dir", "--conf-dir", type=Path, help="directory of the YAML files")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, which wins over the files")
+    add_overrides(parser, "-o")
     add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes")
     add("--steps", type=int, default=3, help="optimizer steps")
     return parser

@@ -42,14 +42,14 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 
 def main() -> None:
     parser = ScriptParser(description=__doc__)
-    add_plan_arguments(parser)
+    add_plan_arguments(parser, "-o")
     parser.add_argument("--eval_tasks", nargs="+", help="names the harness knows, YAML files of tasks, or KIND=FILE")
     parser.add_argument("--eval_results_prefix", help="beginning of the result file's path")
     args = parser.parse_intermixed_args()
     if args.eval_tasks:
-        args.overrides.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
+        args.set.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
     if args.eval_results_prefix:
-        args.overrides.append(f"eval_results_prefix={args.eval_results_prefix}")
+        args.set.append(f"eval_results_prefix={args.eval_results_prefix}")
     setup_logging()
     plan = plan_from_arguments(args)
     keys = plan.config.generation

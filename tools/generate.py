@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     for key in ("sample_input_file", "sample_output_file"):
         if (value := getattr(args, key)) is not None:
-            args.overrides.append(f"{key}={value}")
+            args.set.append(f"{key}={value}")
     setup_logging()
     plan = plan_from_arguments(args)
     tokenizer = tokenizer_of(plan.config)

@@ -50,7 +50,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 def main() -> None:
     limits = Limits()
     parser = ScriptParser(description=__doc__)
-    add_plan_arguments(parser)
+    add_plan_arguments(parser, "-o")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--allow_host", action="append", default=[], help="further host name that clients may use")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from neox.arguments import add_overrides
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
 from neox.config import (
     Capabilities,
@@ -42,11 +43,16 @@ _MULTI_PROCESS_KEYS = (
 _SUGGESTION = "--set load=DIRECTORY names another directory"
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the launcher's `--payload`, and the files and settings of a run in this process alone."""
+def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Add the launcher's `--payload`, and the files and settings of a run in this process alone.
+
+    Args:
+        parser: Parser of the script.
+        *more: Further spellings of `--set`.
+    """
     parser.add_argument("files", nargs="*", help="YAML files: the model's, and text_generation.yml or the like")
     parser.add_argument("-d", "--conf_dir", help="directory of the files")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    add_overrides(parser, *more)
     parser.add_argument("--iteration", type=int, help="checkpoint to load (default: the newest)")
     parser.add_argument("--payload", help="resolved configuration, passed by deepy.py")
 
@@ -58,7 +64,7 @@ def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
     if not args.files:
         raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
     chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
-    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.overrides, *chosen]))
+    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.set, *chosen]))
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
     return resolve(config, 1, tokenizer_of(config).vocab_size, replace(capabilities, saved=saved))

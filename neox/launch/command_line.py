@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from neox.arguments import ScriptParser
+from neox.arguments import ScriptParser, add_overrides
 from neox.errors import ConfigError
 from neox.launch.spec import code_root
 
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
     parser.add_argument("conf_file", nargs="*", help="configuration files (YAML or JSON; .yml may be left out)")
     parser.add_argument("-d", "--conf_dir", help="directory of the configuration files")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key (repeatable)")
+    add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
@@ -66,7 +66,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one where left out")
     parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
     parser.add_argument("-i", "--sample_input_file", help="prompts for generation, one a line")
-    parser.add_argument("-o", "--sample_output_file", help="where completions are written")
+    parser.add_argument("--sample_output_file", help="where completions are written")
+    short = "generate.py: --sample_output_file; other scripts: --set"
+    parser.add_argument("-o", dest="set", action="append", type=_Short, metavar="VALUE", help=short)
     parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="evaluation tasks")
     parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest where left out")
     parser.add_argument("--eval_results_prefix", help="prefix of the evaluation's result files")
@@ -79,9 +81,26 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not arguments.conf_file and arguments.script != "doctor":
         parser.error("at least one configuration file is needed")
+    if problem := _settle_short(arguments):
+        parser.error(problem)
     if (arguments.json or arguments.verbose or arguments.hosts or arguments.gpus) and not arguments.dry_run:
         parser.error("--json, --verbose, --hosts and --gpus go with --dry-run")
     return arguments
+
+
+class _Short(str):
+    """What `-o` was given."""
+
+
+def _settle_short(arguments: argparse.Namespace) -> str | None:
+    """Make `-o` the file of completions where text is written, else an override; return what is wrong with it."""
+    given = [text for text in arguments.set if isinstance(text, _Short)]
+    if Path(arguments.script).stem == "generate":
+        arguments.set = [text for text in arguments.set if not isinstance(text, _Short)]
+        arguments.sample_output_file = given[-1] if given else arguments.sample_output_file
+    elif wrong := [text for text in given if "=" not in text]:
+        return f"-o {wrong[0]}: {arguments.script} writes no text, and `-o KEY=VALUE` overrides a key"
+    return None
 
 
 def _positive(text: str) -> int:

@@ -11,7 +11,7 @@ from neox.launch.command_line import find_lone_tool, find_script, overrides, par
 
 
 def test_flags_become_keys() -> None:
-    words = ["evaluate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
+    words = ["generate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
     words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
     arguments = parse_arguments(words)
     assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
@@ -23,6 +23,20 @@ def test_flags_become_keys() -> None:
         "top_k=3",
     }
     assert find_script("train.py").name == "train.py"
+
+
+def test_a_short_flag_is_a_file_where_text_is_written_and_a_setting_elsewhere() -> None:
+    words = ["train.py", "a", "--set", "seed=1", "-o", "optimizer.params.lr=1e-4", "-o", "seed=2"]
+    words += ["--override", "top_k=3"]
+    assert overrides(parse_arguments(words)) == ["seed=1", "optimizer.params.lr=1e-4", "seed=2", "top_k=3"]
+    words[0] = "tools/generate.py"
+    assert overrides(parse_arguments(words)) == ["sample_output_file=seed=2", "seed=1", "top_k=3"]
+
+
+def test_a_file_of_completions_for_another_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["train.py", "a", "-o", "out.txt"])
+    assert "-o out.txt: train.py writes no text" in capsys.readouterr().err
 
 
 def test_scripts_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ NAME = "v2_pp2_mp1_dp1_fp32"
 def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(GOLDEN)
     script = ROOT / "tools" / "evaluate.py"
-    settings = ("--set", f"load={NAME}", "--eval_results_prefix", str(tmp_path / "x"))
+    settings = ("-o", f"load={NAME}", "--eval_results_prefix", str(tmp_path / "x"))
     monkeypatch.setattr(sys, "argv", [str(script), f"{NAME}/{NAME}.yml", *settings, *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
