@@ -33,10 +33,12 @@ class Norm:
 
     Attributes:
         parameters: Hidden size -> parameters, named inside the norm.
+        epsilon_key: Key of its epsilon in the YAML.
         by_steps: Computed in fp32 by single operations, which keep two fp32 tensors instead of the norm's input.
     """
 
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
+    epsilon_key: str = "layernorm_epsilon"
     by_steps: bool = False
 
 
@@ -90,6 +92,10 @@ def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
 
 def _scale(hidden: int) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("scale", (hidden,), init="ones"),)
+
+
+def _length(hidden: int) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec("g", (1,), init="ones"),)
 
 
 def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -149,12 +155,14 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm),
-        "rmsnorm": Norm(_scale),
-        "rmsnorm_v2.0": Norm(_scale, by_steps=True),
-        "scalenorm": Norm(lambda hidden: (ParameterSpec("g", (1,), init="ones"),), by_steps=True),
+        "rmsnorm": Norm(_scale, "rms_norm_epsilon"),
+        "rmsnorm_v2.0": Norm(_scale, "rms_norm_epsilon", by_steps=True),
+        "scalenorm": Norm(_length, "scalenorm_epsilon", by_steps=True),
         "non_parametric_layernorm": Norm(lambda hidden: ()),
     }
 )
+TRANSFORMER_ENGINE_NORMS: Mapping[str, str] = MappingProxyType({"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"})
+"""Names of Transformer Engine's norms -> the norms that they compute."""
 
 
 def _relative_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -186,5 +194,5 @@ if TYPE_CHECKING:
     PositionsName: TypeAlias = str
 else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
-    NormName = Literal[(*NORMS, "te_layernorm", "te_rmsnorm")]
+    NormName = Literal[(*NORMS, *TRANSFORMER_ENGINE_NORMS)]
     PositionsName = Literal[tuple(POSITIONS)]

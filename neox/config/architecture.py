@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from neox.architecture import (
     ACTIVATIONS,
     ATTENTION,
+    NORMS,
     Architecture,
     LayerPlan,
     Lora,
@@ -18,6 +19,7 @@ from neox.architecture import (
     rope_scaling_of,
     sparsity_of,
 )
+from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl
@@ -139,15 +141,14 @@ def _same(value: Any) -> Any:
 
 def _plain_norm(name: str) -> str:
     """Return the norm that Transformer Engine's computes."""
-    return name.removeprefix("te_")
+    return TRANSFORMER_ENGINE_NORMS.get(name, name)
 
 
 _EPSILONS: Final = ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon")
 
 
 def _epsilon_key(norm: str) -> str:
-    layernorm, rmsnorm, scalenorm = _EPSILONS
-    return rmsnorm if "rmsnorm" in norm else scalenorm if norm == "scalenorm" else layernorm
+    return NORMS[_plain_norm(norm)].epsilon_key
 
 
 _MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")

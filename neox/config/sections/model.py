@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neox.architecture import SPARSITY
-from neox.architecture.choices import ActivationName, NormName, PositionsName
+from neox.architecture import NORMS, SPARSITY
+from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS, ActivationName, NormName, PositionsName
 from neox.config.sections.base import OnlyWith, Section
 
 InitMethod = Literal[
@@ -24,6 +24,11 @@ InitMethod = Literal[
 
 def _only(*kinds: str) -> OnlyWith:
     return OnlyWith("attention_config", kinds)
+
+
+def _norms_of(epsilon_key: str) -> OnlyWith:
+    names = {**{name: name for name in NORMS}, **TRANSFORMER_ENGINE_NORMS}
+    return OnlyWith("norm", tuple(name for name, norm in names.items() if NORMS[norm].epsilon_key == epsilon_key))
 
 
 class SparsityConfig(Section):
@@ -121,15 +126,13 @@ class ModelConfig(Section):
     `rmsnorm_v2.0` outside, as gpt-neox v2.0 does for `rmsnorm`. `te_layernorm` and `te_rmsnorm` are `layernorm` and
     `rmsnorm`."""
 
-    layernorm_epsilon: Annotated[float, OnlyWith("norm", ("layernorm", "non_parametric_layernorm", "te_layernorm"))] = (
-        Field(1e-5, gt=0)
-    )
+    layernorm_epsilon: Annotated[float, _norms_of("layernorm_epsilon")] = Field(1e-5, gt=0)
     """Added to the variance inside LayerNorm."""
 
-    rms_norm_epsilon: Annotated[float, OnlyWith("norm", ("rmsnorm", "rmsnorm_v2.0", "te_rmsnorm"))] = Field(1e-8, gt=0)
+    rms_norm_epsilon: Annotated[float, _norms_of("rms_norm_epsilon")] = Field(1e-8, gt=0)
     """Added to the mean square inside RMSNorm."""
 
-    scalenorm_epsilon: Annotated[float, OnlyWith("norm", ("scalenorm",))] = Field(1e-8, gt=0)
+    scalenorm_epsilon: Annotated[float, _norms_of("scalenorm_epsilon")] = Field(1e-8, gt=0)
     """Smallest length of hidden states that ScaleNorm divides by."""
 
     pos_emb: PositionsName = "learned"

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from neox.config import NeoXConfig, resolve
+from neox.architecture import NORMS
+from neox.config import NeoXConfig, architecture_of, resolve
 from neox.config.neox_config import key_sections, section_classes
 from neox.config.reference import blocks_of
 from neox.config.sections.base import conditions_of
 from neox.config.validation import notes_without_effect
+from tests.plans import SMALL
 
 
 def notes(**keys: Any) -> list[str]:
@@ -38,6 +40,15 @@ def notes(**keys: Any) -> list[str]:
 def test_a_condition_that_is_off_is_noted(keys: dict[str, Any], note: str) -> None:
     (found,) = notes(**keys)
     assert note in found
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_has_an_epsilon_of_its_own(name: str) -> None:
+    values = {"layernorm_epsilon": 1e-4, "rms_norm_epsilon": 2e-4, "scalenorm_epsilon": 3e-4}
+    used = NORMS[name].epsilon_key
+    unused = [key for key in values if any(f"`{key}: " in note for note in notes(norm=name, **values))]
+    assert sorted([used, *unused]) == sorted(values)
+    assert architecture_of(NeoXConfig.from_flat({**SMALL, **values, "norm": name})).norm_epsilon == values[used]
 
 
 def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
