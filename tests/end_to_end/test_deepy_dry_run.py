@@ -22,7 +22,7 @@ def deepy(*arguments: str, cwd: Path = ROOT, code: int = 0) -> subprocess.Comple
     """Run deepy.py and check its exit status."""
     command = [sys.executable, str(ROOT / "deepy.py"), *arguments]
     environment = {**os.environ, **CPU_ONLY}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=180, env=environment)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

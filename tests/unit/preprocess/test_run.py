@@ -214,7 +214,7 @@ def test_a_full_disk_is_one_clear_line_and_the_run_goes_on(tmp_path: Path) -> No
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1", "--append-eod"]
     arguments += ["--tokenizer-type", "HFTokenizer", "--vocab", VOCAB]
     command = [sys.executable, "-c", limited.replace("sys.argv.pop(0)", repr(tool)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=TOOL_PATH)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=TOOL_PATH)
     assert done.returncode == 1, done.stderr
     assert "cannot" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -279,7 +279,7 @@ def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> N
     tool = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path), "--output-prefix", str(tmp_path / "out")]
     tool += ["--tokenizer-type", "HFTokenizer", "--vocab", VOCAB, "--append-eod", "--workers", "1"]
     command = [sys.executable, "-c", SIGNALLED, str(int(number)), *tool]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=TOOL_PATH)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=TOOL_PATH)
     assert done.returncode == code, done.stderr
     assert "the same command resumes there" in done.stderr
     assert "Traceback" not in done.stderr
