@@ -6,14 +6,13 @@ from typing import Any
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import BatchPlan, Precision, Topology
+from neox.config.sections.base import status_of
+from neox.config.sections.deepspeed import ZeroSettings
 
-_OFFLOAD = ("cpu_offload", "offload_optimizer", "offload_param")
+_ZERO_STATUS = {key: status_of(info) for key, info in ZeroSettings.model_fields.items()}
 # Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.
-_CHECKPOINT_KEYS = (
-    "load_from_fp32_weights",
-    "elastic_checkpoint",
-    "stage3_gather_16bit_weights_on_model_save",
-)
+_CHECKPOINT_KEYS = tuple(key for key, status in _ZERO_STATUS.items() if status == "no effect")
+_LEFT_OUT = {key for key, status in _ZERO_STATUS.items() if status != "works"}
 # Written as they are given.
 _UNCHANGED = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
 
@@ -55,7 +54,7 @@ def deepspeed_json(
 def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
     """Return the ZeRO block; offload keys with `none` are left out (`validation` refuses others)."""
     settings = config.deepspeed.zero_optimization
-    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude={*_OFFLOAD, *_CHECKPOINT_KEYS})
+    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=_LEFT_OUT)
     notes.extend(
         f"{config.describe_setting(f'zero_optimization.{key}')} changes nothing: checkpoints are this project's own"
         for key in _CHECKPOINT_KEYS

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
 from neox.config.neox_config import section_classes, yaml_text
-from neox.config.sections.base import any_of, conditions_of
+from neox.config.sections.base import any_of, conditions_of, status_of
 
 PAGE = Path("configs/neox_arguments.md")
 SCHEMA = Path("configs/neox_config.schema.json")
@@ -90,11 +90,14 @@ def page() -> str:
         lines += [f"## {name}", "", (cls.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | since | status | meaning |", "|---|---|---|---|---|---|"]
         lines += [*section_rows(name, cls), ""]
+        statuses: dict[str, str] = {}  # of blocks' keys: a refused block's are refused
         for path, block in blocks_of(cls):
             lines += [f"### {path}", "", (block.__doc__ or "").strip(), ""]
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+            lines += ["| key | type | default | status | meaning |", "|---|---|---|---|---|"]
             for key, info in block.model_fields.items():
-                lines.append(_row(key, type_name(info.annotation), _default(info), _meaning(info)))
+                status = status_of(info) if statuses.get(path, "works") == "works" else statuses[path]
+                statuses[f"{path}.{key}"] = status
+                lines.append(_row(key, type_name(info.annotation), _default(info), status, _meaning(info)))
             lines.append("")
     return "\n".join(lines)
 

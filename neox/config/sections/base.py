@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -31,6 +31,18 @@ class OnlyWith:
         if self.values == (None,):
             return f"`{self.key}` unset"
         return f"`{self.key}{': ' if self.values else ''}{', '.join(map(str, self.values))}`"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of a field of a block, in `Annotated`: what happens to it where it does not work, as for gpt-neox's flat keys."""
+
+    name: Literal["refused", "no effect"]
+
+
+def status_of(info: FieldInfo) -> str:
+    """Return the status of a field: `works`, `refused` or `no effect`."""
+    return next((item.name for item in info.metadata if isinstance(item, Status)), "works")
 
 
 def conditions_of(info: FieldInfo) -> tuple[OnlyWith, ...]:

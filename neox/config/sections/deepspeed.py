@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import OnlyWith, Section, Status
 
 _SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
 _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
+_REFUSED, _NO_EFFECT = Status("refused"), Status("no effect")
 
 
 class OffloadSettings(Section):
@@ -42,19 +43,19 @@ class ZeroSettings(Section):
     """Elements gathered at once."""
     overlap_comm: Annotated[bool | None, _SHARDED] = None
     """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
-    load_from_fp32_weights: bool | None = None
+    load_from_fp32_weights: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to load a checkpoint; changes nothing here, with a note."""
-    elastic_checkpoint: bool | None = None
+    elastic_checkpoint: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's elastic checkpoints; changes nothing here, with a note: every checkpoint loads at any degrees."""
     round_robin_gradients: Annotated[bool | None, _SHARDED] = None
     """Distribute gradients over ranks round-robin (stage 2 offload)."""
     ignore_unused_parameters: Annotated[bool | None, _SHARDED] = None
     """Tolerate parameters without gradient (stage 2)."""
-    cpu_offload: bool | None = None
-    """Old name of offload_optimizer: {device: cpu}."""
-    offload_optimizer: OffloadSettings | None = None
+    cpu_offload: Annotated[bool | None, _REFUSED] = None
+    """Old name of offload_optimizer: {device: cpu}; refused."""
+    offload_optimizer: Annotated[OffloadSettings | None, _REFUSED] = None
     """Offload of optimizer states; refused."""
-    offload_param: OffloadSettings | None = None
+    offload_param: Annotated[OffloadSettings | None, _REFUSED] = None
     """Offload of weights (stage 3); refused."""
     sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Elements updated at once (stage 3)."""
@@ -66,7 +67,7 @@ class ZeroSettings(Section):
     """Parameters fetched in advance."""
     stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Smaller parameters are not sharded."""
-    stage3_gather_16bit_weights_on_model_save: bool | None = None
+    stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
 
 

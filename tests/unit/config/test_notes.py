@@ -9,9 +9,11 @@ import pytest
 from neox.architecture import NORMS
 from neox.config import NeoXConfig, architecture_of, resolve
 from neox.config.neox_config import key_sections, section_classes
-from neox.config.reference import blocks_of
-from neox.config.sections.base import conditions_of
+from neox.config.reference import blocks_of, page, type_name
+from neox.config.sections.base import conditions_of, status_of
+from neox.config.sections.deepspeed import ZeroSettings
 from neox.config.validation import notes_without_effect
+from neox.errors import ConfigError
 from tests.plans import SMALL
 
 
@@ -76,3 +78,21 @@ def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
         value = config.value(condition.key)
         assert "." not in condition.key or value is not None, condition
     assert any("no effect" in note for note in resolve(NeoXConfig.from_flat({**tiny, "account": "me"}), 1, 99).notes)
+
+
+def test_statuses_of_the_zero_block_hold(tiny: dict[str, Any]) -> None:
+    seen = set()
+    for key, info in ZeroSettings.model_fields.items():
+        seen.add(status := status_of(info))
+        if status == "works":
+            continue
+        value = {"device": "cpu"} if type_name(info.annotation) == "block" else True
+        config = NeoXConfig.from_flat({**tiny, "zero_optimization": {"stage": 3, key: value}})
+        if status == "refused":
+            with pytest.raises(ConfigError, match=f"zero_optimization.{key}`"):
+                resolve(config, 1, 100)
+        else:
+            said = [note for note in resolve(config, 1, 100).notes if f"zero_optimization.{key}: true`" in note]
+            assert len(said) == 1
+    assert seen == {"works", "refused", "no effect"}
+    assert "| `device` | none, cpu, nvme | `'none'` | refused |" in page()
