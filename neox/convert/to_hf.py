@@ -146,7 +146,7 @@ def _setting(config: NeoXConfig, field: str) -> str:
     """Return the YAML keys that a field of the architecture follows from, with their values."""
     keys = architecture_keys(field)
     given = [key for key in keys if config.given(key)] or keys[:1]
-    return ", ".join(f"{key}: {getattr(config.model, key)}" for key in given) or field
+    return ", ".join(f"{key}: {config.value(key)}" for key in given) or field
 
 
 def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[CheckpointReader, RunPlan]:

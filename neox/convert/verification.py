@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neox.checkpoint import CheckpointReader
 from neox.config import AttentionImpl, NeoXConfig, RunPlan, resolve
+from neox.config.architecture import ARCHITECTURE_KEYS
 from neox.config.keys import UNSUPPORTED
 from neox.errors import ConversionError
 from neox.model import GPT
@@ -36,7 +37,7 @@ def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
         ConfigError: For settings of the network that are not supported, all of them in one message.
     """
     kept = {name for name, key in UNSUPPORTED.items() if key.section == "model"}
-    kept |= set(type(config.model).model_fields) - _KERNEL_KEYS
+    kept |= ({*type(config.model).model_fields} | {*ARCHITECTURE_KEYS}) - _KERNEL_KEYS  # muP's are of another section
     flat = {key: value for key, value in config.to_flat().items() if key in kept}
     flat |= {"padded_vocab_size": padded_vocab_size, "train_micro_batch_size_per_gpu": 1}
     flat |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pipe_parallel_size": 1, "model_parallel_size": 1}

@@ -53,8 +53,9 @@ def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
         to_hf(tmp_path / "nowhere", config, tmp_path / "out")
     for key in ("num_unique_layers: 2", "moe_num_experts: 8"):
         assert key in str(refused.value)
-    with pytest.raises(ConversionError, match="pos_emb: none"):
-        to_hf(tmp_path / "nowhere", NeoXConfig.from_flat({**SIZES, "pos_emb": "none"}), tmp_path / "out")
+    for keys, named in (({"pos_emb": "none"}, "pos_emb: none"), ({"use_mup": True, "mup_base_hidden_size": 16}, "mup")):
+        with pytest.raises(ConversionError, match=named):
+            to_hf(tmp_path / "nowhere", NeoXConfig.from_flat({**SIZES, **keys}), tmp_path / "out")
 
 
 def test_keys_that_do_not_describe_the_network_are_not_looked_at(tmp_path):
