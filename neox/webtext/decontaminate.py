@@ -6,6 +6,7 @@ The method is that of Megatron-LM's OpenWebText recipe (its `filter_ngrams.py`),
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,12 +106,9 @@ def cut_intervals(text: str, matches: Iterable[tuple[int, int]], margin: int) ->
     """
     ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     cuts: list[tuple[int, int]] = []
-    sentence = 0
     for first, last in sorted(matches):
-        while sentence + 1 < len(ends) and ends[sentence + 1] <= first - margin:
-            sentence += 1
-        start = ends[sentence] if ends[sentence] <= max(first - margin, 0) else 0
-        stop = next(end for end in ends[sentence:] if end >= min(last + margin, len(text)))
+        start = ends[bisect_right(ends, max(first - margin, 0)) - 1]
+        stop = ends[bisect_left(ends, min(last + margin, len(text)))]
         if cuts and start <= cuts[-1][1]:
             cuts[-1] = (cuts[-1][0], max(stop, cuts[-1][1]))
         else:

@@ -123,3 +123,10 @@ def test_cuts_are_joined_and_cover_every_match() -> None:
             assert any(a <= max(0, first - margin) and b >= min(len(text), last + margin) for a, b in cuts)
         assert all(start == 0 or text[start - 1] in ".!" for start, _ in cuts)
         assert all(stop == len(text) or text[stop - 1] in ".!" for _, stop in cuts)
+
+
+def test_many_matches_in_a_long_text_are_cut_in_little_time() -> None:
+    sentence = "the quick brown fox jumps over the lazy dog and then it runs away. "
+    text = sentence * 20_000
+    places = range(0, len(text) - len(sentence), 5)
+    assert cut_intervals(text, ((place, place + 60) for place in places), 200) == [(0, len(text))]
