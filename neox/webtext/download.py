@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, field_validator
 
 from neox.corpus import Position
-from neox.errors import DataError
 from neox.files import write_text
 from neox.webtext.chunks import Chunk
 from neox.webtext.documents import ChunkResult, Results, write_results
@@ -180,17 +179,11 @@ def _warc_record(url: str, page: Page, date: str) -> bytes:
     return buffer.getvalue()
 
 
-def _checked_output(job: Job[DownloadSettings]) -> None:
-    """Download into a file of a known kind. Raises DataError for another name."""
-    if not job.settings.output.name.endswith((".jsonl", ".jsonl.zst", ".warc.gz")):
-        raise DataError(f"{job.settings.output}: pages are written as .jsonl, .jsonl.zst or .warc.gz")
-    download(job)
-
-
 DOWNLOAD = Step(
     "download",
     DownloadSettings,
-    _checked_output,
+    download,
+    suffixes=(".jsonl.zst", ".jsonl", ".warc.gz"),
     expand=partial(expand_suffixes, suffixes=(".txt",)),
     packages=("aiohttp", "protego"),
 )

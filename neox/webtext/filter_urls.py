@@ -306,7 +306,7 @@ FILTER_URLS = Step(
     "filter-urls",
     FilterUrlsSettings,
     filter_urls,
-    suffix=".txt",
+    suffixes=(".txt",),
     expand=partial(expand_suffixes, suffixes=(".txt",)),
     packages=("tldextract", "courlan"),
 )

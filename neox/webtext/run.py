@@ -15,10 +15,11 @@ from neox.errors import ConfigError, DataError, install_command
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
 from neox.preprocess.settings import only_run
-from neox.webtext.step import Job, S, Settings, Step
+from neox.webtext.step import Job, S, Settings, Step, dropped_path
 
 _log = get_logger(__name__)
 _FORMAT = 1
+_SIDECAR = {"step": str, "identity": str, "inputs": list, "outputs": dict, "report": dict}
 
 
 def sidecar_path(output: Path) -> Path:
@@ -30,8 +31,10 @@ def read_sidecar(output: str | Path) -> dict[str, Any] | None:
     """Return the sidecar of a file; None if it has none. Raises DataError if it cannot be read."""
     path = sidecar_path(Path(output))
     try:
-        sidecar: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return sidecar if {"identity", "inputs", "outputs", "report"} <= sidecar.keys() else None
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(sidecar, dict) or not all(isinstance(sidecar.get(k), kind) for k, kind in _SIDECAR.items()):
+            raise ValueError("no step wrote it")
+        return sidecar
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -83,8 +86,15 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
             if settings.report is not None:
                 write_text(settings.report, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise DataError(f"{error.filename or settings.output} cannot be written: {error.strerror or error}") from error
+        raise DataError(f"{error.filename or settings.output}: {error.strerror or error}") from error
     return {**report, "fresh": fresh}
+
+
+def _named_paths(settings: Settings) -> list[Path]:
+    """Return the files and directories that settings name, besides inputs and outputs."""
+    values = [getattr(settings, name) for name in settings.model_fields_set - {"input", "output", "report"}]
+    words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
+    return [word for word in words if isinstance(word, Path)]
 
 
 def _named_files(settings: Settings) -> dict[str, list[str]]:
@@ -101,9 +111,19 @@ def _named_files(settings: Settings) -> dict[str, list[str]]:
 def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:
     if not files:
         raise DataError(f"{step.name}: no inputs; give files or directories with --input")
-    outputs = {path.resolve() for path in (settings.output, *step.outputs(settings))}
-    if same := [file for file in files if Path(file).resolve() in outputs]:
-        raise ConfigError(f"{step.name}: {same[0]} is an input and an output; choose another --output")
+    if (problem := step.output_problem(settings)) is not None:
+        raise ConfigError(f"{step.name}: {problem}")
+    outputs = (settings.output, *step.outputs(settings), dropped_path(settings.output))
+    reports = tuple(path for path in (settings.report,) if path is not None)
+    read = (*map(Path, files), *_named_paths(settings))
+    for path in (*read, *outputs, *reports):
+        if any("\udc80" <= character <= "\udcff" for character in str(path)):
+            raise ConfigError(f"{step.name}: the name {str(path)!r} is not UTF-8: rename it")
+    for flag, written, others in (("output", outputs, read), ("report", reports, (*read, *outputs))):
+        taken = {path.resolve(): path for path in others}
+        if same := [path for path in written if path.resolve() in taken]:
+            replaced = taken[same[0].resolve()]
+            raise ConfigError(f"{step.name}: writing {same[0]} would replace {replaced}; choose another --{flag}")
 
 
 def _old_sidecar(output: Path) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ from neox.webtext.near_duplicates import Groups, Similarity, group_documents, in
 from neox.webtext.step import Job, Step
 
 _MIB = 1 << 20
-_SUFFIXES = (".jsonl", ".jsonl.zst")
 
 
 class SplitSettings(NearDuplicateSettings):
@@ -42,13 +41,9 @@ class SplitSettings(NearDuplicateSettings):
     """Whether near-duplicates are kept together; otherwise only equal texts are."""
 
     def parts(self) -> tuple[Path, ...]:
-        """Return the files for train, validation and test. Raises ConfigError if the output has another format."""
-        name = self.output.name
-        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
-        if suffix is None:
-            raise ConfigError(f"split: {self.output} must end with {' or '.join(_SUFFIXES)}")
-        stem = name.removesuffix(suffix)
-        return self.output, *(self.output.with_name(f"{stem}.{part}{suffix}") for part in ("valid", "test"))
+        """Return the files for train, validation and test."""
+        stem, end, zst = self.output.name.rpartition(".jsonl")
+        return self.output, *(self.output.with_name(f"{stem}.{part}{end}{zst}") for part in ("valid", "test"))
 
 
 def split(job: Job[SplitSettings]) -> None:
@@ -65,7 +60,7 @@ def split(job: Job[SplitSettings]) -> None:
     groups = group_documents(job, index, similarity, settings.memory_mb)
     draws = draw_parts(f"{train},{settings.dev_percent},{settings.test_percent}", settings.seed)
     part_of = _parts_of_groups(groups, draws, job.work / "parts")
-    outputs = [(path, path.with_name(f"{path.name.partition('.jsonl')[0]}.tsv")) for path in settings.parts()]
+    outputs = [(path, path.with_name(f"{path.name.rpartition('.jsonl')[0]}.tsv")) for path in settings.parts()]
     written = write_parts(_lines(index), map(int, part_of), outputs)
     job.counts = groups.counts
     job.counts.documents_out, job.counts.bytes_out = job.counts.documents_in, job.counts.bytes_in

@@ -171,9 +171,13 @@ class Job(Generic[S]):
 
     @property
     def dropped(self) -> Path:
-        """File for the dropped documents, in a directory beside the output; of a WARC file, with `.jsonl` appended."""
-        output = self.settings.output
-        return output.parent / "dropped" / (f"{output.name}.jsonl" if ".warc" in output.name else output.name)
+        """File for the dropped documents."""
+        return dropped_path(self.settings.output)
+
+
+def dropped_path(output: Path) -> Path:
+    """Return the file for dropped documents, in a directory beside the output; a WARC file's ends with `.jsonl`."""
+    return output.parent / "dropped" / (f"{output.name}.jsonl" if ".warc" in output.name else output.name)
 
 
 def one_output(settings: Settings) -> tuple[Path, ...]:
@@ -191,7 +195,8 @@ class Step(Generic[S]):
         run: Writes the outputs of a job, atomically, and fills in its counts. It is called again for the same job after
             an interruption, and makes the same bytes then and for any number of workers.
         build: Of a step on single documents: makes the function of a document. Other steps have none.
-        suffix: End of the output's name in a recipe.
+        suffixes: Ends that the name of the output may have, which give its format; without any, every name will do. The
+            first is that of a recipe.
         expand: Replaces directories among the inputs by their files.
         outputs: Files that the next step reads.
         packages: Packages whose versions determine the output, too.
@@ -202,7 +207,7 @@ class Step(Generic[S]):
     settings: type[S]
     run: Callable[[Job[S]], None]
     build: Callable[[S], DocumentFunction] | None = None
-    suffix: str = ".jsonl.zst"
+    suffixes: tuple[str, ...] = (".jsonl.zst", ".jsonl")
     expand: Callable[[Sequence[Path]], tuple[str, ...]] = expand_inputs
     outputs: Callable[[S], tuple[Path, ...]] = one_output
     packages: tuple[str, ...] = ()
@@ -219,7 +224,7 @@ class Step(Generic[S]):
             ConfigError: If a value is missing, unknown or unsuitable; all of them are named.
         """
         try:
-            return self.settings(**values)
+            settings = self.settings(**values)
         except ValidationError as error:
             problems = []
             for problem in error.errors():
@@ -227,3 +232,14 @@ class Step(Generic[S]):
                 given = "" if problem["type"] == "missing" else f" (given: {problem['input']!r:.80})"
                 problems.append(f"{where(name)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{given}")
             raise ConfigError(problems) from None
+        if (wrong := self.output_problem(settings)) is not None:
+            raise ConfigError(f"{where('output')}: {wrong}")
+        return settings
+
+    def output_problem(self, settings: S) -> str | None:
+        """Return why the output cannot have its name; None if it can."""
+        name = settings.output.name
+        if not name:
+            return f"'{settings.output}' names no file"
+        ends = not self.suffixes or name.endswith(self.suffixes)
+        return None if ends else f"{settings.output} must end with {' or '.join(self.suffixes)}, which give its format"

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
+from neox.errors import ConfigError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import TOKENIZER_TYPES
 from neox.webtext.step import Job, Settings, Step
@@ -46,11 +47,22 @@ class TokenizeSettings(Settings):
             raise ValueError(f"must be one of {', '.join(TOKENIZER_TYPES)}")
         return value
 
+    @field_validator("max_line_mb")
+    @classmethod
+    def _is_not_used(cls, value: int) -> int:
+        raise ValueError("memory_mb limits a line here; remove it")
+
     def prefixes(self) -> dict[str, tuple[Path, ...]]:
-        """Return the prefix of each dataset with its inputs."""
+        """Return the prefix of each dataset with its inputs. Raises ConfigError if two inputs have one prefix."""
         if not self.each:
             return {str(self.output): self.input}
-        return {str(self.output.parent / path.name.partition(".jsonl")[0]): (path,) for path in self.input}
+        prefixes: dict[str, tuple[Path, ...]] = {}
+        for path in self.input:
+            prefix = str(self.output.parent / path.name.partition(".jsonl")[0])
+            if prefix in prefixes:
+                raise ConfigError(f"tokenize: {prefixes[prefix][0]} and {path} would both become {prefix}: rename one")
+            prefixes[prefix] = (path,)
+        return prefixes
 
     def datasets(self) -> tuple[Path, ...]:
         """Return the files of the tokens."""
@@ -85,4 +97,4 @@ def tokenize(job: Job[TokenizeSettings]) -> None:
     job.counts.details["tokens"] = tokens
 
 
-TOKENIZE = Step("tokenize", TokenizeSettings, tokenize, suffix="", outputs=TokenizeSettings.datasets)
+TOKENIZE = Step("tokenize", TokenizeSettings, tokenize, suffixes=(), outputs=TokenizeSettings.datasets)
