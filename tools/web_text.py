@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import _checkout  # noqa: F401
-import yaml
 from pydantic.fields import FieldInfo
 
 from neox.arguments import ScriptParser
+from neox.config.yaml_file import parse_text
 from neox.corpus import write_documents
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run all steps of a recipe", description="Run all steps of a recipe.")
     run.add_argument("recipe", type=Path, help="YAML file with `directory` and `steps`")
     run.add_argument("--executor", choices=get_args(Executor), help="run it as a datatrove pipeline")
-    run.add_argument("--tasks", type=int, default=1, help="shards of a step, with --executor")
+    run.add_argument("--tasks", type=int, help="shards of a step, with --executor (default: 1)")
     about = "argument of datatrove's executor, such as partition=cpu or time=10:00:00"
     run.add_argument("--executor-option", action="append", default=[], metavar="NAME=VALUE", help=about)
     return p
@@ -83,7 +83,10 @@ def executor_options(given: list[str]) -> dict[str, Any]:
     """Return the options of an executor. Raises ConfigError for one that is no NAME=VALUE."""
     if wrong := [option for option in given if "=" not in option]:
         raise ConfigError(f"--executor-option {wrong[0]}: give NAME=VALUE")
-    return {name: yaml.safe_load(value) for name, _, value in (option.partition("=") for option in given)}
+    options: dict[str, Any] = {}
+    for name, _, value in (option.partition("=") for option in given):
+        options |= parse_text(f"{name}: {value}", f"--executor-option {name}").values
+    return options
 
 
 def write_task_texts(tasks: list[str], output: Path) -> int:
@@ -104,7 +107,12 @@ def main() -> int:
         return write_task_texts(args.tasks, args.output)
     steps = chosen_steps(args)
     if args.command == "run" and args.executor is not None:
-        run_recipe(steps, args.executor, args.tasks, executor_options(args.executor_option))
+        tasks = 1 if args.tasks is None else args.tasks
+        if tasks < 1:
+            raise ConfigError(f"--tasks {tasks}: give at least 1")
+        run_recipe(steps, args.executor, tasks, executor_options(args.executor_option))
+    elif args.command == "run" and (args.tasks is not None or args.executor_option):
+        raise ConfigError("--tasks and --executor-option need --executor")
     for chosen in () if args.command == "run" and args.executor == "slurm" else steps:  # complete ones are reported
         report = run_step(chosen.step, chosen.settings)
         print(describe_report(chosen.settings, report), flush=True)

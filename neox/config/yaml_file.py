@@ -67,7 +67,7 @@ class ParsedFile:
     Attributes:
         name: Its name in messages.
         values: Its mapping.
-        lines: Dotted path -> line of the key, from 1.
+        lines: Dotted path -> line of the key, or of the item of a list (by its index), from 1.
         problems: Keys given twice, tags.
     """
 
@@ -115,6 +115,8 @@ class _Builder:
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
+            for i, item in enumerate(node.value):
+                self.lines[f"{path}.{i}"] = item.start_mark.line + 1
             return [self.build(item, f"{path}.{i}", depth + 1) for i, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
         if node.style is None and tag != "!":

@@ -49,19 +49,24 @@ def read_recipe(path: Path, steps: Mapping[str, Step[Any]]) -> list[RecipeStep]:
     if not isinstance(listed, list) or not listed or not isinstance(values.get("directory"), str):
         raise ConfigError(f"{path}: a recipe needs `directory`, a path, and `steps`, a list")
     defaults: dict[str, Any] = {key: values[key] for key in ("workers", "seed", "skip_bad") if key in values}
-    result: list[RecipeStep] = []
+    result, written = list[RecipeStep](), dict[Path, str]()
     for number, entry in enumerate(listed):
         step, given = _entry(parsed, f"steps.{number}", entry, steps)
-        name = f"{number + 1:02}-{step.name}{step.suffix}"
+        name = f"{number + 1:02}-{step.name}{step.suffixes[0] if step.suffixes else ''}"
         own: dict[str, Any] = {**defaults, "output": str(Path(values["directory"]) / name), **given}
         if "input" not in own and result:
             own["input"] = result[-1].step.outputs(result[-1].settings)
 
-        def where(key: str, prefix: str = f"steps.{number}.{step.name}", label: str = step.name) -> str:
-            line = _at(parsed, f"{prefix}.{key}", f"steps.{prefix.split('.')[1]}")
-            return f"{line} of step {label}"
+        def where(key: str, item: str = f"steps.{number}", label: str = step.name) -> str:
+            others = (key,) if key in defaults else (f"{item}.{label}", item)
+            return f"{_at(parsed, f'{item}.{label}.{key}', *others)} of step {label}"
 
-        result.append(RecipeStep(step, step.make_settings(own, where)))
+        chosen = RecipeStep(step, step.make_settings(own, where))
+        for path in map(Path.resolve, step.outputs(chosen.settings)):
+            if path in written:
+                raise ConfigError(f"{where('output')}: {path} is written by the step {written[path]}, too")
+            written[path] = step.name
+        result.append(chosen)
     return result
 
 
@@ -72,16 +77,19 @@ def _entry(
     if isinstance(entry, str):
         entry = {entry: None}
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise ConfigError(f"{parsed.name}: {path}: give a step's name, or `name: {{setting: value}}`")
+        raise ConfigError(f"{_at(parsed, path)}: give a step's name, or `name: {{setting: value}}`")
     ((name, given),) = entry.items()
     if name not in steps:
         raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)} is no step; they are {', '.join(steps)}")
     if not isinstance(given, dict | None):
         raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)}: its settings must be `key: value` pairs")
-    return steps[name], {key.replace("-", "_"): value for key, value in (given or {}).items()}
+    given = given or {}
+    if twice := [key for key in given if "-" in key and key.replace("-", "_") in given]:
+        raise ConfigError(f"{_at(parsed, f'{path}.{name}.{twice[0]}')} is given twice, with `-` and `_`; remove one")
+    return steps[name], {key.replace("-", "_"): value for key, value in given.items()}
 
 
-def _at(parsed: ParsedFile, path: str, otherwise: str = "") -> str:
-    """Return file, line and name of a key."""
-    line = next((f":{parsed.lines[p]}" for p in (path, path.replace("_", "-"), otherwise) if p in parsed.lines), "")
+def _at(parsed: ParsedFile, path: str, *others: str) -> str:
+    """Return file, line and name of a key; if it is not there, the line of another one."""
+    line = next((f":{parsed.lines[p]}" for p in (path, path.replace("_", "-"), *others) if p in parsed.lines), "")
     return f"{parsed.name}{line}: `{path.rsplit('.', 1)[-1]}`"

@@ -162,3 +162,67 @@ def test_every_setting_is_documented() -> None:
     for step in STEPS.values():
         assert step.settings.__doc__
         assert [name for name, info in step.settings.model_fields.items() if not info.description] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"report": "in.jsonl"}, r"in\.jsonl.*--report"),
+        ({"report": "out.jsonl"}, r"out\.jsonl.*--report"),
+        ({"input": ("dropped/out.jsonl",)}, r"dropped/out\.jsonl.*--output"),
+        ({"output": "out.jsonl.gz"}, r"out\.jsonl\.gz must end with"),
+        ({"output": ""}, "names no file"),
+        ({"input": ("\udcff.jsonl",)}, "not UTF-8"),
+    ],
+)
+def test_no_output_replaces_an_input_or_has_a_name_of_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dropped").mkdir()
+    for name in ("in.jsonl", "dropped/out.jsonl", "\udcff.jsonl"):
+        documents(Path(name), 2)
+    with pytest.raises(ConfigError, match=reason):
+        run_step(toy.UPPER, toy.UpperSettings(**{"input": ("in.jsonl",), "output": "out.jsonl", **values}))
+    assert Path("in.jsonl").read_bytes() == Path("dropped/out.jsonl").read_bytes()
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"step": 1, "identity": "", "inputs": null, "outputs": null}', "{"])
+def test_a_damaged_sidecar_is_named(tmp_path: Path, content: str) -> None:
+    source, out = documents(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    sidecar_path(out).write_text(content)
+    assert upper(source, out)["fresh"]
+    sidecar_path(out).write_text(content)
+    with pytest.raises(DataError, match=r"out\.jsonl\.step\.json cannot be read"):
+        upper(out, tmp_path / "next.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("directory: d\nsteps:\n  - shuffle: {input: a.jsonl}\n  - 5\n", "r.yml:4"),
+        ("directory: d\nsteps:\n  - shuffle\n", "r.yml:3: `input`"),
+        ("directory: d\nworkers: x\nsteps:\n  - shuffle: {input: a.jsonl}\n", "r.yml:2: `workers`"),
+        ("directory: d\nsteps:\n  - split:\n      input: a.jsonl\n      output: b.txt\n", "r.yml:5: `output`"),
+        ("directory: d\nsteps:\n  - clean: {input: a.jsonl, min-tokens: 1, min_tokens: 2}\n", "r.yml:3: .*given twice"),
+        (
+            "directory: d\nsteps:\n"
+            + "".join(f"  - shuffle: {{input: {name}.jsonl, output: d/x.jsonl}}\n" for name in "ab"),
+            "r.yml:4: `output`.*written by the step shuffle",
+        ),
+        (
+            "directory: d\nsteps:\n  - tokenize: {input: [a/x.jsonl, b/x.jsonl], tokenizer_type: A, each: true}\n",
+            "r.yml:3: `tokenizer_type`",
+        ),
+        (
+            "directory: d\nsteps:\n"
+            "  - tokenize: {input: [a/x.jsonl, b/x.jsonl], tokenizer_type: HFTokenizer, each: true}\n",
+            "a/x.jsonl and b/x.jsonl",
+        ),
+    ],
+)
+def test_mistakes_in_recipes_are_named_with_their_line(tmp_path: Path, recipe: str, reason: str) -> None:
+    (tmp_path / "r.yml").write_text(recipe)
+    with pytest.raises(ConfigError, match=reason):
+        read_recipe(tmp_path / "r.yml", STEPS)
