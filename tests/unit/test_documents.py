@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "neox", "requirements", "tests", "tools")
-# A folder of gpt-neox, whose tools the README compares with ours.
+# A folder of gpt-neox, whose tools are compared with ours.
 NOT_OURS = "tools/ckpts/"
 
 

@@ -1,0 +1,58 @@
+"""What the page for users of other systems offers: each command of ours parses, and each key loads."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from neox.config import NeoXConfig
+from neox.config.keys import UNSUPPORTED
+from neox.launch.command_line import parse_arguments
+from neox.preflight.planning import read_config
+
+ROOT = Path(__file__).parents[2]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| `")
+]
+OURS = list(dict.fromkeys(row[1].strip("`") for row in ROWS))
+COMMANDS = [text for text in OURS if text.startswith("python ")]
+
+
+def test_every_row_has_three_cells() -> None:
+    assert {len(row) for row in ROWS} == {3}
+    assert len(COMMANDS) > 15
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, script, *words = shlex.split(command)
+    if Path(script).name == "deepy.py":
+        arguments = parse_arguments(words)
+        if arguments.script != "doctor":
+            read_config(arguments)
+        return
+    tool = ROOT / script
+    if not tool.parent.samefile(ROOT / "tools"):  # another name of a tool
+        assert os.access(tool, os.R_OK)
+        tool = ROOT / "tools" / tool.name
+    monkeypatch.syspath_prepend(str(tool.parent))
+    names = runpy.run_path(str(tool))
+    (names.get("parser") or names["build_parser"])().parse_args(words)
+
+
+def test_keys_load() -> None:
+    texts = [text for text in OURS if text not in COMMANDS]
+    assert len(texts) > 30
+    for text in texts:
+        keys = yaml.safe_load(text)
+        assert isinstance(keys, dict), text
+        NeoXConfig.from_flat(keys)
+        assert not keys.keys() & UNSUPPORTED.keys(), text
