@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_sides import SHAPES, Shape
 
-from train import SHAPES, Shape, describe
+from train import describe
 
 BACKENDS = {
     "default": None,
