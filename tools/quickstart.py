@@ -151,13 +151,8 @@ def main() -> None:
         reuse(tokenizer)
     else:
         run(
-            "tools/train_tokenizer.py",
-            "--input",
-            ",".join(map(str, shards)),
-            "--vocab-size",
-            str(VOCAB_SIZE),
-            "--output",
-            str(tokenizer),
+            *("tools/train_tokenizer.py", "--input", ",".join(map(str, shards))),
+            *("--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer)),
         )
     if newer(prefix.with_name(prefix.name + ".idx"), tokenizer, *shards):
         reuse(prefix.with_name(prefix.name + ".idx"))
@@ -184,28 +179,14 @@ def main() -> None:
     else:
         run(
             *("tools/convert_to_hf.py", "--input_dir", str(checkpoint)),
-            "--config_file",
-            f"configs/{name}",
-            "--output_dir",
-            str(hf),
+            *("--config_file", f"configs/{name}", "--output_dir", str(hf)),
             *(["--overwrite"] if hf.exists() else []),  # of an earlier checkpoint
         )
 
     prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
     prompts.write_text(PROMPT + "\n")
-    run(
-        "deepy.py",
-        "generate.py",
-        "-d",
-        "configs",
-        name,
-        TEXT_CONFIG,
-        "-i",
-        str(prompts),
-        "-o",
-        str(samples),
-        *settings,
-    )
+    output = ("-i", str(prompts), "-o", str(samples))
+    run("deepy.py", "generate.py", "-d", "configs", name, TEXT_CONFIG, *output, *settings)
     for line in samples.read_text().splitlines():
         print(f"\n{PROMPT}{json.loads(line)['text']}")
 
