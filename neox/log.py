@@ -59,7 +59,9 @@ class _LineProgress:
             text += f" of {self.total:,.0f} {self.unit} ({100 * self.done / self.total:.0f} %), ETA {left:,.0f} s"
         else:
             text += f" {self.unit}"
-        print(f"{text}, {rate:,.1f} {self.unit}/s", file=sys.stderr, flush=True)
+        if self.unit != "s":
+            text += f", {rate:,.1f} {self.unit}/s"
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

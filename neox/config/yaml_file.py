@@ -237,11 +237,10 @@ def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
     where = f"{name}:{mark.line + 1}"
     if "\\t" in problem or "\t" in line[: mark.column + 1]:
         return f"{where}: a tab stands where YAML wants spaces; replace tabs by spaces"
-    if mark.index >= len(text.rstrip()) and "{" in text:
+    if mark.index >= len(text.rstrip()) and ("{" in text or "[" in text):
         return f"{where}: the file ends inside a bracket; a closing `}}` or `]` is missing"
     if "another document" in problem:
         return f"{where}: a second document begins with `---`; a configuration is one document, so remove the line"
     if "expected ',' or" in problem:
-        previous = mark.line if mark.line < len(lines) else len(lines) - 1
-        return f"{where}: {problem}; a comma or a closing bracket is missing here or at the end of line {previous}"
+        return f"{where}: {problem}; a comma or a closing bracket is missing here or at the end of line {mark.line}"
     return f"{where}: {problem} in `{line.strip()}`"

@@ -350,6 +350,11 @@ def test_numbers_without_bounds_are_refused(tmp_path):
     ("text", "expected"),
     [
         ("{\n  seed: 1,\n", ":3: the file ends inside a bracket"),
+        ("train_data_weights: [1,\n", ":2: the file ends inside a bracket"),
+        (
+            "train_data_weights: [1\nseed: 1\n",
+            ":2: expected ',' or ']', but got ':'; a comma or a closing bracket is missing",
+        ),
         ("seed 1\n", ":1: should hold `key: value` pairs, but holds the text `seed 1`"),
         ("- seed\n", ":1: a list stands where"),
         ("seed: 1\n---\nseed: 2\n", ":2: a second document"),
