@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from warcio.archiveiterator import ArchiveIterator
 
-from neox.errors import DataError
+from neox.errors import ConfigError
 from neox.webtext import run_step
 from neox.webtext.addresses import may_contact
 from neox.webtext.download import DOWNLOAD, DownloadSettings
@@ -153,7 +153,7 @@ def test_warc_records_are_those_of_the_pages(server: Any, tmp_path: Path) -> Non
 
 
 def test_other_outputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"written as \.jsonl"):
+    with pytest.raises(ConfigError, match=r"pages\.html must end with"):
         download(tmp_path, ["http://example.com/"], "pages.html")
 
 
