@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from neox.families.config_json import check_types
 from neox.families.family import Family, ModelSettings, TensorMapping, TensorSource
 from neox.families.gpt2 import GPT2
 from neox.families.gpt_neox import GPT_NEOX
@@ -22,4 +23,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 """`model_type` of `config.json` -> family, in order of preference."""
 
-__all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource"]
+__all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource", "check_types"]

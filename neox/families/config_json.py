@@ -79,6 +79,59 @@ def check_entries(
         raise _refused(*problems)
 
 
+_ACTIVATION_KEYS, _ROPE_KEYS = ("hidden_act", "activation_function"), ("rope_parameters", "rope_scaling")
+_WHOLE, _NUMBER, _SWITCH = "a whole number", "a number", "true or false"
+_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType({_WHOLE: (int,), _NUMBER: (int, float), _SWITCH: (bool,)})
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+)
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "n_inner", "rotary_dim", "sliding_window")
+_EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "initializer_range")
+_OPTIONAL_NUMBERS = (
+    *("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "max_window_layers"),
+    *("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+)
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_parallel_residual", "use_sliding_window")
+_ENTRIES: Mapping[str, tuple[str, float, bool]] = MappingProxyType(
+    dict.fromkeys(_SIZES, (_WHOLE, 1, False))
+    | dict.fromkeys(_OPTIONAL_SIZES, (_WHOLE, 1, True))
+    | dict.fromkeys(_EPSILONS, (_NUMBER, 0, False))
+    | dict.fromkeys(_OPTIONAL_NUMBERS, (_NUMBER, 0, True))
+    | dict.fromkeys(_SWITCHES, (_SWITCH, 0, False))
+)
+"""Entry of a `config.json` -> what it is, its least value, and whether it may be null."""
+
+
+def check_types(hf: Mapping[str, Any]) -> None:
+    """Check types and least values of the entries of a `config.json` that are there.
+
+    Raises:
+        ConversionError: With every reason.
+    """
+    problems = []
+    for key, (kind, least, optional) in _ENTRIES.items():
+        value: Any = hf.get(key)
+        if key not in hf or (value is None and optional):
+            continue
+        right = isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == _SWITCH)
+        if not right or value < least:
+            problems.append(f"{key}: {value!r}: should be {kind}{'' if kind == _SWITCH else f' of at least {least}'}")
+    problems += [
+        f"{key}: {hf[key]!r}: should be text" for key in _ACTIVATION_KEYS if not isinstance(hf.get(key, ""), str)
+    ]
+    problems += [
+        f"{key}: {hf[key]!r}: should be a dictionary"
+        for key in _ROPE_KEYS
+        if not isinstance(hf.get(key) or {}, Mapping)
+    ]
+    for hidden, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
+        if not problems and not hf.get("head_dim") and hf.get(hidden, 1) < hf.get(heads, 1):
+            problems.append(f"{hidden}: {hf[hidden]}: is less than {heads}: {hf[heads]}")
+    if problems:
+        raise _refused(*problems)
+
+
 def read_rotary(
     hf: Mapping[str, Any], *, base: str = "rope_theta", fraction: str = "partial_rotary_factor"
 ) -> tuple[float, float | None, Pairs]:

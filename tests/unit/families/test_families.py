@@ -6,7 +6,7 @@ import pytest
 
 from neox.architecture import ATTENTION, Architecture, build_layer_plan
 from neox.errors import ConversionError
-from neox.families import FAMILIES, ModelSettings
+from neox.families import FAMILIES, ModelSettings, check_types
 from neox.families.config_json import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 ARCHITECTURE = Architecture(
@@ -124,3 +124,27 @@ def test_entries_that_a_family_needs_are_named_together(family):
 def test_settings_that_change_what_gpt2_computes_are_refused():
     with pytest.raises(ConversionError, match="scale_attn_by_inverse_layer_idx: True"):
         FAMILIES["gpt2"].read_config({"scale_attn_by_inverse_layer_idx": True})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": 3, "num_attention_heads": 4},
+        {"n_layer": 1.5},
+        {"vocab_size": True},
+        {"max_position_embeddings": None},
+        {"attention_dropout": "x"},
+        {"tie_word_embeddings": 1},
+        {"hidden_act": ["silu"]},
+        {"rope_parameters": True},
+    ],
+)
+def test_entries_of_config_json_of_a_wrong_type_are_named(entry):
+    with pytest.raises(ConversionError, match=next(iter(entry))):
+        check_types(entry)
+
+
+def test_what_a_family_writes_has_right_types():
+    for family in FAMILIES.values():
+        check_types(family.config_json(ARCHITECTURE, SETTINGS))
