@@ -17,7 +17,7 @@ from neox.architecture import WORD_EMBEDDINGS
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.shared import share_parameters
-from neox.model import Block, Embedding, LMHead, build_layer, run_blocks, tied_logits
+from neox.model import Block, Embedding, Head, LMHead, build_layer, run_blocks
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 
@@ -77,7 +77,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         # DeepSpeed prints its topology here, and broadcasts tied weights with gradients enabled.
         with hidden_stdout(), torch.no_grad():
             super().__init__(
-                layers=_specs(plan, grid, build),
+                layers=_specs(plan, build),
                 # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
@@ -108,9 +108,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     @property
     def _head(self) -> LMHead:
-        head = self.forward_funcs[-1]
-        owner = self.tied_modules[TIE].word_embeddings if TIE in self.tied_modules else head
-        return LMHead(owner.weight, head)
+        holder: Embedding | Head = self.tied_modules[TIE] if TIE in self.tied_modules else self.forward_funcs[-1]
+        return holder.head
 
     def _share_over_stages(self, plan: RunPlan, grid: ParallelGrid) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Make copies of parameters that blocks share one on this stage, and one over all stages that hold blocks.
@@ -161,11 +160,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 yield index, module
 
 
-def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
+def _specs(plan: RunPlan, build: BuildLayer) -> list[Any]:
     """Return one specification per layer; identity layers are functions, so that no file is written for them."""
-
-    def head(embedding: Any, hidden: Tensor) -> Tensor:
-        return tied_logits(hidden, embedding.word_embeddings.weight, grid)
 
     def spec(index: int) -> Any:
         entry = plan.layers[index]
@@ -173,7 +169,7 @@ def _specs(plan: RunPlan, grid: ParallelGrid, build: BuildLayer) -> list[Any]:
             return _identity
         if not plan.architecture.tie_word_embeddings or entry.kind not in ("embedding", "head"):
             return _PlannedLayer(build, index)
-        return _TiedLayer(build, 0, head if entry.kind == "head" else None)
+        return _TiedLayer(build, 0, Embedding.logits if entry.kind == "head" else None)
 
     return [spec(entry.index) for entry in plan.layers]
 

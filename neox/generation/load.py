@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +14,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan, resolve
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
-from neox.model import Embedding, SoftPrompt, build_layer, tied_logits
+from neox.model import Embedding, SoftPrompt, build_layer
 from neox.model.block import Block
 from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
@@ -107,7 +106,7 @@ def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: Parall
     blocks = [here[index] for index in sorted(here) if plan.layers[index].kind == "block"]
     head: Callable[[Tensor], Tensor] | None = kinds.get("head")
     if _has_tied_head(plan, grid):
-        head = partial(_tied_head, layers[0], grid)
+        head = cast(Embedding, layers[0]).logits
     return Stage(
         blocks=cast(list[Block], blocks),
         embedding=kinds.get("embedding"),
@@ -154,10 +153,6 @@ def _runner(
         dtype=dtype,
         recompute=recompute,
     )
-
-
-def _tied_head(embedding: nn.Module, grid: ParallelGrid, hidden: Tensor) -> Tensor:
-    return tied_logits(hidden, cast(Embedding, embedding).word_embeddings.weight, grid)
 
 
 def load_layer(

@@ -4,7 +4,7 @@ from neox.model.attention import ATTENTION
 from neox.model.block import Block, TransformerLayer, run_blocks, token_positions
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
-from neox.model.embedding import Embedding, FinalNorm, Head, LMHead, TiedHead, tied_logits
+from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.gpt import GPT
 from neox.model.positions import POSITIONS
 from neox.model.soft_prompt import SoftPrompt
@@ -21,11 +21,9 @@ __all__ = [
     "LMHead",
     "LayerCache",
     "SoftPrompt",
-    "TiedHead",
     "TransformerLayer",
     "build_layer",
     "initialize",
     "run_blocks",
-    "tied_logits",
     "token_positions",
 ]

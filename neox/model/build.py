@@ -9,7 +9,7 @@ from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS
 from neox.config.plan import RunPlan
 from neox.log import get_logger
 from neox.model.block import Block, TransformerLayer
-from neox.model.embedding import Embedding, FinalNorm, Head, TiedHead
+from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.model.soft_prompt import SoftPrompt
@@ -50,7 +50,7 @@ def build_layer(
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
     elif entry.tied_to is not None:
-        layer = TiedHead(grid)
+        return nn.Identity()  # the embedding is the head
     else:
         parallelism = plan.config.model.output_layer_parallelism
         layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, bias=network.head_bias, **options)

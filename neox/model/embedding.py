@@ -29,6 +29,19 @@ from neox.parallel import (
 )
 
 
+class LMHead(NamedTuple):
+    """A network's head, tied or not, as a loss uses it.
+
+    Attributes:
+        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head); None where it is
+            not all of the head.
+        logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
+    """
+
+    weight: Tensor | None
+    logits: Callable[[Tensor], Tensor]
+
+
 class Embedding(nn.Module):
     """Layer 0: tokens [B, S] -> [B, S, H], with vectors of their positions added; factors of both, and dropout."""
 
@@ -58,6 +71,15 @@ class Embedding(nn.Module):
             vectors = self.position_embeddings(positions).to(x.dtype)
             x = x + (vectors if self.position_multiplier == 1.0 else vectors * self.position_multiplier)
         return F.dropout(x, self.dropout, self.training)
+
+    @property
+    def head(self) -> LMHead:
+        """The head of a network whose head is tied to this layer."""
+        return LMHead(self.word_embeddings.weight, self.logits)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Multiply hidden states [B, S, H] by the words' vectors [V/tp, H] on this rank -> [B, S, V/tp]."""
+        return linear(copy_to_tensor_ranks(x, self.grid), self.word_embeddings.weight)
 
 
 class FinalNorm(nn.Module):
@@ -114,9 +136,9 @@ class Head(nn.Module):
             self.final_linear.bias = mark_split(nn.Parameter(here), grid.tp_size > 1)
 
     @property
-    def weight(self) -> Tensor | None:
-        """This rank's part of the weight [V, H]; None where there is a bias, too."""
-        return self.final_linear.weight if self.final_linear.bias is None else None
+    def head(self) -> LMHead:
+        """This layer as a loss uses it; without its weight where there is a bias, too."""
+        return LMHead(self.final_linear.weight if self.final_linear.bias is None else None, self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states [B, S, H] -> [B, S, V/tp]."""
@@ -125,33 +147,3 @@ class Head(nn.Module):
             logits = reduce_scatter_last_dim(partial, self.grid)
             return logits if self.final_linear.bias is None else logits + self.final_linear.bias
         return self.final_linear(x)
-
-
-class TiedHead(nn.Module):
-    """A head without parameters: it multiplies by the embedding's weight, which the caller hands over."""
-
-    def __init__(self, grid: ParallelGrid) -> None:
-        super().__init__()
-        self.grid = grid
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of hidden states x [B, S, H] for a weight [V/tp, H] -> [B, S, V/tp]."""
-        return tied_logits(x, weight, self.grid)
-
-
-class LMHead(NamedTuple):
-    """A network's head, tied or not, as a loss uses it.
-
-    Attributes:
-        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head); None where it is
-            not all of the head.
-        logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
-    """
-
-    weight: Tensor | None
-    logits: Callable[[Tensor], Tensor]
-
-
-def tied_logits(x: Tensor, weight: Tensor, grid: ParallelGrid) -> Tensor:
-    """Multiply hidden states [B, S, H] by the embedding's rows [V/tp, H] on this rank -> [B, S, V/tp]."""
-    return linear(copy_to_tensor_ranks(x, grid), weight)

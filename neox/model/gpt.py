@@ -16,7 +16,7 @@ from neox.config.plan import RunPlan
 from neox.model.block import Block, run_blocks, token_positions
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
-from neox.model.embedding import Embedding, Head, LMHead, TiedHead
+from neox.model.embedding import Embedding, Head, LMHead
 from neox.parallel import ParallelGrid
 
 
@@ -91,18 +91,13 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: [B, S, H] -> [B, S, V/tp]."""
-        head = self.sequential[-1]
-        if isinstance(head, TiedHead):
-            return head(x, cast(Embedding, self.sequential[0]).word_embeddings.weight)
-        return head(x)
+        return self.head.logits(x)
 
     @property
     def head(self) -> LMHead:
         """The head for a loss; to be read inside `forward`, where ZeRO 3 gathers the weight."""
-        head = self.sequential[-1]
-        tied = isinstance(head, TiedHead)
-        weight = cast(Embedding, self.sequential[0]).word_embeddings.weight if tied else cast(Head, head).weight
-        return LMHead(weight, self.logits)
+        holder = self.sequential[0 if self.architecture.tie_word_embeddings else -1]
+        return cast(Embedding | Head, holder).head
 
     @property
     def blocks(self) -> list[Block]:
