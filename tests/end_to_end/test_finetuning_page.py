@@ -30,6 +30,7 @@ def run(directory: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # fifteen commands, each with a limit of its own
 def test_every_command_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft (requirements/requirements-dev.txt) is not installed")
     documents = [
