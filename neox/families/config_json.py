@@ -126,7 +126,7 @@ def check_types(hf: Mapping[str, Any]) -> None:
         if not isinstance(hf.get(key) or {}, Mapping)
     ]
     for hidden, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
-        if not problems and not hf.get("head_dim") and hf.get(hidden, 1) < hf.get(heads, 1):
+        if not problems and {hidden, heads} <= hf.keys() and not hf.get("head_dim") and hf[hidden] < hf[heads]:
             problems.append(f"{hidden}: {hf[hidden]}: is less than {heads}: {hf[heads]}")
     if problems:
         raise _refused(*problems)
