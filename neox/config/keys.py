@@ -98,6 +98,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "deepspeed_mpi": Alias("launcher", {True: ("openmpi", "mvapich")}),
         "is_pipe_parallel": Alias("pipe_parallel_size", {}),  # compared by `validation`
         "save_interval": Alias("checkpoint_factor"),
+        "train_epochs": Alias("num_train_epochs"),
     }
 )
 
@@ -148,6 +149,7 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
             ("lr_warmup_iters", "warmup_steps", "warmup_iters"), "`warmup`, their fraction of lr_decay_iters"
         ),
         **dict.fromkeys(("max_steps", "train_steps", "num_train_steps", "train_iter"), "`train_iters`"),
+        **dict.fromkeys(("train_epoch", "num_epochs", "max_epochs", "epochs"), "`num_train_epochs`"),
         **dict.fromkeys(("encoder_num_layers", "num_hidden_layers", "n_layers"), "`num_layers`"),
         **dict.fromkeys(("n_heads", "num_heads", "num_attention_head"), "`num_attention_heads`"),
         **dict.fromkeys(("ffn_hidden_size",), "`intermediate_size`, or 4 x hidden_size where it is left out"),

@@ -1,4 +1,4 @@
-"""Checks by the launcher before ranks start: tokenizer, data, checkpoint, optional packages, tasks and memory."""
+"""Checks by the launcher before ranks start: tokenizer, data, its length, checkpoint, packages, tasks and memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from neox.config import (
     setting_differences,
 )
 from neox.config.precision import newest_checkpoint
+from neox.config.resolve import solve_batch, solve_grid
 from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
 from neox.config.yaml_file import read_file
-from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
+from neox.errors import ConfigError, DataError, EvaluationError, GenerationError, TokenizerError, install_command
 from neox.launch.hosts import available_memory, smallest_memory
 from neox.launch.placement import Placement
 
@@ -103,6 +104,36 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         found = sidecar.data_problems(prefixes, config.data.data_impl, tokenizer, open_files=not dry_run)
         problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
     return problems
+
+
+def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, list[str], list[str]]:
+    """Return a configuration with the `train_iters` that its `num_train_epochs` means for its data.
+
+    Args:
+        config: The configuration.
+        world_size: Number of ranks, of which the samples of one step follow.
+
+    Returns:
+        The configuration (the same where it has no `num_train_epochs`, or where batch and lengths break rules, which
+        `resolve` reports), a note with the numbers, and why they cannot be told; at most one of both.
+    """
+    key, epochs, length = "num_train_epochs", config.training.num_train_epochs, config.model.seq_length
+    grid = solve_grid(config, world_size, [])
+    batch = solve_batch(config, grid.dp_size, []) if grid else None
+    if epochs is None or length is None or batch is None or config.training.train_iters is not None:
+        return config, [], []
+    try:
+        from neox.data.epochs import samples_of_epochs  # numpy, which a dry run without data does not need
+
+        samples = samples_of_epochs(config.data, length, epochs)
+    except (DataError, ModuleNotFoundError) as error:
+        return config, [], [config.problem(key, f"is counted in the training data, which cannot be read: {error}")]
+    steps = max(1, samples // batch.train_batch_size)
+    note = (
+        f"{config.describe_setting(key)} is train_iters {steps:,}: {samples:,} samples of {length:,} tokens, "
+        f"{batch.train_batch_size:,} a step"
+    )
+    return config.updated({"train_iters": steps}, without=(key,), source=f"{config.source(key)} ({key})"), [note], []
 
 
 def missing_data(config: NeoXConfig) -> list[str]:

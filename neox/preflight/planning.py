@@ -32,6 +32,7 @@ from neox.preflight.checks import (
     missing_packages,
     task_problems,
     vocabulary,
+    with_train_iters,
 )
 
 
@@ -115,6 +116,8 @@ def build_plan(
         capabilities = replace(capabilities, saved=saved_precision(config, training=training))
         if not dry_run and capabilities.bf16 is None and capabilities.saved is None:
             problems.append(config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32"))
+    config, counted, uncounted = with_train_iters(config, world) if training else (config, [], [])
+    problems += uncounted
     try:
         plan = resolve(config, world, size, capabilities)
     except ConfigError as error:
@@ -123,5 +126,5 @@ def build_plan(
     if runs_model:
         problems += memory_problems(plan, device, training=training)
     if training:
-        plan = replace(plan, notes=(*plan.notes, *finetune_notes(config)))
+        plan = replace(plan, notes=(*plan.notes, *counted, *finetune_notes(config)))
     return plan, device, problems

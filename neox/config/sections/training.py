@@ -143,7 +143,11 @@ class TrainingConfig(Section):
     """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
     train_iters: int | None = Field(None, ge=0)
-    """Training iterations (optimizer steps). Required to train."""
+    """Training iterations (optimizer steps). Required to train, unless num_train_epochs is given."""
+
+    num_train_epochs: float | None = Field(None, gt=0)
+    """Passes over the training documents, also a fraction, in place of train_iters, which follows: whole batches of the
+    samples that these passes hold, at least one."""
 
     eval_iters: int = Field(100, ge=0)
     """Batches in one evaluation."""

@@ -39,8 +39,8 @@ def notes_without_effect(config: NeoXConfig) -> list[str]:
 
 def missing_for_training(config: NeoXConfig) -> list[str]:
     """Return a message for each key that training needs and that is not given, apart from data and tokenizer."""
-    if config.training.train_iters is None:
-        return ["`train_iters` is missing: give the number of training iterations"]
+    if config.training.train_iters is None and config.training.num_train_epochs is None:
+        return ["`train_iters` is missing: give the number of training iterations, or num_train_epochs"]
     return []
 
 

@@ -20,7 +20,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _checkpoint),
+        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _length, _checkpoint),
         *(_profile, _data, _data_weights, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -140,6 +140,13 @@ def _schedule(config: NeoXConfig) -> Iterator[str]:
                 "warmup",
                 f"leaves no iterations to decay; it is a part of lr_decay_iters and must be {allowed}",
             )
+
+
+def _length(config: NeoXConfig) -> Iterator[str]:
+    if config.training.train_iters is not None and config.training.num_train_epochs is not None:
+        yield config.problem(
+            "num_train_epochs", f"and {config.describe_setting('train_iters')} both set the run's length; keep one"
+        )
 
 
 def _checkpoint(config: NeoXConfig) -> Iterator[str]:

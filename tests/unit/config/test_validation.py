@@ -30,6 +30,8 @@ VIOLATIONS = [
         {"num_attention_heads": 2, "model_parallel_size": 4},
         ("num_attention_heads: 2", "model_parallel_size: 4", "1, 2"),
     ),
+    ({"num_train_epochs": 2}, ("`num_train_epochs: 2.0`", "train_iters: 10", "keep one")),
+    ({"train_epochs": 2}, ("num_train_epochs", "train_iters: 10")),
     ({"num_layers": None}, ("`num_layers` is missing",)),
     ({"seq_length": 64, "max_position_embeddings": 32}, ("seq_length: 64", "max_position_embeddings: 32")),
     ({"pipe_parallel_size": 8}, ("pipe_parallel_size: 8", "num_layers: 4", "at most 4")),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from neox.config import Capabilities, gpu_device
+from neox.config import Capabilities, NeoXConfig, gpu_device
+from neox.data import IndexedDatasetBuilder
 from neox.errors import LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
+from neox.preflight.checks import with_train_iters
 from neox.preflight.command import run_directory, write_run_directory
 from neox.preflight.planning import build_plan, read_config
 from tests.plans import SIZES, plan_of
@@ -72,3 +75,20 @@ def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
     assert plan(modern, modern, dry_run=False) == ("bf16", False)
     assert plan(modern, old, dry_run=False) == ("fp32", False)
     assert plan({**modern, "bf16": None}, dry_run=False) == ("bf16", True)
+
+
+def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
+    prefix, keys = str(tmp_path / "text"), {**SIZES, "train_iters": None, "num_train_epochs": 1.5, "split": "1"}
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(np.arange(1000) % 50, [10] * 100)
+    config = NeoXConfig.from_flat({**keys, "data_path": prefix}, {"num_train_epochs": "a.yml:7"})
+    counted, notes, problems = with_train_iters(config, 2)
+    assert (counted.training.train_iters, problems) == (11, [])  # 1,499 // 32 = 46 samples, four a step
+    assert "46 samples" in notes[0]
+    assert counted.source("train_iters") == "a.yml:7 (num_train_epochs)"
+    assert not counted.given("num_train_epochs")
+    assert with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2)[2]
+    one_step = config.updated({"num_train_epochs": 0.01})
+    assert with_train_iters(one_step, 2)[0].training.train_iters == 1
+    as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
+    assert with_train_iters(as_it_is, 2) == (as_it_is, [], [])

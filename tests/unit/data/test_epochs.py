@@ -1,0 +1,40 @@
+"""Lengths in epochs: the samples counted are those that the datasets cut."""
+
+import numpy as np
+import pytest
+
+from neox.config.sections.data import DataConfig
+from neox.data import IndexedDataset, IndexedDatasetBuilder
+from neox.data.epochs import samples_of_epochs
+from neox.data.gpt_dataset import GPTDataset
+from neox.data.index_maps import count_epochs
+from neox.errors import DataError
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """30 documents of 10 tokens."""
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.arange(300) % 50, [10] * 30)
+    return str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1, 1.5, 2, 3])
+def test_as_many_samples_as_the_dataset_cuts_without_another_pass(prefix, epochs):
+    data = DataConfig(data_path=prefix, split="90,10")  # 27 documents
+    samples = samples_of_epochs(data, 8, epochs)
+    assert samples == (round(270 * epochs) - 1) // 8
+    cut = GPTDataset(IndexedDataset(prefix), range(27), samples, 8, 1)
+    assert cut.num_samples >= samples
+    assert cut.num_samples == samples or epochs % 1
+    assert count_epochs(270, 8, samples) <= max(1, epochs + 0.5)
+
+
+def test_a_blend_has_the_samples_of_all_its_datasets(prefix):
+    data = DataConfig(train_data_paths=(prefix, prefix), train_data_weights=(0.9, 0.1), split="1")
+    assert samples_of_epochs(data, 8, 1) == 2 * (299 // 8)
+
+
+def test_data_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="not found"):
+        samples_of_epochs(DataConfig(data_path=str(tmp_path / "none")), 8, 1)
