@@ -67,6 +67,10 @@ class DedupSettings(NearDuplicateSettings):
     against: tuple[Path, ...] = ()
     """Files or directories of documents that are kept elsewhere: what is like one of them is dropped."""
 
+    ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = dict.fromkeys(
+        ("threshold", "similarity", "old_defaults"), ("exact", False)
+    )
+
     def fingerprint(self) -> Mapping[str, Any]:
         """Return the settings that determine the output's bytes, with the contents of the other files."""
         return {**super().fingerprint(), "against": [sha256_of(Path(file)) for file in expand_inputs(self.against)]}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from neox.corpus import Position, expand_inputs
 from neox.errors import ConfigError
@@ -35,8 +37,13 @@ class ExtractSettings(Settings):
     tables: bool = True
     """Whether trafilatura keeps the text of tables."""
 
-    max_page_mb: int = 8
+    max_page_mb: int = Field(8, ge=1, le=1024)
     """Limit of a page; a larger one is dropped."""
+
+    ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = {
+        "favor": ("method", "trafilatura"),
+        "tables": ("method", "trafilatura"),
+    }
 
 
 def build_extract(settings: ExtractSettings) -> DocumentFunction:
@@ -109,6 +116,8 @@ def extract(job: Job[ExtractSettings]) -> None:
     warc = [file.endswith(WARC_SUFFIXES) for file in job.files]
     if any(warc) and not all(warc):
         raise ConfigError("extract: give either WARC files or .jsonl files, not both at once")
+    if any(warc) and "max_line_mb" in job.settings.model_fields_set:
+        raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of WARC files")
     limit = job.settings.max_page_mb << 20
 
     def read_pages(

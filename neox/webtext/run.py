@@ -53,8 +53,8 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
 
     Raises:
         ConfigError: If an output is one of the inputs, or a package of the step is missing.
-        DataError: If an input is missing, bad, or not what the step before it wrote; if the disk is full; or if another
-            run writes the same output.
+        DataError: If an input is missing, bad, or not what the step before it wrote; if a complete run skipped more bad
+            inputs than may be skipped now; if the disk is full; or if another run writes the same output.
     """
     files = step.expand(settings.input)
     _check_paths(step, settings, files)
@@ -83,6 +83,12 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
                 fresh = True
             else:
                 report, fresh = old["report"], False
+                if report["bad"] > settings.skip_bad:
+                    raise DataError(
+                        f"{settings.output} was made with {report['bad']:,} bad inputs skipped, such as "
+                        f"{report['bad_examples'][0]}. Remove it, and the step runs again, or give "
+                        f"--skip-bad {report['bad']}"
+                    )
             if settings.report is not None:
                 write_text(settings.report, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:

@@ -46,6 +46,8 @@ class Settings(Section):
 
     # What changes no byte of the output.
     RUNTIME: ClassVar[frozenset[str]] = frozenset({"input", "output", "report", "workers", "skip_bad"})
+    # Field -> another field and the value of it without which the first has no effect.
+    ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = {}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -234,6 +236,13 @@ class Step(Generic[S]):
             raise ConfigError(problems) from None
         if (wrong := self.output_problem(settings)) is not None:
             raise ConfigError(f"{where('output')}: {wrong}")
+        unused = [
+            f"{where(name)} has no effect unless {where(other)} is {value}: remove it"
+            for name, (other, value) in settings.ONLY_WITH.items()
+            if name in values and getattr(settings, other) != value
+        ]
+        if unused:
+            raise ConfigError(unused)
         return settings
 
     def output_problem(self, settings: S) -> str | None:

@@ -117,6 +117,22 @@ def test_bad_inputs_are_named_or_skipped(tmp_path: Path, content: bytes, reason:
     report = run_step(chosen, chosen.settings(**values, skip_bad=1))
     assert report["bad"] == len(report["bad_examples"]) == 1
     assert report["documents_out"] == content.count(b"good")
+    with pytest.raises(DataError, match="--skip-bad 1"):  # the complete output lacks what may not be skipped now
+        run_step(chosen, chosen.settings(**values))
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "unused"),
+    [
+        ("extract", {"method": "bs4", "favor": "recall"}, "--favor .*--method"),
+        ("extract", {"method": "raw", "tables": False}, "--tables .*--method"),
+        ("dedup", {"exact": True, "threshold": 0.8}, "--threshold .*--exact"),
+    ],
+)
+def test_settings_without_effect_are_refused(tmp_path: Path, step: str, values: dict[str, Any], unused: str) -> None:
+    paths = {"input": (tmp_path / "in.jsonl",), "output": tmp_path / "out.jsonl"}
+    with pytest.raises(ConfigError, match=unused):
+        STEPS[step].make_settings({**paths, **values}, lambda name: f"--{name.replace('_', '-')}")
 
 
 def test_shuffling_depends_on_the_seed_alone(tmp_path: Path) -> None:
