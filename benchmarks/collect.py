@@ -8,8 +8,8 @@ in which lines that are JSON objects count as figures too. A figure file that a 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -49,4 +49,8 @@ def main(work: Path, prefix: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, help="directory with the files of the steps")
+    parser.add_argument("prefix", type=Path, help="path of the two files, without .json and .tar.gz")
+    arguments = parser.parse_args()
+    main(arguments.work, arguments.prefix)

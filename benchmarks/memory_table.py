@@ -9,6 +9,7 @@ beside it is not in there. Exits with 1 if there is no such run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -54,8 +55,11 @@ def cells(about: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def main(arguments: list[str]) -> int:
-    rows = [cells(*run) for run in runs([Path(argument) for argument in arguments] or [RESULTS])]
+def main() -> int:
+    """Print the table; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", nargs="*", type=Path, default=[RESULTS], metavar="DIRECTORY")
+    rows = [cells(*run) for run in runs(parser.parse_args().directories)]
     if not rows:
         print("no run on a GPU is recorded here: benchmarks/gpu.sh makes them", file=sys.stderr)
         return 1
@@ -65,4 +69,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,12 +12,17 @@ def row(side, predicted, measured):
     return {"side": side, "shape": SHAPE, **kinds, "predicted_memory_bytes": predicted, "peak_memory_bytes": measured}
 
 
-def test_runs_that_know_both_figures(tmp_path, capsys):
+def table(directory, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["memory_table.py", str(directory)])
+    return main()
+
+
+def test_runs_that_know_both_figures(tmp_path, monkeypatch, capsys):
     rows = [row("neox bf16", 30 * 2**30, 40 * 2**30), row("model bf16", None, 2**30), row("neox fp32", 2**30, None)]
     about = {"date": "2026-11-21", "device": "NVIDIA H100", "name": "1.3B", "rows": rows}
     (tmp_path / "some-gpu").mkdir()
     (tmp_path / "some-gpu" / "train-1.3B-engine.json").write_text(json.dumps(about))
-    assert main([str(tmp_path)]) == 0
+    assert table(tmp_path, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert [cell.strip() for cell in lines[2].strip("|").split("|")] == [
@@ -25,6 +30,6 @@ def test_runs_that_know_both_figures(tmp_path, capsys):
     ]
 
 
-def test_no_run(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+def test_no_run(tmp_path, monkeypatch, capsys):
+    assert table(tmp_path, monkeypatch) == 1
     assert "gpu.sh" in capsys.readouterr().err
