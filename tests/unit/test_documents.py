@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from neox.architecture import ACTIVATIONS, ATTENTION, NORMS, POSITIONS
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "neox", "requirements", "tests", "tools")
@@ -27,6 +29,12 @@ def test_paths_in_documents_exist(document: str) -> None:
 def test_paths_are_found_in_documents() -> None:
     text = "`neox/README.md`, `neox/families/NAME.py`, `tools/ckpts/x.py`, `neox/ops/`, `neox.ops`, tests/unit"
     assert named_paths(text) == ["neox/README.md", "neox/ops/"]
+
+
+def test_the_page_of_models_names_every_choice() -> None:
+    words = set(re.findall(r"`([\w.]+)`", (ROOT / "docs/models.md").read_text(encoding="utf-8")))
+    choices = {*ACTIVATIONS, *ATTENTION, *NORMS, *POSITIONS}
+    assert not choices - words
 
 
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
