@@ -110,6 +110,7 @@ REPLACEABLE = frozenset(
     {
         *TOKENIZER_KEYS,
         *(f"{split}_data_{what}" for split in ("train", "valid", "test") for what in ("paths", "weights")),
+        *(f"{split}_label_data_paths" for split in ("train", "valid", "test")),
         *("data_path", "save", "load", "log_dir", "tensorboard_dir", "hostfile"),
     }
 )

@@ -24,6 +24,13 @@ class SampleSource(Protocol):
     seq_length: int
     num_samples: int
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether some tokens are not to be predicted, as `read_labels` says."""
+
+    def read_labels(self, indices: np.ndarray) -> np.ndarray:
+        """Return labels [len(indices), seq_length + 1] at the places of their tokens, below 0 where left out."""
+
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return samples `indices` [len(indices), seq_length + 1]."""
 
@@ -121,19 +128,28 @@ class BatchIterator:
 
     def read(self, position: int) -> Batch:
         """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
-        rows = self.dataset.read(self.sample_numbers(position))  # [B, S + 1], in the file's dtype
+        samples = self.sample_numbers(position)
+        rows = self.dataset.read(samples)  # [B, S + 1], in the file's dtype
+        self._check_ids(rows)
+        tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
+        loss_mask = torch.ones(tokens.shape) if self.masked_id is None else (tokens != self.masked_id).float()
+        if self.dataset.has_labels:
+            rows = self.dataset.read_labels(samples)
+            loss_mask *= torch.from_numpy(rows[:, 1:] >= 0)
+            rows = np.maximum(rows, 0)
+            self._check_ids(rows)
+        labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if self.closing_id is not None:
+            batch["document_starts"] = document_starts(tokens, self.closing_id)
+        return batch
+
+    def _check_ids(self, rows: np.ndarray) -> None:
         if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
             raise DataError(
                 f"the data holds token ids from {rows.min()} to {rows.max()}, but the tokenizer has {self.vocab_size} "
                 "ids: it was made with another tokenizer; preprocess it again, or set the tokenizer it was made with"
             )
-        tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
-        labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
-        loss_mask = torch.ones(tokens.shape) if self.masked_id is None else (tokens != self.masked_id).float()
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        if self.closing_id is not None:
-            batch["document_starts"] = document_starts(tokens, self.closing_id)
-        return batch
 
     def close(self) -> None:
         """Stop the reading threads."""

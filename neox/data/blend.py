@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,14 +72,31 @@ class BlendedDataset:
         """Return sample `index`, int64 [seq_length + 1]."""
         return np.asarray(self.read([index])[0], dtype=np.int64)
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether a dataset has tokens that are not to be predicted."""
+        return any(dataset.has_labels for dataset in self.datasets)
+
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return samples `indices` [len(indices), seq_length + 1], in a dtype that holds every dataset's ids."""
+        return self._rows(indices, GPTDataset.read, self.dtype)
+
+    def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return labels of samples, int64 [len(indices), seq_length + 1], as `GPTDataset.read_labels`."""
+        return self._rows(indices, GPTDataset.read_labels, np.dtype(np.int64))
+
+    def _rows(
+        self,
+        indices: Sequence[int] | np.ndarray,
+        read: Callable[[GPTDataset, np.ndarray], np.ndarray],
+        dtype: np.dtype,
+    ) -> np.ndarray:
         chosen, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
-        rows = np.empty((len(chosen), self.seq_length + 1), dtype=self.dtype)
+        rows = np.empty((len(chosen), self.seq_length + 1), dtype=dtype)
         for number in np.unique(chosen):
             dataset, where = self.datasets[number], chosen == number
             wanted = samples[where]
-            rows[where] = dataset.read(np.where(wanted < dataset.num_samples, wanted, wanted % max(1, len(dataset))))
+            rows[where] = read(dataset, np.where(wanted < dataset.num_samples, wanted, wanted % max(1, len(dataset))))
         return rows
 
 

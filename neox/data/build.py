@@ -13,7 +13,8 @@ from neox.data.batches import BatchIterator
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.gpt_dataset import GPTDataset, split_documents
 from neox.data.indexed_dataset import IndexedDataset
-from neox.data.sidecar import check_fits
+from neox.data.packing import Packing
+from neox.data.sidecar import check_fits, check_labels
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer, build_tokenizer
@@ -89,7 +90,9 @@ def build_datasets(
         return Datasets(*opener.split(data.data_path, data.split, counts))
     paths = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
     weights = (data.train_data_weights, data.valid_data_weights, data.test_data_weights)
-    return Datasets(*(opener.blend(*part) for part in zip(SampleCounts._fields, paths, weights, counts, strict=True)))
+    labels = (data.train_label_data_paths, data.valid_label_data_paths, data.test_label_data_paths)
+    parts = zip(SampleCounts._fields, paths, weights, labels, counts, strict=True)
+    return Datasets(*(opener.blend(*part) for part in parts))
 
 
 def build_data_iterators(
@@ -180,10 +183,24 @@ class _DatasetOpener:
             indexed.warm_up()
         return indexed
 
-    def samples(self, indexed: IndexedDataset, documents: range, num_samples: int) -> GPTDataset:
-        """Make samples of documents of a dataset."""
-        cache = self.index_cache(indexed.prefix)
-        return GPTDataset(indexed, documents, num_samples, self.seq_length, self.seed, cache)
+    def samples(
+        self, indexed: IndexedDataset, documents: range, num_samples: int, labels: str | None = None
+    ) -> GPTDataset:
+        """Make samples of documents of a dataset, with the labels under a prefix."""
+        opened = None
+        if labels is not None:
+            opened = self.open(labels)
+            check_labels(indexed, opened)
+        return GPTDataset(
+            indexed,
+            documents,
+            num_samples,
+            self.seq_length,
+            self.seed,
+            self.index_cache(indexed.prefix),
+            packing=Packing(self.data.pack_impl, self.data.allow_chopped),
+            labels=opened,
+        )
 
     def index_cache(self, prefix: str) -> Path:
         """Return the directory of a dataset's index maps."""
@@ -201,7 +218,12 @@ class _DatasetOpener:
         return result
 
     def blend(
-        self, name: str, paths: Sequence[str] | None, weights: Sequence[float] | None, num_samples: int
+        self,
+        name: str,
+        paths: Sequence[str] | None,
+        weights: Sequence[float] | None,
+        labels: Sequence[str] | None,
+        num_samples: int,
     ) -> Dataset | None:
         """Mix several datasets by weight, by number of documents, or equally."""
         if num_samples == 0:
@@ -217,6 +239,9 @@ class _DatasetOpener:
                 raise DataError(f"{name}_data_weights has {len(weights)} weights for {len(paths)} {name}_data_paths")
             shares = normalized(weights if weights is not None else [1.0] * len(paths))
         needed = samples_of_each(shares, num_samples)
-        datasets = [self.samples(part, range(len(part)), count) for part, count in zip(parts, needed, strict=True)]
+        datasets = [
+            self.samples(part, range(len(part)), count, label)
+            for part, count, label in zip(parts, needed, labels or [None] * len(parts), strict=True)
+        ]
         _log.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))

@@ -12,7 +12,16 @@ from typing import BinaryIO, Literal, TypedDict
 
 import numpy as np
 
-from neox.data.indexed_dataset import IndexedDataset, Layout, bin_path, dtype_code, idx_path, index_parts, json_path
+from neox.data.indexed_dataset import (
+    IGNORED,
+    IndexedDataset,
+    Layout,
+    bin_path,
+    dtype_code,
+    idx_path,
+    index_parts,
+    json_path,
+)
 from neox.data.sidecar import joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import fsync_file, replace_file
@@ -174,7 +183,7 @@ class IndexedDatasetBuilder:
     def _check_range(self, flat: np.ndarray) -> None:
         low, high = int(flat.min()), int(flat.max())
         limit = np.iinfo(self.dtype)
-        if low < 0 or high > limit.max:
+        if low < max(IGNORED, limit.min) or high > limit.max:
             raise DataError(f"{self.prefix}: token id {low if low < 0 else high} does not fit {self.dtype}")
         self._state["max_id"] = max(self._state["max_id"], high)
 

@@ -46,10 +46,13 @@ class IndexMaps:
     shuffle_map: np.ndarray
 
 
-def content_key(sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int) -> str:
-    """Return a hash of everything the maps depend on: the documents' lengths and every parameter."""
+def content_key(
+    sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int, packing: bytes = b""
+) -> str:
+    """Return a hash of everything the maps depend on: the documents' lengths, every parameter, and `packing`."""
     digest = hashlib.sha256(f"{_FORMAT} {documents} {num_samples} {seq_length} {seed} {sizes.dtype}\n".encode())
     digest.update(np.ascontiguousarray(sizes[documents.start : documents.stop]).data)
+    digest.update(packing)
     return digest.hexdigest()[:32]
 
 
@@ -79,7 +82,7 @@ def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, s
     samples = (epochs * tokens_per_epoch - 1) // seq_length
     random = np.random.RandomState(seed)
     stream = _shuffled_documents(sizes, documents, epochs, random)
-    return IndexMaps(stream[:, 0].copy(), _sample_map(stream[:, 1], seq_length, samples), _shuffled(samples, random))
+    return IndexMaps(stream[:, 0].copy(), _sample_map(stream[:, 1], seq_length, samples), shuffled(samples, random))
 
 
 def _shuffled_documents(sizes: np.ndarray, documents: range, epochs: int, random: np.random.RandomState) -> np.ndarray:
@@ -124,8 +127,8 @@ def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.n
     return result
 
 
-def _shuffled(samples: int, random: np.random.RandomState) -> np.ndarray:
-    """Shuffle the numbers [0, samples)."""
+def shuffled(samples: int, random: np.random.RandomState) -> np.ndarray:
+    """Shuffle the numbers [0, samples): uint32 or int64 [samples]."""
     order = np.arange(samples, dtype=np.intp)
     random.shuffle(order)
     return order.astype(np.uint32) if samples < np.iinfo(np.uint32).max - 1 else order

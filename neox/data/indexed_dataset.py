@@ -24,6 +24,9 @@ from neox.errors import DataError
 
 Layout = Literal["mmap", "cached"]
 
+IGNORED = -100
+"""Label of a token that is left out of the loss, in files of labels (later gpt-neox's, and PyTorch's)."""
+
 MMAP_MAGIC = b"MMIDIDX\x00\x00"
 CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from neox.data.indexed_dataset import IndexedDataset, bin_path, idx_path, json_path
 from neox.errors import DataError
 from neox.files import write_text
@@ -109,6 +111,21 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
     return sidecar
 
 
+def check_labels(indexed: IndexedDataset, labels: IndexedDataset) -> None:
+    """Raise DataError if labels do not have the sequences of a dataset, each with as many tokens."""
+    if len(indexed) != len(labels):
+        what = f"{len(labels):,} sequences, and the data has {len(indexed):,}"
+    elif (differs := np.flatnonzero(np.asarray(indexed.sizes) != labels.sizes)).size:
+        first = int(differs[0])
+        what = f"{labels.sizes[first]:,} tokens in sequence {first:,}, and the data has {indexed.sizes[first]:,}"
+    else:
+        return
+    raise DataError(
+        f"{labels.prefix} are not the labels of {indexed.prefix}: they have {what}; name the file of labels that was "
+        "made with the data"
+    )
+
+
 def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hash: str | None) -> None:
     """Raise DataError if a sidecar names another tokenizer than the run's; arguments as in `check_fits`."""
     if tokenizer_hash is not None and sidecar.tokenizer_hash != tokenizer_hash:
@@ -145,12 +162,18 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
 
 
 def data_problems(
-    prefixes: Mapping[str, str], data_impl: str, tokenizer: Tokenizer, *, open_files: bool
+    prefixes: Mapping[str, str],
+    labelled: Mapping[str, str],
+    data_impl: str,
+    tokenizer: Tokenizer,
+    *,
+    open_files: bool,
 ) -> list[tuple[str, str]]:
     """Return why a run cannot use its datasets; missing files are not reported here.
 
     Args:
         prefixes: Prefix of each dataset -> the configuration key that names it.
+        labelled: Prefix of labels -> that of the dataset whose labels they are.
         data_impl: Required layout, as in `IndexedDataset`.
         tokenizer: The run's tokenizer.
         open_files: Whether to read each `.idx` too, which takes a moment for very many documents.
@@ -165,7 +188,10 @@ def data_problems(
             continue
         try:
             if open_files:
-                check_fits(IndexedDataset(prefix, data_impl), vocab_size=size, tokenizer_hash=digest)
+                opened = IndexedDataset(prefix, data_impl)
+                check_fits(opened, vocab_size=size, tokenizer_hash=digest)
+                if prefix in labelled and idx_path(labelled[prefix]).is_file():
+                    check_labels(IndexedDataset(labelled[prefix], data_impl), opened)
             elif (sidecar := read_sidecar(prefix)) is not None:
                 check_tokenizer(sidecar, prefix, vocab_size=size, tokenizer_hash=digest)
         except DataError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import chain
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from shlex import quote
@@ -83,9 +84,20 @@ def data_prefixes(config: NeoXConfig) -> dict[str, str]:
     """Return the token files of a configuration, as prefix -> the key that names it."""
     data = config.data
     prefixes = {data.data_path: "data_path"} if data.data_path else {}
-    for key in ("train_data_paths", "valid_data_paths", "test_data_paths"):
-        prefixes.update(dict.fromkeys(getattr(data, key) or (), key))
+    for split in ("train", "valid", "test"):
+        for key in (f"{split}_data_paths", f"{split}_label_data_paths"):
+            prefixes.update(dict.fromkeys(getattr(data, key) or (), key))
     return prefixes
+
+
+def _labelled_data(config: NeoXConfig) -> dict[str, str]:
+    """Return the token files that have labels, as prefix of the labels -> prefix of the data."""
+    data = config.data
+    pairs = (
+        zip(getattr(data, f"{split}_label_data_paths") or (), getattr(data, f"{split}_data_paths") or (), strict=False)
+        for split in ("train", "valid", "test")
+    )
+    return dict(chain.from_iterable(pairs))
 
 
 def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: bool) -> list[str]:
@@ -101,7 +113,8 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
         from neox.data import sidecar  # numpy, which a dry run without data does not need
 
-        found = sidecar.data_problems(prefixes, config.data.data_impl, tokenizer, open_files=not dry_run)
+        labelled, impl = _labelled_data(config), config.data.data_impl
+        found = sidecar.data_problems(prefixes, labelled, impl, tokenizer, open_files=not dry_run)
         problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
     return problems
 
@@ -151,6 +164,8 @@ def missing_data(config: NeoXConfig) -> list[str]:
             files = " and ".join(prefix + suffix for suffix in absent)
             verb = "does" if len(absent) == 1 else "do"
             commands = ["make quickstart"] if Path(prefix).parts[-3:] == _QUICKSTART_DATA else _commands(config, prefix)
+            if "label" in key:
+                commands = ["python tools/preprocess_chat.py"]
             problems.append(
                 f"{config.source_prefix(key)}{key} is {prefix!r}, but {files} {verb} not exist; make them with "
                 + ", then ".join(f"`{command}`" for command in commands)

@@ -10,6 +10,8 @@ from pydantic import Field
 from neox.config.sections.base import OnlyWith, Section
 from neox.errors import ConfigError
 
+PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
+
 
 class DataConfig(Section):
     """Token files, splits and blends."""
@@ -26,11 +28,20 @@ class DataConfig(Section):
     test_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
     """Prefixes blended for the test at the end."""
 
+    train_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
+    """Prefixes of the labels of train_data_paths: files of the same shape, with -100 where there is no loss."""
+
     train_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
     """Weight of each training prefix; equal where unset."""
 
+    valid_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("valid_data_paths")] = None
+    """Prefixes of the labels of valid_data_paths: files of the same shape, with -100 where there is no loss."""
+
     valid_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
     """Weight of each validation prefix."""
+
+    test_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("test_data_paths")] = None
+    """Prefixes of the labels of test_data_paths: files of the same shape, with -100 where there is no loss."""
 
     test_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
     """Weight of each test prefix."""
@@ -40,6 +51,13 @@ class DataConfig(Section):
 
     weighted_sampler_alpha: Annotated[float, OnlyWith("weight_by_num_documents")] = Field(0.3, ge=0)
     """alpha of weight_by_num_documents; smaller values give small sets more weight."""
+
+    pack_impl: PackImpl = "packed"
+    """How documents make samples of seq_length + 1 tokens: `packed` joins and cuts them, `pack_until_overflow` puts as
+    many whole ones into a sample as fit, `unpacked` one into each; these two pad, and padding is not in the loss."""
+
+    allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
+    """Cut a document that is longer than a sample at its end; otherwise it is left out."""
 
     data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
     """Format of the token files; `infer` reads it from the `.idx`."""

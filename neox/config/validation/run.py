@@ -21,7 +21,7 @@ def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
         *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _length, _checkpoint),
-        *(_profile, _data, _data_weights, _reset_attention_mask, _hosts),
+        *(_profile, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
 
@@ -216,6 +216,18 @@ def _data_weights(config: NeoXConfig) -> Iterator[str]:
             yield config.problem(key, "must not be negative and must not all be 0")
         if data.weight_by_num_documents:
             yield f"{where}`{key}` and weight_by_num_documents both set weights; keep one"
+
+
+def _data_labels(config: NeoXConfig) -> Iterator[str]:
+    data = config.data
+    for split in ("train", "valid", "test"):
+        key = f"{split}_label_data_paths"
+        paths, labels = getattr(data, f"{split}_data_paths"), getattr(data, key)
+        if labels is not None and len(paths or ()) != len(labels):
+            yield (
+                f"{config.source_prefix(key)}`{key}` has {len(labels)} prefixes for {len(paths or ())} "
+                f"{split}_data_paths; give the labels of each (there are none of data_path)"
+            )
 
 
 def _reset_attention_mask(config: NeoXConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ def notes(**keys: Any) -> list[str]:
         ({"zero_optimization": {"stage": 2, "sub_group_size": 9}}, "only with `zero_optimization.stage: 3`"),
         ({"train_data_paths": ["a"], "split": "9,1,1"}, "only with `train_data_paths` unset"),
         ({"data_path": "a", "valid_data_paths": ["b"]}, "only with `train_data_paths`"),
+        ({"allow_chopped": False}, "only with `pack_impl: pack_until_overflow, unpacked`"),
         ({"comms_logger": {"verbose": True}}, "`comms_logger.verbose: true` (a.yml:1) has no effect"),
         ({"iteration": 5}, "only with `load` or `save`"),
         ({"account": "me"}, "only with `launcher: slurm`"),

@@ -107,6 +107,8 @@ VIOLATIONS = [
     ({"data_path": "a", "train_data_paths": ["b"]}, ("`data_path`", "train_data_paths: ['b']", "keep one")),
     ({"train_data_paths": ["a", "b"], "train_data_weights": [1]}, ("1 weights for 2",)),
     ({"train_data_paths": ["a", "b"], "train_data_weights": [0, 0]}, ("must not all be 0",)),
+    ({"train_data_paths": ["a"], "train_label_data_paths": ["b", "c"]}, ("2 prefixes for 1",)),
+    ({"data_path": "a", "train_label_data_paths": ["b"]}, ("1 prefixes for 0 train_data_paths", "none of data_path")),
     ({"split": "a,b"}, ("split: a,b", "969,30,1")),
     ({"split": "0,0,0"}, ("split: 0,0,0",)),
     ({"split": "9,1,1,1"}, ("split: 9,1,1,1", "three")),

@@ -15,6 +15,7 @@ class Counting:
 
     def __init__(self, samples: int, seq_length: int = 4) -> None:
         self.num_samples, self.seq_length = samples, seq_length
+        self.has_labels = False
 
     def read(self, indices):
         return (np.asarray(indices)[:, None] + np.arange(self.seq_length + 1)).astype(np.uint16)

@@ -7,13 +7,23 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from neox.config import NeoXConfig
+from neox.data import IndexedDatasetBuilder
 from neox.preflight import checks
-from neox.preflight.checks import checkpoint_problems, finetune_notes, login_problems, missing_data, missing_packages
+from neox.preflight.checks import (
+    checkpoint_problems,
+    data_problems,
+    finetune_notes,
+    login_problems,
+    missing_data,
+    missing_packages,
+)
+from neox.tokenizer import build_tokenizer
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
 
@@ -160,6 +170,21 @@ def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
     assert missing_data(config) == []
     blend = NeoXConfig.from_flat({"train_data_paths": [str(prefix), str(tmp_path / "none")]})
     assert [str(tmp_path / "none") in problem for problem in missing_data(blend)] == [True]
+
+
+def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in ("text", "label")]
+    for prefix, sizes in zip(prefixes, ([2, 3], [3, 2]), strict=True):
+        with IndexedDatasetBuilder(prefix, np.int32) as builder:
+            builder.add_documents(np.arange(5), sizes)
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+    keys = {"train_data_paths": prefixes[:1], "train_label_data_paths": prefixes[1:], "train_iters": 1}
+    (problem,) = data_problems(config(**keys), tokenizer, dry_run=False)
+    assert problem.startswith("--set: train_label_data_paths: ")
+    assert "3 tokens in sequence 0, and the data has 2" in problem
+    keys["train_label_data_paths"] = [str(tmp_path / "none")]
+    (problem,) = data_problems(config(**keys), tokenizer, dry_run=False)
+    assert "none.bin" in problem
 
 
 def test_finetuning_may_depart_from_its_checkpoint_and_says_where(tmp_path: Path) -> None:
