@@ -136,3 +136,12 @@ def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
 def small_plan(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
     """Resolve `SMALL` with further flat keys."""
     return plan_of(world_size, vocab_size, **{**SMALL, **keys})
+
+
+# Bidirectional networks, in BERT's form and in Megatron-LM's: keys beside `SMALL`.
+_ENCODER = {"objective": "masked_lm", "pos_emb": "learned", "no_weight_tying": False, "max_preds_per_seq": 4}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {**_ENCODER, "norm_placement": "post", "embed_layernorm": True, "layernorm_epsilon": 1e-12},
+    "megatron_bert": {**_ENCODER},
+    "rotary without sentences": {**_ENCODER, "pos_emb": "rotary", "norm": "rmsnorm", "bert_binary_head": False},
+}

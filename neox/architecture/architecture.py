@@ -40,7 +40,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer. It holds no padding, dropout, precision or kernel choice.
+    """A transformer, decoder-only or a bidirectional encoder. It holds no padding, dropout, precision or kernel choice.
 
     Defaults are those of GPT-NeoX-20B's kind of network.
 
@@ -64,7 +64,7 @@ class Architecture:
             queries and one for keys (Qwen3); "full": RMSNorm over all heads' dimensions (OLMo-2).
         residual: "sequential": attention, then the MLP on its result; "parallel": x + attention(ln1(x)) +
             mlp(ln2(x)); "parallel_one_norm": x + attention(ln1(x)) + mlp(ln1(x)); "sublayer_output_norm": sequential,
-            x + norm(f(x)) (OLMo-2).
+            x + norm(f(x)) (OLMo-2); "post_norm": sequential, norm(x + f(x)), without a final norm (BERT).
         positions: Key of `POSITIONS`.
         rotary_ndims: Leading dimensions of each head that are rotated; 0 where positions are not rotary.
         rotary_base: Base of the rotary frequencies; 0 where positions are not rotary.
@@ -84,6 +84,12 @@ class Architecture:
         embedding_multiplier: Factor of the tokens' vectors.
         position_multiplier: Factor of the positions' vectors.
         logit_multiplier: Factor of the logits.
+        bidirectional: Tokens attend to later ones, too, and the head is that of masked language modelling: a dense
+            layer, activation and norm before the embedding's weight, and a bias of the logits (BERT).
+        token_types: Rows of a table of token types, whose vectors are added to the tokens'; 0 for none.
+        embedding_norm: The sum of the embeddings is normalised.
+        sentence_head: A bidirectional network also says of each sample whether its second sentence follows the first:
+            a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
     """
 
     num_layers: int
@@ -119,6 +125,10 @@ class Architecture:
     embedding_multiplier: float = 1.0
     position_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    bidirectional: bool = False
+    token_types: int = 0
+    embedding_norm: bool = False
+    sentence_head: bool = False
 
     @property
     def max_length(self) -> int:
@@ -128,7 +138,7 @@ class Architecture:
     @property
     def has_cache(self) -> bool:
         """Whether keys and values are all that a new token needs of earlier ones."""
-        return not set(self.attention) & set(GATED_KINDS)
+        return not self.bidirectional and not set(self.attention) & set(GATED_KINDS)
 
     @property
     def attended_heads(self) -> int:

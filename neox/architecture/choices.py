@@ -7,7 +7,7 @@ Each table's keys are the values that the YAML accepts. How a choice is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -75,6 +75,12 @@ class Attention:
 
     parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
     keys_per_query: Callable[[Architecture, int], int]
+
+
+def norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:
+    """Return the parameters of one of the network's norms over hidden states, as those of a module."""
+    parameters = NORMS[architecture.norm].parameters(architecture.hidden_size)
+    return tuple(replace(p, name=f"{module}.{p.name}") for p in parameters)
 
 
 def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from neox.architecture.choices import ATTENTION
 from neox.architecture.gmlp import gate_flops
-from neox.architecture.layers import LayerPlan
+from neox.architecture.layers import LayerEntry, LayerPlan
 
 
-def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]:
-    """Return the operations of a forward pass for one token: (in the blocks, in the head).
+def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | None = None) -> tuple[int, int]:
+    """Return the operations of a forward pass for one token: (in the blocks, in the heads).
 
     A block takes 2 per element of its matrices, and 4 x heads x head size per key and query for scores and weighted
     values (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
@@ -17,17 +17,29 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int) -> tuple[int, int]
     Args:
         layers: The network's layers.
         sequence: Tokens per sample.
+        predicted: Tokens of a sample that go through the head; None for all.
     """
     architecture = layers.architecture
-    products = sum(2 * p.numel for layer in layers if layer.kind == "block" for p in layer.parameters if p.is_matrix)
+    products = sum(_matrix_flops(layer) for layer in layers if layer.kind == "block")
     products += sum(gate_flops(architecture, kind, sequence) for kind in architecture.attention)
     attending = [ATTENTION[kind] for kind in architecture.attention if kind in ATTENTION]
     keys = sum(kind.keys_per_query(architecture, sequence) for kind in attending)
     scored = 4 * architecture.num_attention_heads * architecture.head_dim * keys
-    return products + scored, 2 * architecture.hidden_size * layers.padded_vocab_size
+    head = 2 * architecture.hidden_size * layers.padded_vocab_size
+    if architecture.bidirectional:
+        head += _matrix_flops(layers.head)
+    head = head if predicted is None else head * predicted // sequence
+    pooled = sum(_matrix_flops(layer) for layer in layers if layer.kind == "sentence_head")  # one token of a sample
+    return products + scored, head + pooled // sequence
 
 
-def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: bool = False) -> int:
+def _matrix_flops(layer: LayerEntry) -> int:
+    return sum(2 * p.numel for p in layer.parameters if p.is_matrix)
+
+
+def training_flops_per_token(
+    layers: LayerPlan, sequence: int, *, recompute: bool = False, predicted: int | None = None
+) -> int:
     """Return the operations of forward and backward for one token; a backward pass takes twice the forward's.
 
     Products with frozen weights take part in the backward pass once, for the gradient of their inputs.
@@ -36,8 +48,9 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: boo
         layers: The network's layers.
         sequence: Tokens per sample.
         recompute: Count a second forward pass of the blocks.
+        predicted: Tokens of a sample that go through the head; None for all.
     """
-    blocks, head = forward_flops_per_token(layers, sequence)
+    blocks, head = forward_flops_per_token(layers, sequence, predicted)
     frozen = [p for layer in layers for p in layer.parameters if layer.kind == "block" and not p.trained]
     saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (0 if _head_is_trained(layers) else head)
     return (4 if recompute else 3) * blocks + 3 * head - saved
@@ -45,5 +58,5 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, recompute: boo
 
 def _head_is_trained(layers: LayerPlan) -> bool:
     """Return whether the head's weight, or the embedding's that it uses, is trained."""
-    owner = layers[-1] if layers[-1].parameters else layers[0]
+    owner = layers.head if layers.head.parameters else layers[0]
     return owner.parameters[0].trained

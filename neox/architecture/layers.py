@@ -3,8 +3,8 @@
 Everything that must agree about the network reads it: the modules, the memory estimate, the pipeline stages,
 checkpoints (files, reading and splitting over ranks) and the Hugging Face conversion.
 
-Numbering is gpt-neox's: 0 embedding, 1 nothing or a soft prompt, 2..L+1 blocks, L+2 nothing, L+3 final norm,
-L+4 head.
+Numbering is gpt-neox's: 0 embedding, 1 nothing or a soft prompt, 2..L+1 blocks, L+2 nothing, L+3 final norm (nothing
+where blocks end with a norm), L+4 head, and L+5 the sentence head of a bidirectional network.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from neox.architecture.architecture import GATED_KINDS, Architecture
-from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, row_parallel_bias
+from neox.architecture.choices import ACTIVATIONS, ATTENTION, POSITIONS, norm_parameters, row_parallel_bias
+from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
 from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.parameter import ParameterSpec
 
 if TYPE_CHECKING:
     from neox.architecture.adapters import Lora
 
-LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head"]
+LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head"]
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
@@ -32,6 +33,7 @@ BLOCK_NORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...
         "parallel": (("input_layernorm",), ("post_attention_layernorm",), ()),
         "parallel_one_norm": (("input_layernorm",), (), ()),
         "sublayer_output_norm": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
+        "post_norm": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
     }
 )
 """Residual -> norms of a block: before attention, between attention and MLP, after the MLP."""
@@ -47,8 +49,8 @@ class LayerEntry:
         index: Its number.
         kind: What it is.
         parameters: What it owns.
-        tied_to: For a head that uses another layer's weight, that layer's index (0). Such a head owns no parameters;
-            on another pipeline stage than its owner it holds a copy that DeepSpeed keeps equal.
+        tied_to: For a head that uses another layer's weight, that layer's index (0). Such a head does not own that
+            weight; on another pipeline stage than its owner it holds a copy that DeepSpeed keeps equal.
     """
 
     index: int
@@ -92,6 +94,11 @@ class LayerPlan:
         return next((p.shared_with for p in self.layers[index].parameters if p.name == name and p.shared_with), index)
 
     @property
+    def head(self) -> LayerEntry:
+        """The layer that makes logits of hidden states."""
+        return self.layers[BLOCK_OFFSET + self.architecture.num_layers + 2]
+
+    @property
     def weight_layers(self) -> tuple[LayerEntry, ...]:
         """The layers that own parameters, so have a file in a checkpoint."""
         return tuple(layer for layer in self.layers if layer.parameters)
@@ -119,12 +126,9 @@ def build_layer_plan(
             hidden dimension (NeoX's `output_layer_parallelism`).
     """
     words = ParameterSpec(WORD_EMBEDDINGS, (padded_vocab_size, architecture.hidden_size), 0)
-    embedding = (words, *POSITIONS[architecture.positions].embedding(architecture))
-    tied = architecture.tie_word_embeddings
-    dim = 0 if head_parallelism == "column" else 1
-    head: tuple[ParameterSpec, ...] = (replace(words, name="final_linear.weight", partition_dim=dim),)
-    if architecture.head_bias:
-        head += (ParameterSpec("final_linear.bias", (padded_vocab_size,), 0, init="zeros"),)
+    positions = POSITIONS[architecture.positions].embedding(architecture)
+    norm = norm_parameters(architecture, "norm") if architecture.embedding_norm else ()
+    embedding = (words, *positions, *token_type_parameters(architecture), *norm)
     last = architecture.num_layers + 4
     blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
     shared = {p.name for p in POSITIONS[architecture.positions].shared(architecture)}
@@ -142,8 +146,10 @@ def build_layer_plan(
         _prompt(architecture),
         *(block(number, kind) for number, kind in enumerate(architecture.attention)),
         LayerEntry(last - 2, "identity"),
-        LayerEntry(last - 1, "norm", _norm_parameters(architecture, "norm")),
-        LayerEntry(last, "head", () if tied else head, tied_to=0 if tied else None),
+        LayerEntry(last - 1, "identity")
+        if architecture.residual == "post_norm"
+        else LayerEntry(last - 1, "norm", norm_parameters(architecture, "norm")),
+        *_heads(architecture, words, last, 0 if head_parallelism == "column" else 1),
     )
     if architecture.soft_prompt_tokens:  # nothing else is trained
         layers = tuple(layer if layer.kind == "prompt" else _frozen(layer) for layer in layers)
@@ -161,16 +167,26 @@ def _frozen(layer: LayerEntry) -> LayerEntry:
     return replace(layer, parameters=tuple(replace(p, trained=False) for p in layer.parameters))
 
 
-def _norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:
-    parameters = NORMS[architecture.norm].parameters(architecture.hidden_size)
-    return tuple(replace(p, name=f"{module}.{p.name}") for p in parameters)
+def _heads(architecture: Architecture, words: ParameterSpec, index: int, dim: int) -> tuple[LayerEntry, ...]:
+    """Return the head and, of a bidirectional network that has it, the sentence head after it."""
+    tied = 0 if architecture.tie_word_embeddings else None
+    rows = words.shape[0]
+    if architecture.bidirectional:
+        head = LayerEntry(index, "masked_lm_head", masked_lm_head_parameters(architecture, rows), tied)
+        if not architecture.sentence_head:
+            return (head,)
+        return head, LayerEntry(index + 1, "sentence_head", sentence_head_parameters(architecture))
+    own: tuple[ParameterSpec, ...] = (replace(words, name="final_linear.weight", partition_dim=dim),)
+    if architecture.head_bias:
+        own += (ParameterSpec("final_linear.bias", (rows,), 0, init="zeros"),)
+    return (LayerEntry(index, "head", () if tied is not None else own, tied),)
 
 
 def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
     if attention in GATED_KINDS:
         return gated_block_parameters(architecture, attention)
     before, between, after = (
-        tuple(p for norm in norms for p in _norm_parameters(architecture, norm))
+        tuple(p for norm in norms for p in norm_parameters(architecture, norm))
         for norms in BLOCK_NORMS[architecture.residual]
     )
     shared = POSITIONS[architecture.positions].shared(architecture)

@@ -153,8 +153,9 @@ class CheckpointReader:
         """Return the plan's specification of a parameter."""
         if self.layers is None:
             raise CheckpointError(f"{self.path}: the network is needed to know how layer {index} `{name}` is split")
-        owner = self.layers[index].tied_to  # a tied head may hold a copy of the embedding
-        for spec in self.layers[index if owner is None else owner].parameters:
+        layer = self.layers[index]
+        copied = () if layer.tied_to is None else self.layers[layer.tied_to].parameters  # a tied head may hold them
+        for spec in (*layer.parameters, *copied):
             if spec.name == name:
                 return spec
         raise CheckpointError(f"{self.path}: this network's layer {index} has no `{name}`")
@@ -283,13 +284,13 @@ class CheckpointReader:
 
     def _is_embedding(self, index: int) -> bool:
         """Return whether a layer is a head that the checkpoint does not hold and that starts as the embedding."""
-        return self._head_from_embedding and self.layers is not None and index == len(self.layers) - 1
+        return self._head_from_embedding and self.layers is not None and index == self.layers.head.index
 
     def _check_layers(self, layers: LayerPlan, other_head: bool) -> None:
         tied, blocks = layers.architecture.tie_word_embeddings, layers.architecture.num_layers
         wanted = {layer.index for layer in layers.weight_layers}
-        stored, last_layer = set(self._source.indices), len(layers) - 1
-        if other_head:
+        stored, last_layer = set(self._source.indices), layers.head.index
+        if other_head and not layers.architecture.bidirectional:
             copied = last_layer not in stored or self.names(last_layer) == (
                 WORD_EMBEDDINGS,
             )  # a tied head may be stored

@@ -121,9 +121,21 @@ def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, head
 
 
 def _residual(parallel: bool, tied: bool, placement: str) -> str:
-    if placement == "output":
-        return "sublayer_output_norm"
+    if placement != "input":
+        return next(residual for residual, name in _PLACEMENTS.items() if name == placement)
     return ("parallel_one_norm" if tied else "parallel") if parallel else "sequential"
+
+
+def _is_masked(objective: str) -> bool:
+    return objective == "masked_lm"
+
+
+def _if_masked(_: int, objective: str, value: bool) -> bool:
+    return value and _is_masked(objective)
+
+
+def _token_types(_: int, objective: str, rows: int | None, binary_head: bool) -> int:
+    return (2 * binary_head if rows is None else rows) if _is_masked(objective) else 0
 
 
 def _prompt_tokens(given: SoftPromptSettings | Mapping[str, Any] | None) -> int:
@@ -151,6 +163,7 @@ def _epsilon_key(norm: str) -> str:
     return NORMS[_plain_norm(norm)].epsilon_key
 
 
+_PLACEMENTS: Mapping[str, str] = MappingProxyType({"sublayer_output_norm": "output", "post_norm": "post"})
 _MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
 
 _FIELDS: Mapping[str, _Field] = MappingProxyType(
@@ -219,6 +232,13 @@ _FIELDS: Mapping[str, _Field] = MappingProxyType(
         "soft_prompt_tokens": _Field(("soft_prompt_tuning",), _prompt_tokens),
         "residual": _Field(("gpt_j_residual",), _residual, later=("gpt_j_tied", "norm_placement")),
         "tie_word_embeddings": _Field(("no_weight_tying",), lambda untied: not untied),
+        # A checkpoint that stores a size was written by a program that trains causal networks alone, or says otherwise.
+        "bidirectional": _Field(("hidden_size",), lambda _, objective: _is_masked(objective), later=("objective",)),
+        "token_types": _Field(
+            ("hidden_size",), _token_types, later=("objective", "num_tokentypes", "bert_binary_head")
+        ),
+        "embedding_norm": _Field(("hidden_size",), _if_masked, later=("objective", "embed_layernorm")),
+        "sentence_head": _Field(("hidden_size",), _if_masked, later=("objective", "bert_binary_head")),
     }
 )
 ARCHITECTURE_KEYS = tuple(dict.fromkeys(key for field in _FIELDS.values() for key in field.keys))
@@ -281,7 +301,11 @@ def yaml_keys(architecture: Architecture) -> dict[str, Any]:
         # What a gated width follows from depends on other keys, so it is always written.
         "mlp_width": (architecture.mlp_width, None if gated else 4 * architecture.hidden_size),
         "gpt_j_tied": (architecture.residual == "parallel_one_norm", False),
-        "norm_placement": ("output" if architecture.residual == "sublayer_output_norm" else "input", "input"),
+        "norm_placement": (_PLACEMENTS.get(architecture.residual, "input"), "input"),
+        "objective": ("masked_lm" if architecture.bidirectional else "causal_lm", "causal_lm"),
+        "bert_binary_head": (architecture.sentence_head or not architecture.bidirectional, True),
+        "num_tokentypes": (architecture.token_types, 2 * architecture.sentence_head),
+        "embed_layernorm": (architecture.embedding_norm, False),
         "use_bias_in_attn_linear": (architecture.attention_output_bias, True),
         "use_bias_in_qkv": (architecture.qkv_bias, architecture.attention_output_bias),
         "use_bias_in_mlp": (architecture.mlp_bias, True),
@@ -338,9 +362,12 @@ def setting_differences(
 
 
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
-    """Return the kernel of each block's attention: flash (which takes masks), or the causal softmax, fused or not."""
-    plain: AttentionImpl = "fused" if config.model.scaled_upper_triang_masked_softmax_fusion else "eager"
+    """Return the kernel of each block's attention: flash (which takes masks), or a softmax, fused or not."""
     model = config.model
+    fusion = (
+        "scaled_masked_softmax_fusion" if _is_masked(model.objective) else "scaled_upper_triang_masked_softmax_fusion"
+    )
+    plain: AttentionImpl = "fused" if config.value(fusion) else "eager"
     given = attention_kinds(model.attention_config, model.num_layers or 0)
     on_paper = _attention(model.attention_config, model.num_layers or 0, model.sliding_window_width)
     masked = ATTENTION.keys() - {"global"}  # a mask is a tensor, which the fused softmax does not take

@@ -243,7 +243,7 @@ def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
     for first, last in pairwise(bounds):
         here = layers.layers[first:last]
         owners = {layer.index for layer in here}
-        weights = sum(held_parameters(layers, layer, mp) for layer in here if layer.tied_to not in owners)
+        weights = sum(held_parameters(layers, layer, mp, tied=layer.tied_to not in owners) for layer in here)
         held.append(size * (weights + cache * sum(layer.kind == "block" for layer in here)))
     return max(held)
 

@@ -40,6 +40,7 @@ class MemorySetting:
         attention_dropout: Whether attention probabilities are dropped.
         hidden_dropout: Whether hidden states are dropped.
         reduce_bucket: Elements that ZeRO reduces at once.
+        predicted: Tokens of a sample that go through the head.
         few_logits: Whether one tensor rank alone computes head and loss in small chunks, as on a CPU.
     """
 
@@ -57,6 +58,7 @@ class MemorySetting:
     attention_dropout: bool
     hidden_dropout: bool
     reduce_bucket: int
+    predicted: int
     few_logits: bool = False
 
     @property
@@ -71,6 +73,7 @@ def memory_setting(
     """Return the setting of a run."""
     model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
     asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
+    sequence = (model.seq_length or 0) + architecture_of(config).soft_prompt_tokens
     return MemorySetting(
         pp_size=grid.pp_size,
         tp_size=grid.tp_size,
@@ -81,7 +84,8 @@ def memory_setting(
         recompute=training.checkpoint_num_layers if training.checkpoint_activations else 0,
         precision=precision,
         fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
-        sequence=(model.seq_length or 0) + architecture_of(config).soft_prompt_tokens,
+        sequence=sequence,
+        predicted=sequence if model.predicted_tokens is None else model.predicted_tokens,
         attention=min(attention, key=("eager", "fused", "flash").index),
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
@@ -93,9 +97,13 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
     here = layers.layers[bounds[stage] : bounds[stage + 1]]
     owners = {layer.index for layer in here}
-    counted = [layer for layer in here if layer.tied_to not in owners]
-    held = sum(held_parameters(layers, layer, setting.tp_size) for layer in counted)
-    trained = sum(held_parameters(layers, layer, setting.tp_size, trained=True) for layer in counted)
+    held, trained = (
+        sum(
+            held_parameters(layers, layer, setting.tp_size, trained=only, tied=layer.tied_to not in owners)
+            for layer in here
+        )
+        for only in (False, True)
+    )
     copies = {p for layer in here for p in layer.parameters if p.shared_with is not None}
     copied = sum(p.numel // setting.tp_size for p in copies if p.shared_with not in owners)
     held, trained = held + copied, trained + copied
@@ -203,10 +211,12 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
         total += in_flight * heads * setting.sequence**2 * size
     if setting.pp_size > 1:
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
-    if "head" in kinds:
-        logits = setting.micro * setting.sequence * layers.padded_vocab_size // setting.tp_size
+    if layers.head.kind in kinds:
+        logits = setting.micro * setting.predicted * layers.padded_vocab_size // setting.tp_size
         total += 2 * boundary  # the final norm's input and output
-        if setting.few_logits and setting.tp_size == 1:  # the gradient of the head's weight in fp32, and scaled
+        if (
+            setting.few_logits and setting.tp_size == 1 and not layers.architecture.bidirectional
+        ):  # the gradient of the head's weight in fp32, and scaled
             total += 8 * layers.padded_vocab_size * layers.architecture.hidden_size
         else:  # logits, their gradient, and the fp32 chunk of the cross entropy, twice
             total += 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)

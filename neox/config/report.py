@@ -111,7 +111,8 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     iterations = plan.config.training.train_iters
     tokens = None if iterations is None else per_step * iterations
     peak, mfu = (device or gpu_device(plan)).peak_tflops, plan.config.logging.expected_mfu
-    operations = training_flops_per_token(plan.layers, plan.config.model.seq_length or 0)
+    model = plan.config.model
+    operations = training_flops_per_token(plan.layers, model.seq_length or 0, predicted=model.predicted_tokens)
     days = None
     if tokens is not None and peak is not None:
         days = tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
@@ -251,9 +252,9 @@ def _contents(plan: RunPlan, stage: StagePlan) -> str:
     """Return which layers a stage holds: `embedding, 11 blocks`."""
     kinds = [layer.kind for layer in plan.layers.layers[stage.first : stage.last]]
     blocks = kinds.count("block")
-    others = [kind for kind in ("embedding", "norm", "head") if kind in kinds]
+    others = [kind for kind in ("embedding", "norm", "head", "masked_lm_head", "sentence_head") if kind in kinds]
     words = [*others[: others.count("embedding")], f"{blocks} block{'s' if blocks != 1 else ''}"]
-    return ", ".join([*words, *(kind for kind in others if kind != "embedding")])
+    return ", ".join([*words, *(kind.replace("_", " ") for kind in others if kind != "embedding")])
 
 
 def _memory(memory: MemoryPlan) -> dict[str, int]:

@@ -155,6 +155,9 @@ def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[Stag
         own = {layer.index for layer in held}
         copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)
         stages.append(StagePlan(first, last, sum(layer.numel for layer in held) + copies))
+    if stages[-1].first > layers.head.index:
+        method = config.describe_setting("pipe_partition_method")
+        raise ConfigError(f"{method} divides the heads of one loss over stages; use type:transformer")
     empty = [i for i, stage in enumerate(stages) if stage.parameters == 0]
     if layers.lora is not None:
         kinds = [{layer.kind for layer in layers.layers[stage.first : stage.last]} for stage in stages]

@@ -18,6 +18,8 @@ LAYER_CLASS_NAMES = {
     "block": "TransformerLayer",
     "norm": "FinalNorm",
     "head": "Head",
+    "masked_lm_head": "MaskedLMHead",
+    "sentence_head": "SentenceHead",
 }
 
 
@@ -55,18 +57,19 @@ def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> 
     return partition_balanced([int(bool(matching.search(LAYER_CLASS_NAMES[layer.kind]))) for layer in plan], stages)
 
 
-def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: bool = False) -> int:
-    """Return the elements one of `mp` tensor ranks holds of a layer, a tied head's copy included, shared ones not.
+def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: bool = False, tied: bool = True) -> int:
+    """Return the elements one of `mp` tensor ranks holds of a layer, shared ones not.
 
     Args:
         plan: The layers.
         layer: One of them.
         mp: Tensor-parallel ranks.
         trained: Count only what is trained.
+        tied: Count a tied head's copy, too.
     """
     held = tuple(p for p in layer.parameters if p.shared_with is None)
-    if layer.tied_to is not None:
-        held = tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
+    if layer.tied_to is not None and tied:
+        held += tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
     held = tuple(p for p in held if p.trained or not trained)
     return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in held)
 

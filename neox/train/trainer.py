@@ -48,9 +48,10 @@ class Trainer:
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        length, recompute = plan.config.model.seq_length or 0, plan.config.training.checkpoint_activations
-        tokens = plan.batch.train_batch_size * length
-        self._flops = float(tokens * training_flops_per_token(plan.layers, length, recompute=recompute))
+        model, recompute = plan.config.model, plan.config.training.checkpoint_activations
+        length, predicted = model.seq_length or 0, model.predicted_tokens
+        per_token = training_flops_per_token(plan.layers, length, recompute=recompute, predicted=predicted)
+        self._flops = float(plan.batch.train_batch_size * length * per_token)
         self._saved: int | None = None
         self._evaluated: int | None = None
         keys = plan.config.checkpoint

@@ -1,7 +1,8 @@
-"""The network: GPT-NeoX's architecture."""
+"""The network: GPT-NeoX's architecture, and BERT's."""
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -24,6 +25,9 @@ InitMethod = Literal[
 
 def _only(*kinds: str) -> OnlyWith:
     return OnlyWith("attention_config", kinds)
+
+
+_MASKED = OnlyWith("objective", ("masked_lm",))
 
 
 def _norms_of(epsilon_key: str) -> OnlyWith:
@@ -84,6 +88,24 @@ class ModelConfig(Section):
     contradiction is refused. Unset everywhere means fp32. `auto` is bf16 where every host multiplies it natively (GPUs
     of compute capability 8.0 or more, CPUs with AVX512-BF16, AMX or ARM's bf16), else fp32; a run that goes on from a
     checkpoint keeps the precision of that."""
+
+    objective: Literal["causal_lm", "masked_lm"] = "causal_lm"
+    """What the network learns: `causal_lm` predicts each next token; `masked_lm` is BERT (arXiv:1810.04805), whose
+    tokens attend to all others and which predicts tokens that were masked."""
+
+    bert_binary_head: Annotated[bool, _MASKED] = True
+    """Also predict from the first token whether the second sentence follows the first. Megatron-LM's name."""
+
+    num_tokentypes: Annotated[int | None, _MASKED] = Field(None, ge=0, le=1_000)
+    """Rows of the table of token types, which tell the sentences of a pair apart; 2 where unset with bert_binary_head,
+    else 0. Megatron-LM's name."""
+
+    embed_layernorm: Annotated[bool, _MASKED] = False
+    """Normalise the sum of the embeddings, as BERT does and Megatron-LM's BERT does not."""
+
+    max_preds_per_seq: Annotated[int | None, _MASKED] = Field(None, ge=1)
+    """Most masked tokens of a sample, which alone go through the head. 15 % of seq_length, rounded up to a multiple of
+    10, where unset. Megatron-LM's name."""
 
     num_layers: int | None = Field(None, ge=1, le=1_000)
     """Transformer layers. Required."""
@@ -169,9 +191,9 @@ class ModelConfig(Section):
     gpt_j_tied: Annotated[bool, OnlyWith("gpt_j_residual")] = False
     """One norm for both, as in GPT-J: x + attention(ln1(x)) + mlp(ln1(x))."""
 
-    norm_placement: Literal["input", "output"] = "input"
+    norm_placement: Literal["input", "output", "post"] = "input"
     """Whether attention and MLP read normalised hidden states, or their results are normalised before they are added
-    (OLMo-2)."""
+    (`output`, OLMo-2), or the sum is normalised (`post`, BERT; with `objective: masked_lm` alone)."""
 
     use_bias_in_attn_linear: bool = True
     """Biases in the projections of attention."""
@@ -211,6 +233,9 @@ class ModelConfig(Section):
     scaled_upper_triang_masked_softmax_fusion: bool = False
     """Scale, causal mask and softmax of attention scores in one kernel."""
 
+    scaled_masked_softmax_fusion: Annotated[bool, _MASKED] = False
+    """Scale, padding mask and softmax of attention scores in one kernel."""
+
     apply_query_key_layer_scaling: bool = False
     """Divide attention scores by the layer's number, and multiply by it in the softmax, against overflow in fp16."""
 
@@ -240,3 +265,10 @@ class ModelConfig(Section):
 
     init_method_std: float = Field(0.02, gt=0)
     """Standard deviation for `normal` and `scaled_normal`."""
+
+    @property
+    def predicted_tokens(self) -> int | None:
+        """Tokens of a sample that go through the head of a masked language model; None where all do."""
+        if self.objective != "masked_lm" or self.seq_length is None:
+            return None
+        return self.max_preds_per_seq or min(self.seq_length, ceil(0.15 * self.seq_length / 10) * 10)

@@ -18,6 +18,7 @@ from neox.config.architecture import FLASH, SLIDING_WINDOW, attention_kinds, rot
 from neox.config.mlp_width import mlp_width
 from neox.config.neox_config import NeoXConfig
 from neox.config.stages import partition_problem
+from neox.config.validation.encoder import encoder_problems
 from neox.errors import ConfigError
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -40,6 +41,7 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     yield from _stages(config)
     yield from _attention(config)
     yield from _soft_prompt(config)
+    yield from encoder_problems(config)
 
 
 def _heads(config: NeoXConfig) -> Iterator[str]:
@@ -102,7 +104,7 @@ def _mlp(config: NeoXConfig) -> Iterator[str]:
 def _combinations(config: NeoXConfig) -> Iterator[str]:
     """Yield choices that exclude each other."""
     model = config.model
-    if model.norm_placement == "output" and model.gpt_j_residual:
+    if model.norm_placement != "input" and model.gpt_j_residual:
         residual = config.describe_setting("gpt_j_residual")
         yield config.problem("norm_placement", f"does not exist with {residual}; remove one")
     if model.use_qk_layernorm and model.qk_norm != "none":
