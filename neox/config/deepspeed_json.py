@@ -85,7 +85,8 @@ def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> di
             notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
         elif asked is None and config.deepspeed.gradient_accumulation_steps not in (None, 1):
             notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
-        return {"bf16": {"enabled": True}, **accumulation}
+        immediate = config.deepspeed.bf16.immediate_grad_update if config.deepspeed.bf16 else True
+        return {"bf16": {"enabled": True, "immediate_grad_update": immediate}, **accumulation}
     _note_unused_fp16(config, precision, notes)
     return accumulation
 

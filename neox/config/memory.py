@@ -35,6 +35,7 @@ class MemorySetting:
         recompute: Layers recomputed together; 0 for none.
         precision: Number format of weights and activations.
         fp32_gradients: Whether gradients of half-precision weights are accumulated in fp32.
+        immediate: Whether a bf16 gradient is released as soon as it is accumulated.
         sequence: Tokens of one sample.
         attention: Attention kernel that needs the most memory.
         attention_dropout: Whether attention probabilities are dropped.
@@ -53,6 +54,7 @@ class MemorySetting:
     recompute: int
     precision: Precision
     fp32_gradients: bool
+    immediate: bool
     sequence: int
     attention: AttentionImpl
     attention_dropout: bool
@@ -84,6 +86,7 @@ def memory_setting(
         recompute=training.checkpoint_num_layers if training.checkpoint_activations else 0,
         precision=precision,
         fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
+        immediate=config.deepspeed.bf16.immediate_grad_update if config.deepspeed.bf16 else True,
         sequence=sequence,
         predicted=sequence if model.predicted_tokens is None else model.predicted_tokens,
         attention=min(attention, key=("eager", "fused", "flash").index),
@@ -130,8 +133,10 @@ def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]
     optimizer = copies * parameters // (dp if divided else 1)
     if zero >= 2:  # reduced in buckets, then only this rank's part is kept
         gradients = 4 * parameters // dp + size * min(parameters, 2 * setting.reduce_bucket)
-    elif setting.fp32_gradients:  # the half-precision gradients of a backward pass, added to fp32 ones
-        gradients = (size + 4) * parameters
+    elif setting.precision == "bf16" and ((zero == 1 and setting.fp32_gradients) or setting.pp_size > 1):
+        # Accumulated ones, and the half-precision gradients of one backward pass unless they are released in it.
+        gradients = (4 if setting.fp32_gradients else size) * parameters
+        gradients += 0 if setting.immediate else size * parameters
     else:
         gradients = size * parameters
     if zero == 1 and dp > 1 and not setting.fp32_gradients:

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
 from neox.config import RunPlan
+from neox.engine.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.shared import share_parameters
@@ -43,6 +44,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """Leave out `zero_to_fp32.py`, which would look for weights in DeepSpeed's files."""
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> BF16Optimizer:
+        """Build DeepSpeed's optimizer for bf16, with the methods of ours."""
+        wrapper: BF16Optimizer = super()._configure_bf16_optimizer(optimizer)
+        wrapper.__class__ = BF16Optimizer
+        return wrapper
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Scale the loss and run the backward pass.

@@ -101,6 +101,9 @@ class Bf16Settings(Section):
 
     enabled: bool = False
     """Train in bf16."""
+    immediate_grad_update: Annotated[bool, OnlyWith("zero_optimization.stage", (0, 1))] = True
+    """Add each bf16 gradient to the accumulated ones as soon as the backward pass has it, and release it: 18 instead of
+    20 bytes per parameter, and the same numbers (ZeRO 1, and pipeline stages)."""
 
 
 class DataTypesSettings(Section):

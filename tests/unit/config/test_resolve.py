@@ -56,7 +56,7 @@ class TestV2Files:
         plan = plan_of({**tiny, "fp16": {"enabled": True, "type": "bfloat16", "loss_scale": 0}})
         assert plan.precision == "bf16"
         assert "fp16" not in plan.deepspeed
-        assert plan.deepspeed["bf16"] == {"enabled": True}
+        assert plan.deepspeed["bf16"] == {"enabled": True, "immediate_grad_update": True}
         assert any("fp16.type" in note for note in plan.notes)
 
     def test_defaults_follow_v2(self, tiny):

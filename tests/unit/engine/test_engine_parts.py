@@ -41,7 +41,7 @@ def test_exactly_one_clips(keys, world, ours):
 def test_the_optimizer_is_ours_and_bf16_gradients_are_checked():
     json = runtime_json(plan(optimizer={"type": "Adam", "params": {"lr": 0.1}}, bf16={"enabled": True}))
     assert "optimizer" not in json
-    assert json["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert json["bf16"] == {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
 
 
 def test_deepspeeds_lines_appear_when_asked_for():

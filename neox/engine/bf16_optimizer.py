@@ -1,0 +1,68 @@
+"""DeepSpeed's optimizer of bf16 weights with fp32 copies, with fewer passes over memory and one wait for the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+
+
+class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
+    """Optimizer of bf16 weights whose fp32 copies are divided over data ranks: ZeRO 1, and pipeline stages with ZeRO 0.
+
+    The numbers are DeepSpeed's (0.19.8). With `bf16.immediate_grad_update` a gradient is added to the accumulated ones
+    as soon as the backward pass has it, and released.
+    """
+
+    @torch.no_grad()
+    def _update_hp_grad(self, lp: Tensor, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
+        """Add a parameter's gradient to the accumulated one in one kernel, without a copy in fp32.
+
+        10 bytes of memory traffic for each element; DeepSpeed's cast and sum move 18.
+        """
+        if lp.grad is None:
+            return
+        accumulated: Tensor = self.fp32_groups_gradients[group_idx][param_idx]
+        accumulated.add_(lp.grad.reshape(-1))
+        lp._hp_grad = accumulated  # type: ignore[attr-defined]  # read where copies of tied weights are summed
+        self.fp32_groups_has_gradients[group_idx][param_idx] = True
+        if clear_lp_grads:
+            lp.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Clip and update; a step whose norm is not finite changes nothing and sets `overflow`.
+
+        The device is waited for once. Only the gradients of this rank's part are clipped, which alone are used.
+        DeepSpeed's engine calls `zero_grad` afterwards, always.
+        """
+        norm, factor = self._norm_and_factor()
+        self.overflow = not math.isfinite(norm)
+        self._global_grad_norm = math.inf if self.overflow else norm
+        if self.overflow:
+            return
+        if self.clip_grad > 0.0 and factor < 1.0:
+            torch._foreach_mul_(self.fp32_groups_gradient_flat_partition, factor)
+        parts = list(zip(self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True))
+        for weights, gradients in parts:
+            weights.grad = gradients.to(weights.dtype)  # the same tensor, unless gradients are accumulated in bf16
+        self.optimizer.step()
+        if self.grad_acc_dtype is not torch.float32:
+            for weights, _ in parts:
+                weights.grad = None
+        self._lazy_init_hp_params_optimizer_state()
+        self.update_lp_params()
+
+    def _norm_and_factor(self) -> tuple[float, float]:
+        """Return the norm of the model's gradient and the factor that clips it, both as computed in fp32."""
+        counted, _ = self.get_grads_for_norm()
+        square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
+        if self.mpu is not None and self.mpu.get_model_parallel_world_size() > 1:
+            dist.all_reduce(square, group=self.mpu.get_model_parallel_group())
+        norm = square.sqrt()
+        first, second = torch.stack([norm, self.clip_grad / (norm + 1e-6)]).tolist()
+        return first, second
