@@ -27,13 +27,8 @@ from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
-from neox.config.sections.training import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from neox.config.sections.schedule import ScheduleConfig
+from neox.config.sections.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
 from neox.errors import ConfigError
 
 # What a type error means, in the words of someone who writes YAML.

@@ -9,6 +9,7 @@ from typing import Any
 
 from neox.architecture import training_flops_per_token
 from neox.config.fit import Device, check_fit, gib, gpu_device, inference_bytes, memory_on, memory_problem
+from neox.config.learning_rate import schedule_of
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
@@ -212,6 +213,7 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
                 f" (expected_mfu, peak_theoretical_tflops: {plan.config.source('peak_theoretical_tflops')})"
             )
         yield run
+        yield f"schedule  {schedule_of(plan.config).describe()}"
     if plan.save_iterations:
         saves = _count(len(plan.save_iterations), "checkpoint")
         yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}"

@@ -1,4 +1,4 @@
-"""Sections of a training run: length, optimizer, learning-rate schedule, checkpoints, logging."""
+"""Sections of a training run: length, optimizer, checkpoints, logging."""
 
 from __future__ import annotations
 
@@ -89,36 +89,6 @@ class OptimizerConfig(Section):
         """Return muP's m of a hidden size; 1 without muP."""
         base = self.mup_base_hidden_size if self.use_mup else None
         return 1.0 if base is None else hidden_size / base
-
-
-class ScheduleConfig(Section):
-    """Learning rate: warm-up, then decay from the peak (`optimizer.params.lr`) to min_lr."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
-    """Shape of the decay."""
-
-    lr_decay_iters: int | None = Field(None, ge=1)
-    """Iterations the decay takes; train_iters where unset."""
-
-    lr_decay_fraction: float | None = Field(None, gt=0, le=1)
-    """lr_decay_iters as a fraction of train_iters."""
-
-    min_lr: Annotated[float, OnlyWith("lr_decay_style", ("linear", "cosine", "exponential"))] = Field(0.0, ge=0)
-    """Smallest learning rate after warm-up."""
-
-    warmup: float = Field(0.01, ge=0, le=1)
-    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
-
-    lr_schedule_version: Literal["v2.0", "later"] = "later"
-    """Which of gpt-neox's two formulas: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts
-    at peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
-
-    def decay_iterations(self, train_iters: int | None) -> int:
-        """Return the iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters, or train_iters."""
-        if self.lr_decay_iters is not None:
-            return self.lr_decay_iters
-        fraction = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
-        return max(1, round(fraction * (train_iters or 0)))
 
 
 class LoraSettings(Section):

@@ -17,13 +17,15 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
 from neox.config.validation.network import network_problems
 from neox.config.validation.run import run_problems
+from neox.config.validation.schedule import schedule_notes, schedule_problems
 
 __all__ = ["missing_for_training", "notes_without_effect", "static_problems"]
 
 
 def static_problems(config: NeoXConfig) -> list[str]:
     """Return a message for each rule that a configuration breaks: what, where, why, and what to do."""
-    return [*_unsupported_problems(config), *network_problems(config), *run_problems(config)]
+    rules = (_unsupported_problems, network_problems, run_problems, schedule_problems)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def notes_without_effect(config: NeoXConfig) -> list[str]:
@@ -31,6 +33,7 @@ def notes_without_effect(config: NeoXConfig) -> list[str]:
     return [
         *_unsupported_notes(config),
         *_idle_notes(config),
+        *schedule_notes(config),
         *_save_notes(config),
         *_replacement_notes(config),
         *_attention_notes(config),

@@ -1,4 +1,4 @@
-"""Rules of a run: memory, precision, optimizer, schedule, checkpoints, data, hosts."""
+"""Rules of a run: memory, precision, optimizer, checkpoints, data, hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _schedule, _length, _checkpoint),
+        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _length, _checkpoint),
         *(_profile, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -121,25 +121,6 @@ def _mup(config: NeoXConfig) -> Iterator[str]:
         if getattr(model, key) not in MUP_INIT_METHODS:
             names = ", ".join(MUP_INIT_METHODS)
             yield config.problem(key, f"follows the width by itself, which use_mup does; use one of {names}")
-
-
-def _schedule(config: NeoXConfig) -> Iterator[str]:
-    schedule = config.schedule
-    if schedule.min_lr > config.optimizer.optimizer.params.lr:
-        peak = config.describe_setting("optimizer.params.lr")
-        yield config.problem("min_lr", f"is larger than the peak {peak}; the schedule decays from the peak down to it")
-    if schedule.lr_decay_iters is not None and schedule.lr_decay_fraction is not None:
-        yield config.problem(
-            "lr_decay_fraction", f"and {config.describe_setting('lr_decay_iters')} set the same thing; keep one"
-        )
-    if schedule.lr_decay_style != "constant":
-        longest = 0.5 if schedule.lr_schedule_version == "v2.0" else 1.0
-        if schedule.warmup > longest or schedule.warmup == 1.0:
-            allowed = "at most 0.5 with the v2.0 form" if longest == 0.5 else "below 1"
-            yield config.problem(
-                "warmup",
-                f"leaves no iterations to decay; it is a part of lr_decay_iters and must be {allowed}",
-            )
 
 
 def _length(config: NeoXConfig) -> Iterator[str]:

@@ -37,7 +37,10 @@ def notes(**keys: Any) -> list[str]:
         ({"comms_logger": {"verbose": True}}, "`comms_logger.verbose: true` (a.yml:1) has no effect"),
         ({"iteration": 5}, "only with `load` or `save`"),
         ({"account": "me"}, "only with `launcher: slurm`"),
-        ({"lr_decay_style": "constant", "min_lr": 1e-5}, "only with `lr_decay_style: linear, cosine, exponential`"),
+        (
+            {"lr_decay_style": "constant", "min_lr": 1e-5},
+            "only with `lr_decay_style: linear, cosine, exponential, WSD`",
+        ),
     ],
 )
 def test_a_condition_that_is_off_is_noted(keys: dict[str, Any], note: str) -> None:
@@ -64,7 +67,8 @@ def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
 
 
 def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
-    config = NeoXConfig.from_flat({**tiny, "flops_profiler": {}, "comms_logger": {}})
+    blocks_to_open = {"flops_profiler": {}, "comms_logger": {}, "scheduler": {"type": "OneCycle"}}
+    config = NeoXConfig.from_flat({**tiny, **blocks_to_open})
     classes = section_classes().values()
     blocks = [block for cls in classes for _, block in blocks_of(cls)]
     conditions = {

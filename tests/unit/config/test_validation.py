@@ -97,7 +97,6 @@ VIOLATIONS = [
     ({"lr_decay_iters": 5, "lr_decay_fraction": 0.5}, ("lr_decay_fraction: 0.5", "lr_decay_iters: 5")),
     ({"warmup": 1.0}, ("warmup: 1.0", "below 1")),
     ({"warmup": 0.6, "lr_schedule_version": "v2.0"}, ("warmup: 0.6", "at most 0.5")),
-    ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_decay_style")),
     ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, ("checkpoint_factor: 1", "above 1")),
     ({"checkpoint_scale": "log"}, ("needs checkpoint_factor",)),
     ({"checkpoint_factor": 1, "train_iters": 10**9}, ("1,000,000,000 checkpoints", "checkpoint_factor: 1")),

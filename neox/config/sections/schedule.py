@@ -1,0 +1,142 @@
+"""Section of what changes over a run: learning rate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from neox.config.sections.base import OnlyWith, Section
+
+_TYPE = "scheduler.type"
+_RANGE_TEST, _ONE_CYCLE = OnlyWith(_TYPE, ("LRRangeTest",)), OnlyWith(_TYPE, ("OneCycle",))
+_WARMUP = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+_WARMUP_RATES = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR"))
+_TOTAL, _COSINE = OnlyWith(_TYPE, ("WarmupDecayLR", "WarmupCosineLR")), OnlyWith(_TYPE, ("WarmupCosineLR",))
+_DECAYS = OnlyWith("lr_decay_style", ("linear", "cosine", "exponential", "WSD"))
+_WSD = OnlyWith("lr_decay_style", ("WSD",))
+
+
+class SchedulerParams(Section):
+    """Numbers of DeepSpeed's schedules, under its names; those of another type are refused. Steps count from 0."""
+
+    lr_range_test_min_lr: Annotated[float, _RANGE_TEST] = Field(0.001, gt=0)
+    """First learning rate."""
+
+    lr_range_test_step_size: Annotated[int, _RANGE_TEST] = Field(2000, ge=1)
+    """Steps in which it grows by lr_range_test_step_rate times the first one."""
+
+    lr_range_test_step_rate: Annotated[float, _RANGE_TEST] = Field(1.0, ge=0)
+    """Growth, as a multiple of the first learning rate."""
+
+    lr_range_test_staircase: Annotated[bool, _RANGE_TEST] = False
+    """Grow once every lr_range_test_step_size steps, rather than a little each step."""
+
+    cycle_min_lr: Annotated[float | None, _ONE_CYCLE] = Field(None, ge=0)
+    """Learning rate at the start and the end of a cycle. Required."""
+
+    cycle_max_lr: Annotated[float | None, _ONE_CYCLE] = Field(None, gt=0)
+    """Learning rate in the middle of the cycle. Required."""
+
+    decay_lr_rate: Annotated[float, _ONE_CYCLE] = Field(0.0, ge=0)
+    """After the cycle: cycle_min_lr / (1 + decay_lr_rate x steps / decay_step_size)."""
+
+    cycle_first_step_size: Annotated[int, _ONE_CYCLE] = Field(2000, ge=1)
+    """Steps of the rising half."""
+
+    cycle_second_step_size: Annotated[int | None, _ONE_CYCLE] = Field(None, ge=1)
+    """Steps of the falling half; cycle_first_step_size where unset."""
+
+    cycle_first_stair_count: Annotated[int, _ONE_CYCLE] = Field(0, ge=0)
+    """Stairs of the rising half; 0 is continuous."""
+
+    cycle_second_stair_count: Annotated[int | None, _ONE_CYCLE] = Field(None, ge=0)
+    """Stairs of the falling half; cycle_first_stair_count where unset."""
+
+    decay_step_size: Annotated[int, _ONE_CYCLE] = Field(0, ge=0)
+    """Steps that decay_lr_rate and decay_mom_rate refer to; 0 is no decay."""
+
+    cycle_momentum: Annotated[bool, _ONE_CYCLE] = True
+    """Move the first of the optimizer's betas against the learning rate (the second is 0.99 then, as in DeepSpeed)."""
+
+    cycle_min_mom: Annotated[float, _ONE_CYCLE] = Field(0.8, ge=0, lt=1)
+    """First beta in the middle of the cycle."""
+
+    cycle_max_mom: Annotated[float, _ONE_CYCLE] = Field(0.9, ge=0, lt=1)
+    """First beta at the start and the end of the cycle."""
+
+    decay_mom_rate: Annotated[float, _ONE_CYCLE] = Field(0.0, ge=0)
+    """After the cycle: cycle_max_mom x (1 + decay_mom_rate x steps / decay_step_size), which must stay below 1."""
+
+    warmup_min_lr: Annotated[float, _WARMUP_RATES] = Field(0.0, ge=0)
+    """Learning rate at the start."""
+
+    warmup_max_lr: Annotated[float | None, _WARMUP_RATES] = Field(None, gt=0)
+    """Learning rate after the warm-up. Where unset: optimizer.params.lr with WarmupLR, 0.001 with WarmupDecayLR."""
+
+    warmup_min_ratio: Annotated[float, _COSINE] = Field(0.0, ge=0, le=1)
+    """Start of the warm-up, as a part of optimizer.params.lr."""
+
+    warmup_num_steps: Annotated[int, _WARMUP] = Field(1000, ge=1)
+    """Steps of warm-up, at least 2."""
+
+    warmup_type: Annotated[Literal["log", "linear"], _WARMUP] = "log"
+    """Shape of the warm-up."""
+
+    total_num_steps: Annotated[int | None, _TOTAL] = Field(None, ge=1)
+    """Step at which the decay ends; train_iters where unset (DeepSpeed requires it)."""
+
+    cos_min_ratio: Annotated[float, _COSINE] = Field(0.0001, ge=0, le=1)
+    """End of the decay, as a part of optimizer.params.lr."""
+
+
+class SchedulerSettings(Section):
+    """DeepSpeed's `scheduler` block: one of its schedules, in place of lr_decay_style, warmup and min_lr."""
+
+    type: Literal["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    """DeepSpeed's class."""
+
+    params: SchedulerParams = Field(default_factory=SchedulerParams)
+    """Its numbers."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate: warm-up, then decay from the peak (`optimizer.params.lr`) to min_lr. Or one of DeepSpeed's."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "WSD"] = "linear"
+    """Shape of the decay. `WSD` (warm-up, stable, decay; arXiv:2404.06395): the peak is held, and only the last
+    lr_wsd_decay_iters of lr_decay_iters go down, so that a run can be continued from before them."""
+
+    lr_decay_iters: int | None = Field(None, ge=1)
+    """Iterations the decay takes; train_iters where unset."""
+
+    lr_decay_fraction: float | None = Field(None, gt=0, le=1)
+    """lr_decay_iters as a fraction of train_iters."""
+
+    min_lr: Annotated[float, _DECAYS] = Field(0.0, ge=0)
+    """Smallest learning rate after warm-up."""
+
+    warmup: float = Field(0.01, ge=0, le=1)
+    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
+
+    lr_schedule_version: Literal["v2.0", "later"] = "later"
+    """Which of gpt-neox's two formulas: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts
+    at peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
+
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], _WSD] = "exponential"
+    """Shape of the decay of `WSD`, with Megatron's names: after a part p of it, the distance to min_lr is
+    2 x 0.5^p - 1, 1 - p, half of 1 + cos(pi p), or 1 - sqrt(p) of the peak's."""
+
+    lr_wsd_decay_iters: Annotated[int | None, _WSD] = Field(None, ge=1)
+    """Iterations of the decay of `WSD`. Required with it."""
+
+    scheduler: SchedulerSettings | None = None
+    """One of DeepSpeed's schedules, `{type: WarmupDecayLR, params: {warmup_num_steps: 100}}`. The other keys of the
+    learning rate then change nothing, with a note. Counts steps that changed the weights."""
+
+    def decay_iterations(self, train_iters: int | None) -> int:
+        """Return the iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters, or train_iters."""
+        if self.lr_decay_iters is not None:
+            return self.lr_decay_iters
+        fraction = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
+        return max(1, round(fraction * (train_iters or 0)))
