@@ -193,7 +193,7 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
     mask = torch.ones(shape.micro_batch, shape.seq, device=device)
 
     def loss_of(ids: Tensor) -> Tensor:
-        return model(ids[:, :-1], loss=partial(CausalLM(ParallelGrid.single()).loss, targets=(ids[:, 1:], mask)))
+        return model(ids[:, :-1], loss=partial(CausalLM().loss, targets=(ids[:, 1:], mask)))
 
     def step() -> Tensor:
         if not args.cudnn:

@@ -170,7 +170,7 @@ class Engine:
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
     """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together."""
-    objective = build_objective(plan, grid)
+    objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     return Engine(plan, grid, device, objective, *build_deepspeed_engine(plan, grid, model))
 

@@ -75,7 +75,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     start = from_first_rank(lambda: choose_start(plan))
     if start.checkpoint is not None:
         check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
-    objective = build_objective(plan, grid)
+    objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     if start.checkpoint is not None:
         _read_model(model, plan, grid, start, start.checkpoint)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.launch import report_progress
-from neox.model import Block, KVCache, SoftPrompt, run_blocks, token_positions
-from neox.parallel import ParallelGrid, gather_last_dim, vocab_parallel_cross_entropy
+from neox.model import Block, KVCache, SoftPrompt, run_blocks, token_positions, vocab_parallel_cross_entropy
+from neox.parallel import ParallelGrid, gather_last_dim
 
 _SCORED_LOGITS = 2**25
 """Most logits in memory while scoring."""

@@ -4,6 +4,7 @@ from neox.model.attention import ATTENTION
 from neox.model.block import Block, TransformerLayer, run_blocks, token_positions
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
+from neox.model.cross_entropy import head_cross_entropy, vocab_parallel_cross_entropy
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.gpt import GPT
 from neox.model.positions import POSITIONS
@@ -23,7 +24,9 @@ __all__ = [
     "SoftPrompt",
     "TransformerLayer",
     "build_layer",
+    "head_cross_entropy",
     "initialize",
     "run_blocks",
     "token_positions",
+    "vocab_parallel_cross_entropy",
 ]

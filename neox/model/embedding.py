@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.model.block import build_norm
+from neox.model.cross_entropy import head_cross_entropy
 from neox.model.positions import POSITIONS
 from neox.ops import linear
 from neox.parallel import (
@@ -33,13 +34,37 @@ class LMHead(NamedTuple):
     """A network's head, tied or not, as a loss uses it.
 
     Attributes:
-        weight: This rank's part of the weight, [V, H] split along V (or along H with a "row" head); None where it is
-            not all of the head.
+        grid: Process groups.
+        weight: This rank's part of the weight, [V, H] split along V (or along H with `row`).
         logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
+        bias: This rank's part of the logits' bias [V/tp], if they have one.
+        row: Whether the hidden dimension is split.
     """
 
-    weight: Tensor | None
+    grid: ParallelGrid
+    weight: Tensor
     logits: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None
+    row: bool = False
+
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, token_weights: Tensor) -> Tensor:
+        """Return the sum of token_weight x cross entropy in fp32, without all logits at once; see `head_cross_entropy`.
+
+        Args:
+            hidden: Hidden states [B, S, H].
+            labels: Ids of the vocabulary [B, S].
+            token_weights: [B, S].
+        """
+        hidden = (scatter_last_dim if self.row else copy_to_tensor_ranks)(hidden, self.grid)
+        return head_cross_entropy(
+            hidden.flatten(0, -2),
+            self.weight,
+            labels.flatten(),
+            token_weights.flatten(),
+            self.grid,
+            bias=self.bias,
+            row=self.row,
+        )
 
 
 class Embedding(nn.Module):
@@ -75,7 +100,7 @@ class Embedding(nn.Module):
     @property
     def head(self) -> LMHead:
         """The head of a network whose head is tied to this layer."""
-        return LMHead(self.word_embeddings.weight, self.logits)
+        return LMHead(self.grid, self.word_embeddings.weight, self.logits)
 
     def logits(self, x: Tensor) -> Tensor:
         """Multiply hidden states [B, S, H] by the words' vectors [V/tp, H] on this rank -> [B, S, V/tp]."""
@@ -137,8 +162,9 @@ class Head(nn.Module):
 
     @property
     def head(self) -> LMHead:
-        """This layer as a loss uses it; without its weight where there is a bias, too."""
-        return LMHead(self.final_linear.weight if self.final_linear.bias is None else None, self)
+        """This layer as a loss uses it."""
+        row = isinstance(self.final_linear, RowParallelLinear)
+        return LMHead(self.grid, self.final_linear.weight, self, self.final_linear.bias, row)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states [B, S, H] -> [B, S, V/tp]."""

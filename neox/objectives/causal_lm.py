@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from neox.model import LMHead
-from neox.ops import linear_cross_entropy
-from neox.parallel import ParallelGrid, vocab_parallel_cross_entropy
 
 _LARGEST_LOSS = 20.0
 """Perplexities are limited to e^20, so that an untrained network's do not overflow."""
@@ -27,8 +25,6 @@ class CausalLM:
     where attention must not cross documents.
     """
 
-    grid: ParallelGrid
-
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens [B, S], and where each token's document starts in its row [B, S], if the batch says so."""
         return {name: batch[name] for name in ("tokens", "document_starts") if name in batch}
@@ -38,18 +34,9 @@ class CausalLM:
         return batch["labels"], batch["loss_mask"]
 
     def loss(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean cross entropy of unmasked tokens in fp32; 0 if all are masked.
-
-        On one tensor rank the head and the loss are computed in chunks of tokens, so that the logits [B, S, V] are
-        never in memory at once.
-        """
+        """Return the mean cross entropy of unmasked tokens in fp32; 0 if all are masked."""
         labels, mask = targets[0], targets[1].float()
-        count = mask.sum().clamp(min=1.0)
-        if self.grid.tp_size == 1 and head.weight is not None:
-            weights = (mask / count).reshape(-1)
-            return linear_cross_entropy(hidden.flatten(0, 1), head.weight, labels.reshape(-1), weights)
-        losses = vocab_parallel_cross_entropy(head.logits(hidden), labels, self.grid)
-        return (losses * mask).sum() / count
+        return head.cross_entropy(hidden, labels, mask / mask.sum().clamp(min=1.0))
 
     def metrics(self, loss: float) -> dict[str, float]:
         """Return the loss in nats per token and the perplexity, under gpt-neox's names."""

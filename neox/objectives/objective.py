@@ -10,7 +10,6 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.model import LMHead
 from neox.objectives.causal_lm import CausalLM
-from neox.parallel import ParallelGrid
 
 Batch = Mapping[str, Tensor]
 """One micro batch of a data rank by name; each objective says which names it reads."""
@@ -49,6 +48,6 @@ class Objective(Protocol):
         ...
 
 
-def build_objective(plan: RunPlan, grid: ParallelGrid) -> Objective:
+def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: causal language modelling."""
-    return CausalLM(grid)
+    return CausalLM()

@@ -6,8 +6,8 @@ import torch
 
 from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs
-from neox.ops.linear import linear
-from neox.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from neox.ops.cross_entropy import label_scores, logits_gradient
+from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
@@ -25,14 +25,15 @@ __all__ = [
     "MASKED_SCORE",
     "AttentionImpl",
     "PackedWeight",
+    "add_product",
     "alibi_slopes",
     "can_pack",
     "SoftmaxImpl",
     "block_layout",
     "core_attention",
+    "label_scores",
     "linear",
-    "linear_cross_entropy",
-    "linear_cross_entropy_reference",
+    "logits_gradient",
     "masked_bias",
     "relative_buckets",
     "rotary_factor",

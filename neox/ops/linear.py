@@ -45,6 +45,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to fp32 `total` [O, I], inside the product where the device can: a [R, O], b [R, I]."""
+    if a.dtype == total.dtype and not (ONEDNN and _served(a.t(), b.t())):
+        total.addmm_(a.t(), b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a.t(), b, total.dtype, out=total)
+    else:
+        total += linear(a.t(), b.t())
+
+
 def _served(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN takes the product, and the product is worth its 20 microseconds of preparation."""
     fp32 = x.dtype == torch.float32 == weight.dtype and x.device.type == "cpu"

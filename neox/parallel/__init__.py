@@ -4,11 +4,11 @@ from neox.config.plan import Topology
 from neox.parallel.collectives import (
     copy_to_tensor_ranks,
     gather_last_dim,
+    gather_tensor_ranks,
     reduce_over_tensor_ranks,
     reduce_scatter_last_dim,
     scatter_last_dim,
 )
-from neox.parallel.cross_entropy import vocab_parallel_cross_entropy
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.layers import (
     ColumnParallelLinear,
@@ -33,6 +33,7 @@ __all__ = [
     "copy_to_tensor_ranks",
     "derive_seed",
     "gather_last_dim",
+    "gather_tensor_ranks",
     "mark_decay",
     "mark_lr_factor",
     "mark_split",
@@ -40,5 +41,4 @@ __all__ = [
     "reduce_scatter_last_dim",
     "scatter_last_dim",
     "shard",
-    "vocab_parallel_cross_entropy",
 ]

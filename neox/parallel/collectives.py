@@ -39,6 +39,11 @@ def reduce_scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
     return x if grid.tp_size == 1 else _ReduceScatter.apply(x, grid)
 
 
+def gather_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return x of all tensor ranks, [T, *x.shape]; no gradient passes."""
+    return torch.stack(_parts(x, grid))
+
+
 def _all_reduce(x: Tensor, grid: ParallelGrid) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x, group=grid.tp_group)
@@ -50,10 +55,14 @@ def _own_part(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def _all_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return torch.cat(_parts(x, grid), dim=-1)
+
+
+def _parts(x: Tensor, grid: ParallelGrid) -> list[Tensor]:
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(grid.tp_size)]
     dist.all_gather(parts, x, group=grid.tp_group)
-    return torch.cat(parts, dim=-1)
+    return parts
 
 
 class _Copy(torch.autograd.Function):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from neox.model import GPT
-from neox.ops import core_attention, linear_cross_entropy, linear_cross_entropy_reference, scale_mask_softmax
-from neox.parallel import ParallelGrid, vocab_parallel_cross_entropy
-from tests.losses import causal_lm_loss
+from neox.model import GPT, head_cross_entropy, vocab_parallel_cross_entropy
+from neox.ops import core_attention, scale_mask_softmax
+from neox.parallel import ParallelGrid
+from tests.losses import causal_lm_loss, cross_entropy_reference
 from tests.plans import small_plan
 
 pytestmark = [
@@ -69,16 +70,22 @@ def test_attention_kinds_agree(impl: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_losses_equal_torchs(dtype: torch.dtype):
-    x, weight = drawn(3000, 64, dtype=dtype) * 0.3, drawn(50432, 64, seed=1, dtype=dtype) * 0.3
+    grid = ParallelGrid.single()
+    leaves = [
+        (drawn(3000, 64, dtype=dtype) * 0.3).requires_grad_(),
+        (drawn(50432, 64, seed=1, dtype=dtype) * 0.3).requires_grad_(),
+    ]
+    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
     labels = torch.randint(0, 50432, (3000,), generator=torch.Generator().manual_seed(2)).cuda()
-    ones = torch.ones(3000, device="cuda")
-    expected = linear_cross_entropy_reference(x.float(), weight.float(), labels, ones) / 3000
-    chunked = linear_cross_entropy(x, weight, labels, ones) / 3000
-    split = vocab_parallel_cross_entropy(
-        (x @ weight.t()).unsqueeze(0), labels.unsqueeze(0), ParallelGrid.single()
-    ).mean()
+    mean = torch.full((3000,), 1 / 3000, device="cuda")
+    expected, chunked = cross_entropy_reference(*exact, labels, mean), head_cross_entropy(*leaves, labels, mean, grid)
+    split = vocab_parallel_cross_entropy(F.linear(*leaves).unsqueeze(0), labels.unsqueeze(0), grid).mean()
     for loss in (chunked, split):
         torch.testing.assert_close(loss, expected, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=0)
+    expected.backward()
+    chunked.backward()
+    for leaf, whole in zip(leaves, exact, strict=True):
+        assert (leaf.grad.float() - whole.grad).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * whole.grad.norm()
 
 
 @pytest.mark.parametrize("attention", ["eager", "fused", "flash"])

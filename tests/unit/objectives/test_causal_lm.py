@@ -18,7 +18,7 @@ GRID = ParallelGrid.single()
 
 
 def test_a_batch_is_split_between_the_first_and_the_last_stage():
-    objective = build_objective(small_plan(), GRID)
+    objective = build_objective(small_plan())
     batch = {"tokens": TOKENS, "labels": TOKENS + 1, "loss_mask": torch.ones(2, 12)}
     assert list(objective.inputs(batch)) == ["tokens"]
     assert list(objective.inputs({**batch, "document_starts": TOKENS})) == ["tokens", "document_starts"]
@@ -32,9 +32,9 @@ def test_the_loss_is_the_mean_over_unmasked_tokens():
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([[1, 2, 3], [4, 0, 1]])
     mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    head = LMHead(weight, lambda hidden: hidden @ weight.T)
+    head = LMHead(GRID, weight, lambda hidden: hidden @ weight.T)
     picked = head.logits(hidden).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    objective = CausalLM(GRID)
+    objective = CausalLM()
     torch.testing.assert_close(objective.loss(hidden, head, (labels, mask)), -(picked * mask).sum() / 3)
     assert objective.loss(hidden, head, (labels, torch.zeros(2, 3))) == 0.0
 
@@ -57,6 +57,6 @@ def test_loss_and_gradients_are_those_of_the_logits(untied: bool):
 
 
 def test_metrics_are_the_loss_and_a_perplexity_that_does_not_overflow():
-    objective = CausalLM(GRID)
+    objective = CausalLM()
     assert objective.metrics(2.0) == {"lm_loss": 2.0, "lm_loss_ppl": pytest.approx(math.exp(2.0))}
     assert math.isfinite(objective.metrics(1000.0)["lm_loss_ppl"])

@@ -10,7 +10,6 @@ from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
-from neox.parallel import ParallelGrid
 from neox.train import Trainer
 from neox.train.callbacks import Callback
 from tests.plans import small_plan
@@ -21,7 +20,7 @@ class IdleEngine:
 
     def __init__(self, iteration=0, at_step=None, at_evaluation=None):
         self.iteration, self.evaluated = iteration, 0
-        self.objective = CausalLM(ParallelGrid.single())
+        self.objective = CausalLM()
         self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
 
     def train_batch(self, batches):

@@ -1,0 +1,138 @@
+"""Head and cross entropy in one operation that never holds the logits of more than a chunk of tokens.
+
+The forward pass computes each chunk's logits, its loss, and at once its gradients, so that nothing is computed twice
+and what is kept has the size of the hidden states and the weight (the idea: Liger-Kernel, arXiv:2410.10989). It is the
+same with a head that is split over tensor ranks, which exchange two numbers per token.
+
+Legend: R tokens, H hidden, V vocabulary, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neox.ops import add_product, label_scores, linear, logits_gradient
+from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks, reduce_scatter_last_dim
+
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+"""Logits held at once: what stays near a CPU core, what keeps a GPU busy."""
+
+
+def head_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    grid: ParallelGrid,
+    *,
+    bias: Tensor | None = None,
+    row: bool = False,
+) -> Tensor:
+    """Return sum over tokens of token_weight x -log softmax(x W^T + b)[label] in fp32, equal on all tensor ranks.
+
+    Products are in x's dtype, the softmax and all sums in fp32, gradients in the dtypes of their tensors. x's
+    is this rank's summand (`copy_to_tensor_ranks` adds them up). One backward pass only: it scales in place.
+
+    Args:
+        x: Hidden states [R, H]; with `row`, this rank's part [R, H/T].
+        weight: This rank's part of the head [V/T, H]; with `row`, [V, H/T].
+        labels: Ids of the whole vocabulary [R].
+        token_weights: Weights of the tokens [R]; they get no gradient.
+        grid: Process groups.
+        bias: This rank's part of the logits' bias [V/T].
+        row: Whether the hidden dimension is split, and logits are summed over ranks.
+    """
+    if not torch.is_grad_enabled():  # which a Function cannot see: it would compute gradients for nobody
+        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row)
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return -log softmax(logits)[label] per token in fp32, for scores: no gradient passes.
+
+    Args:
+        logits: [B, S, V/T], any dtype.
+        labels: Ids of the whole vocabulary [B, S].
+        grid: Process groups.
+    """
+    rows = logits.detach().flatten(0, -2)
+    log_sums, picked = _scores_over_ranks(rows, labels.flatten() - grid.tp_rank * logits.shape[-1], grid)
+    return (log_sums - picked).view(labels.shape)
+
+
+def _scores_over_ranks(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> tuple[Tensor, Tensor]:
+    """Return `label_scores` of whole rows, for logits [R, V/T] and labels that count from this rank's first column."""
+    log_sums, picked = label_scores(logits, labels)
+    if grid.tp_size == 1:
+        return log_sums, picked
+    both = gather_tensor_ranks(torch.stack((log_sums, picked)), grid)  # [T, 2, R]
+    return both[:, 0].logsumexp(0), both[:, 1].sum(0)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weights: Tensor,
+        grid: ParallelGrid,
+        row: bool,
+    ) -> Tensor:
+        # fp32 but for x: a sum of many chunks' contributions would lose bits in bf16.
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight, grad_bias = (
+            torch.zeros_like(part, dtype=torch.float32) if part is not None and needed else None
+            for part, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        # Weights of a mean are tiny, and a loss scale comes only in the backward pass: in fp16 the gradients of single
+        # logits would vanish. So the largest weight is 1 in here, and what it was is multiplied in later.
+        largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        token_weights = token_weights.float() / largest
+        labels = labels - grid.tp_rank * (weight.shape[0] // (grid.tp_size if row else 1))
+        rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**27) // weight.shape[0])
+        for first in range(0, x.shape[0], rows):
+            here = slice(first, first + rows)
+            logits = linear(x[here], weight)
+            if row:
+                logits = reduce_scatter_last_dim(logits, grid)
+            if bias is not None:
+                logits += bias
+            log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
+            total += ((log_sums - picked) * token_weights[here]).sum()
+            if not any(ctx.needs_input_grad[:3]):
+                continue
+            grad = logits_gradient(logits, log_sums, labels[here], token_weights[here])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+            if row:
+                grad = gather_last_dim(grad, grid)
+            if grad_x is not None:
+                grad_x[here] = linear(grad, weight.t())
+            if grad_weight is not None:
+                add_product(grad_weight, grad, x[here])
+        ctx.gradients = (grad_x, grad_weight, grad_bias)
+        ctx.largest = largest
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total * largest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "a second backward pass: the first one has used the gradients up"
+        scale = grad * ctx.largest
+        scaled = (_scaled(part, scale, dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return (*scaled, None, None, None, None)
+
+
+def _scaled(part: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """Return part x scale in a dtype: in place, or in one pass where it is another dtype."""
+    if part is None or dtype is None:
+        return None
+    return part.mul_(scale) if part.dtype == dtype else torch.mul(part, scale, out=torch.empty_like(part, dtype=dtype))

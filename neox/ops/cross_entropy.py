@@ -1,0 +1,67 @@
+"""Cross entropy by rows of logits: scores and their gradient, each a torch reference and a kernel.
+
+On a GPU each is one Triton kernel, which reads (and overwrites) half-precision logits without a copy in fp32. Where the
+vocabulary is split over tensor ranks, `neox.model` joins what the ranks find.
+
+Legend: R tokens, V vocabulary here.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+CPU_ELEMENTS = 2**19
+"""fp32 numbers of a temporary on a CPU: what stays in a core's cache."""
+
+TRITON = find_spec("triton") is not None
+"""Whether the kernels can be compiled; torch's operations give the same numbers without."""
+
+
+def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log sum exp of each row, and the score of its label, in fp32: logits [R, V] -> [R], [R].
+
+    Args:
+        logits: In any dtype.
+        labels: Columns [R]; those outside 0..V-1 lie on other ranks, and their score is 0.
+    """
+    if _fused(logits):
+        from neox.ops.triton_cross_entropy import fused_label_scores
+
+        return fused_label_scores(logits, labels)
+    rows = max(1, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    log_sums = torch.cat([part.float().logsumexp(-1) for part in logits.split(max(1, rows))])
+    column, elsewhere = _own_columns(logits, labels)
+    return log_sums, logits.gather(1, column).float().masked_fill_(elsewhere, 0.0).squeeze(1)
+
+
+def logits_gradient(logits: Tensor, log_sums: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Return weight x (softmax - [column is the label]), the loss's gradient, in the logits' dtype and place: [R, V].
+
+    Args:
+        logits: Overwritten.
+        log_sums: Of whole rows over all ranks, [R] in fp32.
+        labels: As `label_scores` takes them.
+        weights: Of the rows, [R] in fp32.
+    """
+    if _fused(logits):
+        from neox.ops.triton_cross_entropy import fused_logits_gradient
+
+        return fused_logits_gradient(logits, log_sums, labels, weights)
+    column, elsewhere = _own_columns(logits, labels)
+    scores = logits.float()  # the logits themselves in fp32
+    scores.sub_(log_sums.unsqueeze(1)).exp_().mul_(weights.unsqueeze(1))
+    scores.scatter_add_(1, column, -weights.unsqueeze(1).masked_fill(elsewhere, 0.0))
+    return scores.to(logits.dtype)
+
+
+def _own_columns(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns that exist here [R, 1], and whether the label is none of them [R, 1]."""
+    elsewhere = ((labels < 0) | (labels >= logits.shape[-1])).unsqueeze(1)
+    return labels.unsqueeze(1).masked_fill(elsewhere, 0), elsewhere
+
+
+def _fused(logits: Tensor) -> bool:
+    return TRITON and logits.device.type == "cuda"
