@@ -14,7 +14,7 @@ from neox.checkpoint.names import mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import Key
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.tensor_files import load_file
-from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
+from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, optimizer_of_states
 from neox.errors import CheckpointError
 
 WRITER = "written by"
@@ -50,7 +50,22 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
         "dp": 1 + max((file.dp_rank for file in files.values()), default=int(client.get("dp_world_size", 1)) - 1),
         "zero_stage": stage,
         "precision": _precision(settings),
+        "optimizer": _optimizer(path, client.get("optimizer"), sorted(files)),
     }
+
+
+def _optimizer(path: Path, whole: Any, files: Sequence[Path]) -> str:
+    """Return the optimizer by the names of its states. Raises CheckpointError for an unknown one."""
+    state = load_file(files[0])["optimizer_state_dict"]["base_optimizer_state"] if files else whole
+    states = state.get("state", {}) if isinstance(state, Mapping) else {}
+    names = {name for value in states.values() if isinstance(value, Mapping) for name in value}
+    found = optimizer_of_states(names)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: holds the state of an optimizer that is not known here ({', '.join(sorted(names))}); "
+            f"{WITHOUT_SAVED_OPTIMIZER}"
+        )
+    return found
 
 
 def _precision(settings: Mapping[str, Any]) -> str:

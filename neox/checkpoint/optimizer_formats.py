@@ -1,4 +1,4 @@
-"""Formats in which DeepSpeed's files hold AdamW's state for one model rank.
+"""Formats in which DeepSpeed's files hold an optimizer's state for one model rank.
 
 Whole parameters (no ZeRO), whole fp32 copies beside them (fp16 or bf16 without ZeRO), flat partitions split over data
 ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each split over data ranks (ZeRO 3).
@@ -10,16 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from neox.checkpoint.names import canonical_parameter
 from neox.checkpoint.tensor_files import load_file
+from neox.config.sections.optimizer_table import OPTIMIZERS, OptimizerKind, optimizer_of_states
 from neox.errors import CheckpointError
 
-Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
+FP32 = "fp32"
+"""Name of the fp32 weights, beside those of states."""
 ORDER = "optimizer_order"
 
 _NAME = re.compile(r"^(?:module\.)?(?:sequential\.)?(\d+)\.(.+)$")
@@ -37,13 +39,17 @@ class StageState(Protocol):
     """The optimizer's state of one model rank (one pipeline stage, one tensor rank).
 
     Attributes:
-        step: Adam's counter.
+        step: The optimizer's counter; 0 if it has none.
     """
 
     step: float
 
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """Return a parameter's fp32 weights or a moment on this tensor rank, in its shape.
+    def names(self, key: Key) -> frozenset[str]:
+        """Return the names of the states that are stored for a parameter."""
+        ...
+
+    def get(self, key: Key, name: str) -> Tensor | None:
+        """Return a parameter's fp32 weights or a state on this tensor rank, in its shape.
 
         None if there is no fp32 copy because the weights are fp32 themselves.
         """
@@ -59,7 +65,11 @@ def read_order(client_file: Path, client: Mapping[str, Any]) -> list[Key]:
 
 
 def open_stage(
-    client_file: Path, client: Mapping[str, Any], files: Sequence[Path], shapes: Mapping[Key, tuple[int, ...]]
+    client_file: Path,
+    client: Mapping[str, Any],
+    files: Sequence[Path],
+    shapes: Mapping[Key, tuple[int, ...]],
+    optimizer: OptimizerKind,
 ) -> StageState:
     """Open the optimizer's state of one model rank.
 
@@ -68,6 +78,7 @@ def open_stage(
         client: Its content.
         files: One per data rank; none if the state is whole in the client state's file.
         shapes: Shapes of this rank's parameters on its tensor rank, in the optimizer's order.
+        optimizer: The optimizer that wrote the state.
 
     Raises:
         CheckpointError: If there is no state.
@@ -77,7 +88,7 @@ def open_stage(
             raise CheckpointError(
                 f"{client_file.parent} was saved without the optimizer's state (no_save_optim); set no_load_optim"
             )
-        return WholeState(client["optimizer"], shapes)
+        return WholeState(client["optimizer"], shapes, optimizer)
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     if "fp32_flat_groups" in states[0]:
         return ParameterPartitions(states, shapes)
@@ -87,27 +98,34 @@ def open_stage(
 class WholeState:
     """Whole parameters in the `mp_rank` file: torch's own state dict, with or without fp32 copies of the weights."""
 
-    def __init__(self, state: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]]) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], optimizer: OptimizerKind
+    ) -> None:
         inner = state.get("optimizer_state_dict", state)
         numbers = [number for group in inner["param_groups"] for number in group["params"]]
         masters = [tensor for group in state["fp32_groups"] for tensor in group] if "fp32_groups" in state else None
-        self._shapes = shapes
         self._state = {key: inner["state"].get(number, {}) for key, number in zip(shapes, numbers, strict=True)}
         self._masters = dict(zip(shapes, masters, strict=True)) if masters is not None else None
-        self.step = adam_step(inner)
+        self.step = steps_taken(inner)
         for key, saved in self._state.items():
-            if saved and tuple(saved["exp_avg"].shape) != tuple(shapes[key]):
-                raise CheckpointError(
-                    f"optimizer state of layer {key.layer} {key.name} has shape {list(saved['exp_avg'].shape)}, the "
-                    f"parameter {list(shapes[key])}: it belongs to another one; set no_load_optim"
-                )
+            for name in _tensors(saved):
+                shape = tuple(saved[name].shape)
+                if shape != optimizer.state(name).shape(tuple(shapes[key])):
+                    raise CheckpointError(
+                        f"optimizer state of layer {key.layer} {key.name} ({name}) has shape {list(shape)}, the "
+                        f"parameter {list(shapes[key])}: it belongs to another one; set no_load_optim"
+                    )
 
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """Return a parameter's fp32 weights or a moment."""
-        if kind != "fp32":
-            moment: Tensor | None = self._state[key].get(kind)
-            return torch.zeros(self._shapes[key]) if moment is None else moment
-        return None if self._masters is None else self._masters[key]
+    def names(self, key: Key) -> frozenset[str]:
+        """Return the names of a parameter's states."""
+        return _tensors(self._state[key])
+
+    def get(self, key: Key, name: str) -> Tensor | None:
+        """Return a parameter's fp32 weights or a state."""
+        if name == FP32:
+            return None if self._masters is None else self._masters[key]
+        found: Tensor = self._state[key][name]
+        return found
 
 
 class FlatPartitions:
@@ -125,19 +143,24 @@ class FlatPartitions:
                 for name, fragment in fragments.items():
                     piece = (rank, group, fragment.start, fragment.numel)
                     self._pieces.setdefault(parse_name(name), []).append(piece)
-        self.step = adam_step(states[0]["base_optimizer_state"])
+        self.step = steps_taken(states[0]["base_optimizer_state"])
 
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """Return a parameter's fp32 weights or a moment."""
+    def names(self, key: Key) -> frozenset[str]:
+        """Return the names of a parameter's states."""
+        rank, group, *_ = self._pieces[key][0]
+        return _tensors(self._states[rank]["base_optimizer_state"]["state"].get(group, {}))
+
+    def get(self, key: Key, name: str) -> Tensor | None:
+        """Return a parameter's fp32 weights or a state."""
         pieces = [
-            self._flat(rank, group, kind)[start : start + length] for rank, group, start, length in self._pieces[key]
+            self._flat(rank, group, name)[start : start + length] for rank, group, start, length in self._pieces[key]
         ]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(self._shapes[key])
 
-    def _flat(self, rank: int, group: int, kind: Kind) -> Tensor:
+    def _flat(self, rank: int, group: int, name: str) -> Tensor:
         state = self._states[rank]
         fp32: Tensor = state["single_partition_of_fp32_groups"][group]
-        return fp32 if kind == "fp32" else _moment(state["base_optimizer_state"], group, kind, fp32)
+        return fp32 if name == FP32 else _flat_state(state["base_optimizer_state"], group, name, fp32)
 
 
 class ParameterPartitions:
@@ -155,18 +178,22 @@ class ParameterPartitions:
             flat = next(i for i, end in enumerate(ends) if position < end)
             self._where[key] = (flat, position - (ends[flat] - flats[flat]), part)
             position += part
-        self.step = adam_step(states[0]["optimizer_state_dict"])
+        self.step = steps_taken(states[0]["optimizer_state_dict"])
 
-    def get(self, key: Key, kind: Kind) -> Tensor | None:
-        """Return a parameter's fp32 weights or a moment."""
+    def names(self, key: Key) -> frozenset[str]:
+        """Return the names of a parameter's states."""
+        return _tensors(self._states[0]["optimizer_state_dict"]["state"].get(self._where[key][0], {}))
+
+    def get(self, key: Key, name: str) -> Tensor | None:
+        """Return a parameter's fp32 weights or a state."""
         flat, start, part = self._where[key]
-        parts = [self._flat(state, flat, kind)[start : start + part] for state in self._states]
+        parts = [self._flat(state, flat, name)[start : start + part] for state in self._states]
         shape = self._shapes[key]
         return torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
 
-    def _flat(self, state: Mapping[str, Any], flat: int, kind: Kind) -> Tensor:
+    def _flat(self, state: Mapping[str, Any], flat: int, name: str) -> Tensor:
         fp32: Tensor = state["fp32_flat_groups"][flat]
-        return fp32 if kind == "fp32" else _moment(state["optimizer_state_dict"], flat, kind, fp32)
+        return fp32 if name == FP32 else _flat_state(state["optimizer_state_dict"], flat, name, fp32)
 
 
 def parse_name(name: str) -> Key:
@@ -179,25 +206,32 @@ def parse_name(name: str) -> Key:
     return Key(int(match[1]), canonical_parameter(match[2]))
 
 
-def adam_step(state: Mapping[str, Any]) -> float:
-    """Return Adam's counter in an optimizer's state dict; 0 before the first step.
+def steps_taken(state: Mapping[str, Any]) -> float:
+    """Return the counter in an optimizer's state dict; 0 before the first step, and for an optimizer without.
 
     torch counts by parameter, DeepSpeed's own Adam by group or, in some versions, by the last parameter alone: the
-    largest counter is the right one.
+    largest counter is the right one. gpt-neox's MADGRAD has one for all, `k`.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If Adam's is missing.
     """
-    holders = [*state["state"].values(), *state.get("param_groups", ())]
+    states = [value for value in state["state"].values() if isinstance(value, Mapping)]
+    holders = [*states, *state.get("param_groups", ())]
     steps = [float(holder["step"]) for holder in holders if "step" in holder]
-    if not state["state"]:
-        return 0.0
-    if not steps:
+    steps += [float(state["state"]["k"])] if "k" in state["state"] else []
+    names = {name for value in states for name in _tensors(value)}
+    found = optimizer_of_states(names)
+    if names and not steps and found is not None and OPTIMIZERS[found].counts_steps:
         raise CheckpointError("the optimizer's state does not say how many steps it has taken; set no_load_optim")
-    return max(steps)
+    return max(steps, default=0.0)
 
 
-def _moment(state: Mapping[str, Any], number: int, kind: Kind, fp32: Tensor) -> Tensor:
-    """Return a moment of the tensor of that number; zeros before the first step."""
-    found: Tensor | None = state["state"].get(number, {}).get(kind)
+def _tensors(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tensors that are kept for a parameter, without the counter of steps."""
+    return frozenset(name for name, value in state.items() if isinstance(value, Tensor) and name != "step")
+
+
+def _flat_state(state: Mapping[str, Any], number: int, name: str, fp32: Tensor) -> Tensor:
+    """Return a state of the tensor of that number; zeros before the first step."""
+    found: Tensor | None = state["state"].get(number, {}).get(name)
     return torch.zeros_like(fp32) if found is None else found

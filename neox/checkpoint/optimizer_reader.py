@@ -1,4 +1,4 @@
-"""Reading Adam's state and the fp32 weights from a checkpoint, parameter by parameter, at any degrees."""
+"""Reading an optimizer's state and the fp32 weights from a checkpoint, parameter by parameter, at any degrees."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
-from neox.checkpoint.optimizer_formats import Key, Kind, StageState, open_stage, parse_name, read_order
+from neox.checkpoint.optimizer_formats import FP32, Key, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reshard import VOCABULARY, fit_vocabulary, joined_shape, merge
 from neox.checkpoint.tensor_files import load_file
+from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import CheckpointError
 from neox.parallel import shard
 
@@ -28,7 +29,8 @@ class OptimizerReader:
         layers: Layers of the network that reads.
 
     Attributes:
-        step: Adam's counter.
+        step: The optimizer's counter; 0 if it has none.
+        optimizer: The optimizer that wrote it.
         scaler: fp16's loss scaler (`cur_scale`, ...); None for other precisions.
         layout: Degrees with which it was written.
         client_state: Model rank 0's counters and schedule.
@@ -43,45 +45,60 @@ class OptimizerReader:
         self._weights = CheckpointReader(path, layers)
         self.client_state = self._weights.client_state
         self.layout = saved_layout(path, self.client_state)
+        self.optimizer = OPTIMIZERS[self.layout["optimizer"]]
         self._by_gpt_neox = WRITER in self.layout
         self._stage_of: dict[Key, int] = {}
         self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)
         self.scaler = _scaler(path) if self.layout["precision"] == "fp16" else None
 
-    def full(self, index: int, name: str, kind: Kind) -> Tensor:
-        """Return a full parameter's fp32 weights or moment, the vocabulary fitted to the plan's padding."""
-        spec, parts = self._spec(index, name), self._parts(Key(index, name), kind)
+    def names(self, index: int, name: str) -> frozenset[str]:
+        """Return the names of the states of a parameter; none before the first step."""
+        key = self._known(index, name)
+        return self._stages[self._stage_of[key]][0].names(key)
+
+    def full(self, index: int, name: str, state: str) -> Tensor:
+        """Return a full parameter's fp32 weights (`FP32`) or a state, the vocabulary fitted to the plan's padding."""
+        spec, parts = self._spec(index, name), self._parts(self._known(index, name), state)
         if parts is None:
             return self._weights.full(index, name).float()
-        full = parts[0] if spec.partition_dim is None else merge(spec, parts)
-        if name in VOCABULARY:
+        kept = None if state == FP32 else self.optimizer.state(state)
+        one_axis = kept is not None and kept.axis is not None
+        full = parts[0] if spec.partition_dim is None or one_axis else merge(spec, parts)
+        if name in VOCABULARY and not (kept and kept.axis):
             full = fit_vocabulary(spec, full, self._weights.args.get("vocab_size"))
-        if tuple(full.shape) != spec.shape:
+        wanted = spec.shape if kept is None else kept.shape(spec.shape)
+        if tuple(full.shape) != wanted or (one_axis and len(parts) > 1):
             raise CheckpointError(
-                f"{self.path}: optimizer state of layer {index} {name} has shape {list(full.shape)}, "
-                f"this model's is {list(spec.shape)}; it is of another model"
+                f"{self.path}: optimizer state of layer {index} {name} ({state}) has shape {list(full.shape)} on "
+                f"{len(parts)} tensor ranks, this model's is {list(wanted or ())}; it is of another model"
             )
         return full
 
-    def shard(self, index: int, name: str, kind: Kind, tp_rank: int, tp_size: int) -> Tensor:
+    def shard(self, index: int, name: str, state: str, tp_rank: int, tp_size: int) -> Tensor:
         """Return tensor rank `tp_rank`'s part of `full` at degree `tp_size`; only the needed files are read."""
-        spec, parts = self._spec(index, name), self._parts(Key(index, name), kind)
+        spec, parts = self._spec(index, name), self._parts(self._known(index, name), state)
         if parts is None:
             return self._weights.shard(index, name, tp_rank, tp_size).float()
+        if state != FP32 and self.optimizer.state(state).axis is not None:
+            return self.full(index, name, state)
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:
-            return shard(self.full(index, name, kind), spec, tp_rank, tp_size)
+            return shard(self.full(index, name, state), spec, tp_rank, tp_size)
         return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
-    def _parts(self, key: Key, kind: Kind) -> list[Tensor] | None:
-        """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""
+    def _known(self, index: int, name: str) -> Key:
+        key = Key(index, name)
         if key not in self._stage_of:
-            raise CheckpointError(f"{self.path}: no optimizer state for layer {key.layer} {key.name}")
-        parts = [stage.get(key, kind) for stage in self._stages[self._stage_of[key]]]
+            raise CheckpointError(f"{self.path}: no optimizer state for layer {index} {name}")
+        return key
+
+    def _parts(self, key: Key, state: str) -> list[Tensor] | None:
+        """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""
+        parts = [stage.get(key, state) for stage in self._stages[self._stage_of[key]]]
         if parts[0] is None:
             return None
         found = [part for part in parts if part is not None]
-        if self._by_gpt_neox and kind == "fp32" and len(found) > 1 and self._spec(*key).summed_in_neox:
+        if self._by_gpt_neox and state == FP32 and len(found) > 1 and self._spec(*key).summed_in_neox:
             return [torch.stack(found).sum(0)]  # each rank owns a bias; their gradients and moments are equal
         return found
 
@@ -101,7 +118,7 @@ class OptimizerReader:
                 parts = divided.get(stage * mp + tp_rank, [])
                 order = self._gpt_neox_order(stage, parts) if self._by_gpt_neox else read_order(file, client)
                 shapes = {key: self._stored_shape(key, mp) for key in order}
-                ranks.append(open_stage(file, client, parts, shapes))
+                ranks.append(open_stage(file, client, parts, shapes, self.optimizer))
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
                 self._stage_of.setdefault(key, stage)
@@ -127,7 +144,9 @@ def saved_layout(path: Path, client_state: Mapping[str, Any]) -> Mapping[str, An
         CheckpointError: If the state cannot be read.
     """
     layout = client_state.get("layout")
-    return layout if isinstance(layout, Mapping) else gpt_neox_layout(path)
+    if isinstance(layout, Mapping):
+        return {"optimizer": "adam", **layout}  # the only one that older versions had
+    return gpt_neox_layout(path)
 
 
 def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:

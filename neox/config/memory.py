@@ -13,6 +13,7 @@ from neox.architecture import ACTIVATIONS, NORMS, POSITIONS, SPARSITY, LayerPlan
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
+from neox.config.sections.optimizer_table import State
 from neox.config.stages import held_parameters
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
@@ -43,6 +44,7 @@ class MemorySetting:
         reduce_bucket: Elements that ZeRO reduces at once.
         predicted: Tokens of a sample that go through the head.
         few_logits: Whether one tensor rank alone computes head and loss in small chunks, as on a CPU.
+        states: What the optimizer keeps for each parameter.
     """
 
     pp_size: int
@@ -61,6 +63,7 @@ class MemorySetting:
     hidden_dropout: bool
     reduce_bucket: int
     predicted: int
+    states: tuple[State, ...]
     few_logits: bool = False
 
     @property
@@ -93,6 +96,7 @@ def memory_setting(
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
+        states=config.optimizer.optimizer.states,
     )
 
 
@@ -122,12 +126,13 @@ def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) 
 def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer states on a GPU that holds so many parameters.
 
-    Optimizer states are Adam's two moments in fp32, and the fp32 copy of the weights that every wrapper but plain fp32
-    keeps (ZeRO keeps one in fp32 too).
+    Optimizer states are its own, and the fp32 copy of the weights that every wrapper but plain fp32 keeps (ZeRO keeps
+    one in fp32 too).
     """
     zero, dp, size = setting.zero, setting.dp_size, setting.bytes_per_number
     weights = size * parameters // (dp if zero >= 3 else 1)
-    copies = 8 if setting.precision == "fp32" and zero == 0 else 12
+    copies = sum(state.bytes for state in setting.states)
+    copies += 0 if setting.precision == "fp32" and zero == 0 else 4
     # bf16 stages use DeepSpeed's BF16_Optimizer, which divides its states over data ranks even with ZeRO-0.
     divided = zero >= 1 or (setting.precision == "bf16" and setting.pp_size > 1)
     optimizer = copies * parameters // (dp if divided else 1)

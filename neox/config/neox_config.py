@@ -26,9 +26,10 @@ from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
+from neox.config.sections.optimizer import OptimizerConfig, OptimizerSettings
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
-from neox.config.sections.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
+from neox.config.sections.training import CheckpointConfig, LoggingConfig, TrainingConfig
 from neox.errors import ConfigError
 
 # What a type error means, in the words of someone who writes YAML.
@@ -110,7 +111,7 @@ class NeoXConfig(Section):
             try:
                 sections[name] = section.model_validate({key: values[key] for key in values if owners[key] == name})
             except ValidationError as error:
-                problems += [_type_problem(section, dict(detail), where) for detail in error.errors()]
+                problems += [_type_problem(section, dict(detail), where, values) for detail in error.errors()]
         if problems:
             return None, problems
         config = cls.model_validate(sections)
@@ -267,12 +268,14 @@ def _unknown_key(key: str, flat: Mapping[str, Any], sources: Mapping[str, str]) 
     return Problem(f"{source_prefix(key, sources)}unknown key `{key}`{hint}", (key, *meant))
 
 
-def _type_problem(cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
+def _type_problem(
+    cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str], values: Mapping[str, Any]
+) -> Problem:
     """Turn one pydantic error into a message with source, key, value and rule."""
     path = [str(part) for part in detail["loc"]]
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _fields_beside(cls, path), n=1, cutoff=0.6)
+        near = difflib.get_close_matches(path[-1], _fields_beside(cls, path, values), n=1, cutoff=0.6)
         hint = f"; did you mean `{near[0]}`?" if near else _HINTS.get(key, "")
         block = ".".join(path[:-1])
         text = f"{source_prefix(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
@@ -297,8 +300,8 @@ def _nearest_choice(detail: Mapping[str, Any]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def _fields_beside(cls: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the names allowed where `path` ends."""
+def _fields_beside(cls: type[BaseModel], path: list[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the names allowed where `path` ends, beside the values that were given."""
     for name in path[:-1]:
         info = cls.model_fields.get(name)
         if info is None:
@@ -307,5 +310,6 @@ def _fields_beside(cls: type[BaseModel], path: list[str]) -> list[str]:
         inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not inner:
             return []
-        cls = inner[0]
+        asked = OptimizerSettings.params_class(look_up(values, "optimizer.type")[1] or "Adam")
+        cls = inner[0] if len(inner) == 1 or asked is None else asked
     return list(cls.model_fields)

@@ -48,7 +48,7 @@ def type_name(annotation: Any) -> str:
     """Return a type in the words of someone who writes YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return " or ".join(type_name(part) for part in arguments if part is not NoneType)
+        return " or ".join(dict.fromkeys(type_name(part) for part in arguments if part is not NoneType))
     if origin is Literal:
         return ", ".join(str(value) for value in arguments)
     if origin is tuple:

@@ -30,7 +30,7 @@ from neox.engine.shared import share_parameters
 from neox.model import GPT, Block, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
-from neox.optim import AdamW, NormScope, build_optimizer
+from neox.optim import ClippedOptimizer, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
 _NEVER = 2**31
@@ -70,7 +70,7 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         """
         if self.dp_world_size > 1:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
-        elif isinstance(self.optimizer, AdamW):
+        elif isinstance(self.optimizer, ClippedOptimizer):
             for parameter in _parameters(self.optimizer):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -79,7 +79,7 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         """Release the gradients, without DeepSpeed's walk over all modules."""
-        if not isinstance(self.optimizer, AdamW):
+        if not isinstance(self.optimizer, ClippedOptimizer):
             super().zero_grad()
             return
         for parameter in _parameters(self.optimizer):
@@ -170,11 +170,11 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
     return model
 
 
-def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[PlainEngine, AdamW]:
+def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) -> tuple[PlainEngine, ClippedOptimizer]:
     """Give a model to DeepSpeed.
 
     Returns:
-        DeepSpeed's engine, and the AdamW that updates the weights (DeepSpeed may have wrapped it).
+        DeepSpeed's engine, and the optimizer that updates the weights (DeepSpeed may have wrapped it).
     """
     model_group = grid.model_group if grid.pp_size * grid.tp_size > 1 else None
     scope = NormScope(model_group, lambda p: counts_in_norm(p, grid)) if clips_itself(plan) else None
@@ -193,7 +193,7 @@ def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) 
             config_class=DeepSpeedConfig(config, mpu),
         )
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state; the learning rate is
-    # 0 so far, so weights did not change, but Adam's step counter did.
+    # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
     return engine, optimizer
 
@@ -204,7 +204,7 @@ def _prepare_deepspeed() -> None:
     ZeRO accepts optimizers of its own list only; any that updates each element by itself can be partitioned. It imports
     Muon during every reduction; to compile it takes 10 s of CPU, most of them for the import of torch._dynamo.
     """
-    deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: isinstance(optimizer, AdamW)
+    deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: isinstance(optimizer, ClippedOptimizer)
     compile_decorator = compiler.compile
     compiler.compile = lambda: compiler.dummy_decorator
     try:

@@ -17,7 +17,7 @@ from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.errors import TrainingError
 from neox.objectives import Batch, Objective, build_objective
-from neox.optim import AdamW, LRSchedule
+from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 
 
@@ -46,7 +46,7 @@ class Engine:
     Attributes:
         objective: What a batch is and what its loss is.
         deepspeed_engine: DeepSpeed's engine, which holds the model.
-        adamw: The optimizer that updates the weights; DeepSpeed may have wrapped it.
+        optimizer: The optimizer that updates the weights; DeepSpeed may have wrapped it.
         schedule: The learning rate.
         iteration: Completed steps, skipped ones included.
     """
@@ -58,15 +58,15 @@ class Engine:
         device: torch.device,
         objective: Objective,
         deepspeed_engine: PlainEngine,
-        adamw: AdamW,
+        optimizer: ClippedOptimizer,
     ) -> None:
         self.plan = plan
         self.grid = grid
         self.device = device
         self.objective = objective
         self.deepspeed_engine = deepspeed_engine
-        self.adamw = adamw
-        self.schedule = LRSchedule(plan, adamw)
+        self.optimizer = optimizer
+        self.schedule = LRSchedule(plan, optimizer)
         deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
 
@@ -163,8 +163,8 @@ class Engine:
     def _grad_norm(self, skipped: bool) -> float:
         if skipped:
             return math.inf
-        if self.adamw.scope is not None:
-            return self.adamw.last_norm
+        if self.optimizer.scope is not None:
+            return self.optimizer.last_norm
         return float(self.deepspeed_engine.get_global_grad_norm())
 
 

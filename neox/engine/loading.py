@@ -28,6 +28,7 @@ from neox.checkpoint import (
     why_incomplete,
 )
 from neox.config import RunPlan
+from neox.config.sections.optimizer_table import other_optimizer
 from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.deepspeed_engines import build_deepspeed_engine, build_model
 from neox.engine.deepspeed_log import hidden_stdout
@@ -207,6 +208,8 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
         return Start(path, reader.iteration, new_prompt=False)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
+    if "optimizer" in changed:
+        raise CheckpointError(other_optimizer(path, *changed["optimizer"].split(" -> ")))
     if changed:
         _log.info("the checkpoint was saved with another layout: %s", ", ".join(f"{k} {v}" for k, v in changed.items()))
     return Start(path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
@@ -229,8 +232,9 @@ def load_optimizer(engine: Engine, path: Path) -> None:
     Raises:
         CheckpointError: If the checkpoint has no such state.
     """
-    grid, ds_engine, adamw = engine.grid, engine.deepspeed_engine, engine.adamw
-    configured = [{key: group[key] for key in ("weight_decay", "betas", "eps")} for group in adamw.param_groups]
+    grid, ds_engine, optimizer = engine.grid, engine.deepspeed_engine, engine.optimizer
+    settings = {"weight_decay", *engine.plan.config.optimizer.optimizer.params.options()}
+    configured = [{key: group[key] for key in settings} for group in optimizer.param_groups]
     mp_rank = grid.pp_rank * grid.tp_size + grid.tp_rank
     optimizer_file = _own_optimizer_file(engine, path, mp_rank)
     client = load_file(_client_file(engine, path, mp_rank))
@@ -243,8 +247,8 @@ def load_optimizer(engine: Engine, path: Path) -> None:
         parts[grid.dp_rank] = _partitioned_state(engine, load_file(optimizer_file)["optimizer_state_dict"])
         with hidden_stdout():
             ds_engine.optimizer.load_state_dict(parts, load_optimizer_states=True, load_from_fp32_weights=True)
-    for group, settings in zip(adamw.param_groups, configured, strict=True):
-        group.update(settings)  # the configuration's, which the user may have changed
+    for group, numbers in zip(optimizer.param_groups, configured, strict=True):
+        group.update(numbers)  # the configuration's, which the user may have changed
     engine.restore_counters(client)
 
 

@@ -1,8 +1,8 @@
 """Loading an optimizer's state that was saved with other parallel degrees, another ZeRO stage or another precision.
 
-Whatever wrapper DeepSpeed puts around it, the AdamW inside updates fp32 tensors: whole parameters, fp32 copies of them,
-or flat partitions. Each is an `OptimizerTensor` here, with the parts of parameters that it holds; to load is to fill
-every one of them from the checkpoint's parameters.
+Whatever wrapper DeepSpeed puts around it, the optimizer inside updates fp32 tensors: whole parameters, fp32 copies of
+them, or flat partitions. Each is an `OptimizerTensor` here, with the parts of parameters that it holds; to load is to
+fill every one of them from the checkpoint's parameters.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader, OptimizerReader
-from neox.checkpoint.optimizer_formats import Kind
+from neox.checkpoint.optimizer_formats import FP32
+from neox.config import RunPlan
 from neox.engine.engine import Engine
 from neox.engine.weights import fill_layer, weight_layers
 from neox.errors import CheckpointError
 from neox.log import get_logger
-from neox.optim import parameter_groups
+from neox.optim import planned_groups
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
@@ -55,19 +56,19 @@ class Fragment:
 
 @dataclass(frozen=True)
 class OptimizerTensor:
-    """An fp32 tensor that AdamW updates, and the fragments in it; elements that no fragment covers are padding."""
+    """An fp32 tensor of the optimizer, and the fragments in it; elements that no fragment covers are padding."""
 
     tensor: Tensor
     fragments: tuple[Fragment, ...]
 
 
-def optimizer_order(model: nn.Module, layers: LayerPlan) -> list[list[tuple[int, str]]]:
+def optimizer_order(model: nn.Module, plan: RunPlan) -> list[list[tuple[int, str]]]:
     """Return (layer index, name) of every parameter, by optimizer group, in the optimizer's order.
 
     Checkpoints store it, because without ZeRO DeepSpeed numbers parameters and does not name them.
     """
-    names = _names(model, layers)
-    return [[names[id(p)] for p in group["params"]] for group in parameter_groups(model.named_parameters(), 0.0)]
+    names = _names(model, plan.layers)
+    return [[names[id(p)] for p in group["params"]] for group in planned_groups(plan, model.named_parameters())]
 
 
 def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
@@ -81,7 +82,7 @@ def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, p
         fill_layer(
             layer,
             {
-                name: reader.shard(layers.owner(index, name), name, "fp32", *here)
+                name: reader.shard(layers.owner(index, name), name, FP32, *here)
                 if parameter.requires_grad
                 else frozen.shard(index, name, *here)
                 for name, parameter in layer.named_parameters()
@@ -98,34 +99,44 @@ def load_resharded_optimizer(engine: Engine, path: Path) -> None:
     Raises:
         CheckpointError: If something is missing in the checkpoint, or the optimizer's wrapper is unknown.
     """
-    grid = engine.grid
     reader = OptimizerReader(path, engine.plan.layers)
     for target in optimizer_tensors(engine):
-        mean, square = torch.zeros_like(target.tensor), torch.zeros_like(target.tensor)
-        kinds: dict[Kind, Tensor] = {"fp32": target.tensor, "exp_avg": mean, "exp_avg_sq": square}
-        for part in target.fragments:
-            for kind, tensor in kinds.items():
-                values = reader.shard(part.index, part.name, kind, grid.tp_rank, grid.tp_size).reshape(-1)
-                saved = values[part.first : part.first + part.length]
-                tensor.view(-1)[part.start : part.start + part.length].copy_(saved)
-        step = torch.tensor(reader.step, dtype=torch.float32, device=target.tensor.device)
-        engine.adamw.state[target.tensor] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        engine.optimizer.state[target.tensor] = _read_states(target, engine, reader)
     _restore_scaler(engine, reader)
     engine.restore_counters(reader.client_state)
 
 
+def _read_states(target: OptimizerTensor, engine: Engine, reader: OptimizerReader) -> dict[str, Tensor]:
+    """Fill an optimizer's tensor with fp32 weights, and return its states; none before the first step."""
+    here = (engine.grid.tp_rank, engine.grid.tp_size)
+    filled = {FP32: target.tensor}
+    for part in target.fragments:
+        for name in (FP32, *sorted(reader.names(part.index, part.name))):
+            saved = reader.shard(part.index, part.name, name, *here)
+            if name != FP32 and reader.optimizer.state(name).axis is not None:  # of a whole parameter
+                filled[name] = saved.to(target.tensor, copy=True)
+                continue
+            tensor = filled.setdefault(name, torch.zeros_like(target.tensor))
+            values = saved.reshape(-1)[part.first : part.first + part.length]
+            tensor.view(-1)[part.start : part.start + part.length].copy_(values)
+    states = {name: tensor for name, tensor in filled.items() if name != FP32}
+    if states and reader.optimizer.counts_steps:
+        states["step"] = torch.tensor(reader.step, dtype=torch.float32, device=target.tensor.device)
+    return states
+
+
 def optimizer_tensors(engine: Engine) -> Iterator[OptimizerTensor]:
-    """Yield the tensors that AdamW updates on this rank. Raises CheckpointError for an unknown wrapper."""
+    """Yield the tensors that the optimizer updates on this rank. Raises CheckpointError for an unknown wrapper."""
     wrapper, model = engine.deepspeed_engine.optimizer, engine.deepspeed_engine.module
     names = _names(model, engine.plan.layers)
-    groups = parameter_groups(model.named_parameters(), 0.0)
+    groups = planned_groups(engine.plan, model.named_parameters())
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage3_tensors(wrapper, engine.grid, names)
     elif isinstance(wrapper, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        for number, (group, inner) in enumerate(zip(groups, engine.adamw.param_groups, strict=True)):
+        for number, (group, inner) in enumerate(zip(groups, engine.optimizer.param_groups, strict=True)):
             yield _flat_tensor(number, group["params"], inner["params"], names)
-    elif wrapper is engine.adamw or isinstance(wrapper, FP16_UnfusedOptimizer):
-        for group, inner in zip(groups, engine.adamw.param_groups, strict=True):
+    elif wrapper is engine.optimizer or isinstance(wrapper, FP16_UnfusedOptimizer):
+        for group, inner in zip(groups, engine.optimizer.param_groups, strict=True):
             for parameter, tensor in zip(group["params"], inner["params"], strict=True):
                 yield OptimizerTensor(tensor, (Fragment(*names[id(parameter)], 0, parameter.numel(), 0),))
     else:

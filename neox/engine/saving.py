@@ -158,7 +158,7 @@ def stage_files(
     ds_engine.checkpoint_engine = writer
     state = {
         **neox_client_state(plan, grid, engine.iteration),
-        ORDER: optimizer_order(ds_engine.module, plan.layers),
+        ORDER: optimizer_order(ds_engine.module, plan),
         **(client_state or {}),
     }
     logits = fixed_logits(engine) if plan.config.checkpoint.checkpoint_validation_with_forward_pass else None
@@ -241,6 +241,7 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
         "dp": plan.grid.dp_size,
         "zero_stage": plan.config.deepspeed.zero_optimization.stage,
         "precision": plan.precision,
+        "optimizer": plan.config.optimizer.optimizer.name,
         "stages": [stage.first for stage in plan.stages],
     }
 

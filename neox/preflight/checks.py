@@ -25,7 +25,7 @@ from neox.config import (
 )
 from neox.config.precision import newest_checkpoint
 from neox.config.resolve import solve_batch, solve_grid
-from neox.config.sections.training import WITHOUT_SAVED_OPTIMIZER
+from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, other_optimizer
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, DataError, EvaluationError, GenerationError, TokenizerError, install_command
 from neox.launch.hosts import available_memory, smallest_memory
@@ -364,7 +364,17 @@ def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
             f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before 0.7 "
             f"wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
         )
-    return None
+    here, saved = config.optimizer.optimizer.name, _saved_optimizer(checkpoint)
+    return None if saved in (None, here) else other_optimizer(checkpoint, saved, here)
+
+
+def _saved_optimizer(checkpoint: Path) -> str | None:
+    """Return the optimizer of a checkpoint of this program; None of another program's."""
+    try:
+        saved = NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values)
+    except (ConfigError, TypeError):
+        return None
+    return saved.optimizer.optimizer.name
 
 
 def _mentions(file: Path, key: bytes) -> bool:

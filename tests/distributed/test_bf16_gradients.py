@@ -25,7 +25,7 @@ def _run(plan, deepspeeds_own):
         wrapper.__class__ = BF16_Optimizer
     kept = []
     parameters = list(engine.deepspeed_engine.module.parameters())
-    engine.adamw.register_step_pre_hook(
+    engine.optimizer.register_step_pre_hook(
         lambda *_: kept.append(sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None))
     )
     data = batches(plan, grid.dp_rank)

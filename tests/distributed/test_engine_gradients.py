@@ -21,14 +21,14 @@ def _first_gradient(plan):
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
     recorded = {}
-    step = engine.adamw.step
+    step = engine.optimizer.step
 
     def recording_step(*args, **kwargs):
         for index, layer in weight_layers(engine.deepspeed_engine.module):
             recorded.update({(index, name): p.grad.clone().numpy() for name, p in layer.named_parameters()})
         return step(*args, **kwargs)
 
-    engine.adamw.step = recording_step
+    engine.optimizer.step = recording_step
     engine.train_batch(batches(plan, grid.dp_rank))
     return (grid.pp_rank, grid.dp_rank, grid.tp_rank), recorded
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from neox.architecture import ParameterSpec
 from neox.config import RunPlan
 from neox.model import GPT
-from neox.optim.adamw import decays
+from neox.optim.groups import decays
 from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
 from tests.distributed.spawn import run_ranks
 from tests.losses import causal_lm_loss

@@ -1,4 +1,4 @@
-"""Sections of a training run: length, optimizer, checkpoints, logging."""
+"""Sections of a training run: length, checkpoints, logging."""
 
 from __future__ import annotations
 
@@ -7,88 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
-
-WITHOUT_SAVED_OPTIMIZER = (
-    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
-)
-"""What to do about an optimizer state that cannot be loaded, for messages."""
-
-
-_MUP = OnlyWith("use_mup")
-OPTIMIZER_TYPES = ("Adam", "AdamW")
-"""Values of `optimizer.type`, in any case."""
-
-
-class OptimizerParams(Section):
-    """Numbers of the optimizer."""
-
-    lr: float = Field(0.001, ge=0)
-    """Peak learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of Adam's two moments."""
-
-    eps: float = Field(1e-8, gt=0)
-    """Added to the root of Adam's second moment."""
-
-    weight_decay: float | None = Field(None, ge=0)
-    """Weight decay. The flat key weight_decay sets the same value; a contradiction is refused."""
-
-    torch_adam: bool | None = None
-    """DeepSpeed's switch for torch's own Adam; torch's AdamW is always used here."""
-
-    adam_w_mode: bool | None = None
-    """DeepSpeed's switch for decoupled weight decay; it is always decoupled here."""
-
-
-class OptimizerSettings(Section):
-    """DeepSpeed's `optimizer` block."""
-
-    type: str = Field("Adam", json_schema_extra={"enum": [*OPTIMIZER_TYPES, *map(str.lower, OPTIMIZER_TYPES)]})
-    """`Adam` or `AdamW`; both are AdamW with decoupled weight decay, as in gpt-neox."""
-
-    params: OptimizerParams = Field(default_factory=OptimizerParams)
-    """Numbers of the optimizer."""
-
-
-class OptimizerConfig(Section):
-    """Optimizer and weight decay."""
-
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    """`{type: Adam, params: {lr, betas, eps}}`. Absent: Adam with lr 0.001, betas (0.9, 0.999), eps 1e-8."""
-
-    weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay, not applied to biases and norms."""
-
-    use_mup: bool = False
-    """Maximal update parametrisation (arXiv:2203.03466), under which a learning rate tuned at mup_base_hidden_size fits
-    any hidden_size: with m = hidden_size / mup_base_hidden_size, matrices between hidden states start at
-    1 / sqrt(m) of the deviation that init_method gives at the base and have 1 / m of the learning rate (and m times the
-    weight decay), logits are divided by m, and scores of attention by the head size instead of its root."""
-
-    mup_base_hidden_size: Annotated[int | None, _MUP] = Field(None, ge=1)
-    """hidden_size at which lr and initial weights were tuned. Required with use_mup. Not gpt-neox's, which reads the
-    shapes of the base network from base_shapes_file."""
-
-    mup_init_scale: Annotated[float, _MUP] = Field(1.0, gt=0)
-    """Factor of all initial weights that are drawn."""
-
-    mup_attn_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
-    """Divisor of attention's scores."""
-
-    mup_output_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
-    """Divisor of the logits."""
-
-    mup_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
-    """Factor of the tokens' vectors."""
-
-    mup_rp_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
-    """Factor of the positions' vectors."""
-
-    def width_multiplier(self, hidden_size: int) -> float:
-        """Return muP's m of a hidden size; 1 without muP."""
-        base = self.mup_base_hidden_size if self.use_mup else None
-        return 1.0 if base is None else hidden_size / base
 
 
 class LoraSettings(Section):

@@ -16,6 +16,7 @@ from neox.config.keys import REPLACEABLE, REPLACING, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
 from neox.config.validation.network import network_problems
+from neox.config.validation.optimizer import optimizer_problems
 from neox.config.validation.run import run_problems
 from neox.config.validation.schedule import schedule_notes, schedule_problems
 
@@ -24,7 +25,7 @@ __all__ = ["missing_for_training", "notes_without_effect", "static_problems"]
 
 def static_problems(config: NeoXConfig) -> list[str]:
     """Return a message for each rule that a configuration breaks: what, where, why, and what to do."""
-    rules = (_unsupported_problems, network_problems, run_problems, schedule_problems)
+    rules = (_unsupported_problems, network_problems, optimizer_problems, run_problems, schedule_problems)
     return [problem for rule in rules for problem in rule(config)]
 
 

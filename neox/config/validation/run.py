@@ -1,4 +1,4 @@
-"""Rules of a run: memory, precision, optimizer, checkpoints, data, hosts."""
+"""Rules of a run: memory, precision, checkpoints, data, hosts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from itertools import chain
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.data import split_shares
-from neox.config.sections.model import MUP_INIT_METHODS
-from neox.config.sections.training import OPTIMIZER_TYPES
 from neox.errors import ConfigError
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
@@ -20,7 +18,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _precision, _accumulation, _compiled_layers, _optimizer, _mup, _length, _checkpoint),
+        *(_zero, _precision, _accumulation, _compiled_layers, _length, _checkpoint),
         *(_profile, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -90,37 +88,6 @@ def _compiled_layers(config: NeoXConfig) -> Iterator[str]:
             f"does not work with {config.describe_setting('apply_query_key_layer_scaling')}: layers share one "
             "compiled graph, and each would have a scale of its own; remove one of them",
         )
-
-
-def _optimizer(config: NeoXConfig) -> Iterator[str]:
-    block = config.optimizer.optimizer
-    if block.type.lower() not in map(str.lower, OPTIMIZER_TYPES):
-        yield config.problem("optimizer.type", f"is not implemented; use {' or '.join(OPTIMIZER_TYPES)}")
-    for i, beta in enumerate(block.params.betas):
-        if not 0 <= beta < 1:
-            where = config.source_prefix("optimizer.params.betas")
-            yield f"{where}`optimizer.params.betas[{i}]: {beta}` must be in [0, 1)"
-    inner, flat = block.params.weight_decay, config.optimizer.weight_decay
-    if inner is not None and config.given("weight_decay") and inner != flat:
-        yield config.problem(
-            "optimizer.params.weight_decay", f"contradicts {config.describe_setting('weight_decay')}; keep one"
-        )
-    if block.params.adam_w_mode is False:
-        yield config.problem(
-            "optimizer.params.adam_w_mode", "does not work: weight decay is decoupled here, as in gpt-neox; remove it"
-        )
-
-
-def _mup(config: NeoXConfig) -> Iterator[str]:
-    optimizer, model = config.optimizer, config.model
-    if not optimizer.use_mup:
-        return
-    if optimizer.mup_base_hidden_size is None:
-        yield config.problem("use_mup", "needs `mup_base_hidden_size`, the hidden_size that lr was tuned at")
-    for key in ("init_method", "output_layer_init_method"):
-        if getattr(model, key) not in MUP_INIT_METHODS:
-            names = ", ".join(MUP_INIT_METHODS)
-            yield config.problem(key, f"follows the width by itself, which use_mup does; use one of {names}")
 
 
 def _length(config: NeoXConfig) -> Iterator[str]:

@@ -37,10 +37,10 @@ def _built_bytes(plan):
     parameters = list(engine.deepspeed_engine.module.parameters())
     weights = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in parameters)
     own = {id(p) for p in parameters}
-    moved = [*engine.adamw.state, *(p for group in engine.adamw.param_groups for p in group["params"])]
+    moved = [*engine.optimizer.state, *(p for group in engine.optimizer.param_groups for p in group["params"])]
     copies = {id(p): p for p in moved if id(p) not in own}.values()
     states = [
-        t for state in engine.adamw.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1
+        t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1
     ]
     return grid.pp_rank, weights, sum(t.numel() * t.element_size() for t in (*copies, *states))
 

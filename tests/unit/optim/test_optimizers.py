@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from neox.optim import AdamW, NormScope, parameter_groups
+from neox.optim import NormScope, parameter_groups
+from neox.optim.adamw import AdamW
 
 
 def tiny():

@@ -1,0 +1,132 @@
+"""Section of the optimizer: which one, its numbers, weight decay and muP."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic_core import PydanticCustomError
+
+from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.optimizer_table import (
+    OPTIMIZERS,
+    REFUSED,
+    AdamParams,
+    AnyParams,
+    DecayingParams,
+    OptimizerKind,
+    OptimizerParams,
+    State,
+    find_optimizer,
+    optimizer_names,
+    plain_name,
+)
+
+_MUP = OnlyWith("use_mup")
+_NAMES = [*optimizer_names(), *(name.lower() for name in optimizer_names()), "cpu_adam", "cpu_lion"]
+
+
+class OptimizerSettings(Section):
+    """DeepSpeed's `optimizer` block."""
+
+    type: str = Field("Adam", json_schema_extra={"enum": list(dict.fromkeys(_NAMES))})
+    """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
+    `FusedAdam`, `HybridAdam`), `Lion`, `SGD`. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
+    offload_optimizer."""
+
+    params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
+    """Numbers of the optimizer; which there are depends on its type."""
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        """Refuse an unknown optimizer."""
+        if find_optimizer(value) is not None:
+            return value
+        if (reason := REFUSED.get(plain_name(value))) is not None:
+            raise PydanticCustomError("optimizer_type", "is not supported: {reason}", {"reason": reason})
+        spellings = {plain_name(name): name for name in optimizer_names()}
+        near = [spellings[name] for name in difflib.get_close_matches(plain_name(value), spellings, n=1)]
+        own = ", ".join(kind.names[0] for kind in OPTIMIZERS.values())
+        advice = f"did you mean {near[0]}?" if near else f"use one of {own}"
+        raise PydanticCustomError("optimizer_type", "is not implemented; {advice}", {"advice": advice})
+
+    @field_validator("params", mode="wrap")
+    @classmethod
+    def _of_its_type(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> OptimizerParams:
+        """Read the numbers as those of the type; of an unknown one nothing is known."""
+        kind = cls.params_class(info.data.get("type"))
+        given = value.model_dump(exclude_unset=True) if isinstance(value, OptimizerParams) else value
+        return AdamParams() if kind is None else kind.model_validate(given)
+
+    @classmethod
+    def params_class(cls, type_name: str | None = "Adam") -> type[OptimizerParams] | None:
+        """Return the section of an optimizer's numbers; None for an unknown one."""
+        found = find_optimizer(type_name) if isinstance(type_name, str) else None
+        return None if found is None else OPTIMIZERS[found].params
+
+    @property
+    def name(self) -> str:
+        """Key of the optimizer in `OPTIMIZERS`."""
+        found = find_optimizer(self.type)
+        assert found is not None, self.type
+        return found
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """The optimizer on paper."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What it keeps for each parameter."""
+        return self.kind.states_with(self.params)
+
+
+class OptimizerConfig(Section):
+    """Optimizer and weight decay."""
+
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    """`{type: Adam, params: {lr, betas, eps}}`. Absent: Adam with lr 0.001, betas (0.9, 0.999), eps 1e-8."""
+
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay, not applied to biases and norms."""
+
+    use_mup: bool = False
+    """Maximal update parametrisation (arXiv:2203.03466), under which a learning rate tuned at mup_base_hidden_size fits
+    any hidden_size: with m = hidden_size / mup_base_hidden_size, matrices between hidden states start at
+    1 / sqrt(m) of the deviation that init_method gives at the base and have 1 / m of the learning rate (and m times the
+    weight decay), logits are divided by m, and scores of attention by the head size instead of its root."""
+
+    mup_base_hidden_size: Annotated[int | None, _MUP] = Field(None, ge=1)
+    """hidden_size at which lr and initial weights were tuned. Required with use_mup. Not gpt-neox's, which reads the
+    shapes of the base network from base_shapes_file."""
+
+    mup_init_scale: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of all initial weights that are drawn."""
+
+    mup_attn_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Divisor of attention's scores."""
+
+    mup_output_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Divisor of the logits."""
+
+    mup_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of the tokens' vectors."""
+
+    mup_rp_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    """Factor of the positions' vectors."""
+
+    def width_multiplier(self, hidden_size: int) -> float:
+        """Return muP's m of a hidden size; 1 without muP."""
+        base = self.mup_base_hidden_size if self.use_mup else None
+        return 1.0 if base is None else hidden_size / base
+
+    @property
+    def applied_weight_decay(self) -> float:
+        """Weight decay of matrices, whichever key gave it; 0 for an optimizer without."""
+        params = self.optimizer.params
+        if not isinstance(params, DecayingParams):
+            return 0.0
+        return self.weight_decay if params.weight_decay is None else params.weight_decay

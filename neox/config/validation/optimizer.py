@@ -1,0 +1,61 @@
+"""Rules of the optimizer: its numbers, where it works, and muP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neox.config.neox_config import NeoXConfig
+from neox.config.sections.model import MUP_INIT_METHODS
+from neox.config.sections.optimizer_table import AdamParams, DecayingParams, LionParams, SGDParams, plain_name
+
+
+def optimizer_problems(config: NeoXConfig) -> Iterator[str]:
+    """Yield the rules about the optimizer that are broken."""
+    yield from _numbers(config)
+    yield from _offload(config)
+    yield from _mup(config)
+
+
+def _numbers(config: NeoXConfig) -> Iterator[str]:
+    params, block = config.optimizer.optimizer.params, "optimizer.params"
+    if isinstance(params, AdamParams | LionParams):
+        for i, beta in enumerate(params.betas):
+            if not 0 <= beta < 1:
+                where = config.source_prefix(f"{block}.betas")
+                yield f"{where}`{block}.betas[{i}]: {beta}` must be in [0, 1)"
+    if isinstance(params, AdamParams) and params.adam_w_mode is False:
+        yield config.problem(
+            f"{block}.adam_w_mode", "does not work: weight decay is decoupled here, as in gpt-neox; remove it"
+        )
+    if isinstance(params, SGDParams) and params.nesterov and (not params.momentum or params.dampening):
+        yield config.problem(f"{block}.nesterov", "needs `momentum` above 0, and no `dampening`")
+    if isinstance(params, DecayingParams) and params.weight_decay is not None:
+        flat = config.optimizer.weight_decay
+        if config.given("weight_decay") and params.weight_decay != flat:
+            yield config.problem(
+                f"{block}.weight_decay", f"contradicts {config.describe_setting('weight_decay')}; keep one"
+            )
+
+
+def _offload(config: NeoXConfig) -> Iterator[str]:
+    """Names of optimizers that update states in the hosts' memory ask for offload."""
+    settings, key = config.optimizer.optimizer, "zero_optimization.offload_optimizer"
+    if plain_name(settings.type) not in map(plain_name, settings.kind.host_names):
+        return
+    if config.value(f"{key}.device") in (None, "none") and not config.value("zero_optimization.cpu_offload"):
+        yield config.problem(
+            "optimizer.type",
+            f"updates states in the hosts' memory; set `{key}: {{device: cpu}}`, or use {settings.kind.names[0]}",
+        )
+
+
+def _mup(config: NeoXConfig) -> Iterator[str]:
+    optimizer, model = config.optimizer, config.model
+    if not optimizer.use_mup:
+        return
+    if optimizer.mup_base_hidden_size is None:
+        yield config.problem("use_mup", "needs `mup_base_hidden_size`, the hidden_size that lr was tuned at")
+    for key in ("init_method", "output_layer_init_method"):
+        if getattr(model, key) not in MUP_INIT_METHODS:
+            names = ", ".join(MUP_INIT_METHODS)
+            yield config.problem(key, f"follows the width by itself, which use_mup does; use one of {names}")

@@ -1,0 +1,38 @@
+"""Construction of a run's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from neox.config import RunPlan
+from neox.optim.adamw import AdamW
+from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.groups import planned_groups
+from neox.optim.lion import Lion
+from neox.optim.torch_optimizers import SGD
+
+CLASSES: Mapping[str, type[ClippedOptimizer]] = MappingProxyType({"adam": AdamW, "lion": Lion, "sgd": SGD})
+"""The class of each optimizer in `neox.config`'s table `OPTIMIZERS`."""
+
+
+def build_optimizer(
+    plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]], clip: NormScope | None = None
+) -> ClippedOptimizer:
+    """Build the optimizer; its learning rate is 0 until it is scheduled.
+
+    Args:
+        plan: The run.
+        named_parameters: This rank's parameters.
+        clip: Scope of the norm where this optimizer clips (ZeRO 0); None where DeepSpeed's wrapper does.
+    """
+    settings = plan.config.optimizer.optimizer
+    return CLASSES[settings.name](
+        planned_groups(plan, named_parameters),
+        max_norm=plan.config.deepspeed.gradient_clipping if clip is not None else 0.0,
+        scope=clip,
+        lr=0.0,
+        **settings.params.options(),
+    )

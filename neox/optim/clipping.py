@@ -1,0 +1,135 @@
+"""Base of all optimizers: clipping by the global gradient norm, and skipping of steps that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NormScope:
+    """Which ranks and parameters contribute to the norm of the model's gradient.
+
+    Attributes:
+        group: Ranks that together hold one copy of the model (pipeline stages x tensor ranks); None for one rank.
+        counts: Whether this rank counts a parameter. Over the group each parameter is counted once: replicated ones on
+            tensor rank 0 alone, a tied one on its first stage alone.
+    """
+
+    group: dist.ProcessGroup | None
+    counts: Callable[[Tensor], bool]
+
+
+def without_dynamo(method: Any) -> Any:
+    """Return a method of torch's optimizers without its wrappers, which import torch._dynamo (5 s of CPU)."""
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+class ClippedOptimizer(torch.optim.Optimizer):
+    """An optimizer that clips by the global norm over all ranks of a model.
+
+    A step whose norm is not finite is skipped. The norm is computed here with ZeRO 0, where DeepSpeed is wrong: it
+    counts replicated parameters on the first stage only when it clips in fp32, and does not see which parameters are
+    split or tied when it clips in fp16. `overflow` and `_global_grad_norm` are the attributes that DeepSpeed reads
+    after a step.
+
+    A subclass updates in `update`. The counter of steps is a state of each tensor: ZeRO 3 calls `step` once for each of
+    its parts.
+
+    Args:
+        groups: Parameter groups of `parameter_groups`.
+        max_norm: Norm above which gradients are scaled down to it; 0 never clips.
+        scope: Ranks and parameters of the norm; None computes no norm and does not clip.
+        options: Arguments of the next class: `defaults`, or those of torch's optimizer that it also is.
+    """
+
+    add_param_group = without_dynamo(torch.optim.Optimizer.add_param_group)
+    load_state_dict = without_dynamo(torch.optim.Optimizer.load_state_dict)
+    state_dict = without_dynamo(torch.optim.Optimizer.state_dict)
+    zero_grad = without_dynamo(torch.optim.Optimizer.zero_grad)
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, max_norm: float = 0.0, scope: NormScope | None = None, **options: Any
+    ) -> None:
+        super().__init__(groups, **options)
+        self.max_norm = max_norm
+        self.scope = scope
+        self.overflow = False
+        self._global_grad_norm = 0.0
+        # By position: DeepSpeed replaces the parameters by fp32 copies that carry no attributes.
+        self._counted = [[scope is not None and scope.counts(p) for p in g["params"]] for g in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Clip and update; if the norm is not finite, set `overflow` and change nothing."""
+        divisor: Tensor | None = None
+        if self.scope is not None:
+            self._global_grad_norm = self.global_norm()
+            self.overflow = not math.isfinite(self._global_grad_norm)
+            if self.overflow:
+                return None
+            if 0.0 < self.max_norm < self._global_grad_norm:
+                divisor = self._device_scalar((self._global_grad_norm + 1e-6) / self.max_norm)
+        self.update(divisor)
+        return None
+
+    def update(self, divisor: Tensor | None) -> None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            divisor: Divides all gradients; None for 1.
+        """
+        self.divide_gradients(divisor)
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self.update_group(group, parameters, [p.grad for p in parameters])
+
+    def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update a group's parameters, all on one device and of one type, with gradients that are clipped."""
+        raise NotImplementedError
+
+    def divide_gradients(self, divisor: Tensor | None) -> None:
+        """Divide all gradients by a scalar in place."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if divisor is not None and gradients:
+            torch._foreach_div_(gradients, divisor)
+
+    def states(self, parameters: list[Tensor], name: str) -> list[Tensor]:
+        """Return a state in the shape of each parameter; zeros before the first step."""
+        for p in parameters:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in parameters]
+
+    @property
+    def last_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        return self._global_grad_norm
+
+    def global_norm(self) -> float:
+        """Return the L2 norm of the model's gradient, the same on every rank of the group."""
+        counted = [
+            p.grad.float()
+            for group, counts in zip(self.param_groups, self._counted, strict=True)
+            for p, count in zip(group["params"], counts, strict=True)
+            if count and p.grad is not None
+        ]
+        total = self._device_scalar(0.0)
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted)).square().sum()
+        if self.scope is not None and self.scope.group is not None:
+            dist.all_reduce(total, group=self.scope.group)
+        return math.sqrt(squared) if (squared := total.item()) >= 0 else math.nan
+
+    def _device_scalar(self, value: float) -> Tensor:
+        device = self.param_groups[0]["params"][0].device
+        return torch.full((), value, dtype=torch.float32, device=device)

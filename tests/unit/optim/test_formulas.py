@@ -1,0 +1,136 @@
+"""Every optimizer's step against its paper's formula or a plain torch loop, and its states against the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neox.config.sections.optimizer_table import OPTIMIZERS
+from neox.optim import CLASSES, NormScope, build_optimizer
+from tests.plans import small_plan
+
+STEPS = 4
+
+
+def example() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A small model, and gradients of some steps by parameter name."""
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+    for p in model.parameters():
+        nn.init.normal_(p, generator=generator)
+    steps = [
+        {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()} for _ in range(STEPS)
+    ]
+    return model, steps
+
+
+def built(model: nn.Module, name: str, *, clip: float = 0.0, **params):
+    """The optimizer of a plan with these numbers, as `neox.engine` builds it."""
+    optimizer = {"type": name, "params": {"lr": 0.01, **params}}
+    plan = small_plan(1, optimizer=optimizer, weight_decay=0.1, gradient_clipping=clip)
+    found = build_optimizer(plan, model.named_parameters(), NormScope(None, lambda p: True))
+    for group in found.param_groups:
+        group["lr"] = 0.01 * group.get("lr_factor", 1.0)
+    return found
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps, clip: float = 0.0) -> dict[str, torch.Tensor]:
+    for gradients in steps:
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].clone()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def groups_of(model: nn.Module) -> list[dict]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+TORCH = {
+    "adam": ({"betas": [0.8, 0.95]}, lambda g: torch.optim.AdamW(g, lr=0.01, betas=(0.8, 0.95))),
+    "sgd": ({}, lambda g: torch.optim.SGD(g, lr=0.01)),
+    "sgd with momentum": (
+        {"momentum": 0.9, "nesterov": True},
+        lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.9, nesterov=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("name", TORCH)
+def test_those_of_torch_are_torchs(name, clip):
+    params, theirs = TORCH[name]
+    (ours, steps), (reference, _) = example(), example()
+    moved = run(ours, built(ours, name.split()[0], clip=clip, **params), steps)
+    expected = run(reference, theirs(groups_of(reference)), steps, clip)
+    for key in expected:
+        torch.testing.assert_close(moved[key], expected[key], rtol=2e-6, atol=2e-7)
+
+
+def test_lion_is_the_papers_program():
+    (ours, steps), (reference, _) = example(), example()
+    moved = run(ours, built(ours, "Lion", betas=[0.8, 0.9]), steps)
+    for name, p in reference.named_parameters():
+        p = p.detach().double()
+        momentum = torch.zeros_like(p)
+        for gradients in steps:
+            gradient = gradients[name].double()
+            direction = torch.sign(0.8 * momentum + 0.2 * gradient)
+            p = p - 0.01 * (direction + (0.1 if p.dim() > 1 else 0.0) * p)
+            momentum = 0.9 * momentum + 0.1 * gradient
+        torch.testing.assert_close(moved[name].double(), p, rtol=1e-6, atol=1e-7)
+
+
+def test_classes_have_the_tables_keys():
+    assert CLASSES.keys() == OPTIMIZERS.keys()
+
+
+# Numbers with which every state exists.
+ALL_STATES = {"sgd": {"momentum": 0.9}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_the_tables(name):
+    model, steps = example()
+    optimizer = built(model, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {}))
+    run(model, optimizer, steps)
+    for p in model.parameters():
+        kept = {key: tuple(value.shape) for key, value in optimizer.state[p].items() if key != "step"}
+        wanted = {state.name: state.shape(tuple(p.shape)) for state in OPTIMIZERS[name].states}
+        assert kept == {key: shape for key, shape in wanted.items() if shape is not None}
+        assert ("step" in optimizer.state[p]) == OPTIMIZERS[name].counts_steps
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_state_goes_on(name):
+    (whole, steps), (resumed, _) = example(), example()
+    expected = run(whole, built(whole, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {})), steps)
+    first = built(resumed, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {}))
+    run(resumed, first, steps[:2])
+    second = built(resumed, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {}))
+    second.load_state_dict(first.state_dict())
+    moved = run(resumed, second, steps[2:])
+    for key in expected:
+        assert torch.equal(moved[key], expected[key]), key
+
+
+@pytest.mark.parametrize(("name", "hidden", "others"), [("Adam", 0.25, 1.0), ("SGD", 1.0, 4.0)])
+def test_learning_rates_under_mup(name, hidden, others):
+    from neox.model import build_layer
+    from neox.parallel import ParallelGrid
+
+    mup = {"use_mup": True, "mup_base_hidden_size": 8, "weight_decay": 0.1}
+    plan = small_plan(1, optimizer={"type": name}, **mup)
+    layer = build_layer(plan, 2, ParallelGrid.single(), device="cpu", dtype=torch.float32)
+    optimizer = build_optimizer(plan, layer.named_parameters())
+    found = {p.dim(): group for group in optimizer.param_groups for p in group["params"]}
+    assert found[2].get("lr_factor", 1.0) == hidden
+    assert found[1].get("lr_factor", 1.0) == others
+    assert found[2]["weight_decay"] * hidden == pytest.approx(0.1)
+    assert found[1]["weight_decay"] == 0.0
