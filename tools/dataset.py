@@ -2,7 +2,8 @@
 """Inspect, verify, merge and split token datasets.
 
     python tools/dataset.py info PREFIX ...                 documents, tokens, lengths, dtype, tokenizer
-    python tools/dataset.py show PREFIX --documents 0,5-7   ids or, with --vocab-file, text; --samples as in training
+    python tools/dataset.py show PREFIX --documents 0,5-7   ids or, with --vocab-file, text; --samples as in training;
+                                                            --labels PREFIX marks what is in the loss
     python tools/dataset.py verify PREFIX ...               sizes, pointers, ids, end-of-document, sidecar
     python tools/dataset.py merge PREFIX ... --output-prefix OUT
     python tools/dataset.py split INPUT ... --output-prefix OUT --split 969,30,1
@@ -16,13 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import pairwise
+from typing import get_args
 
 import _checkout  # noqa: F401
+import numpy as np
 
 from neox.arguments import ScriptParser
+from neox.config.sections.data import PackImpl
 from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
 from neox.data.gpt_dataset import split_documents
 from neox.data.indexed_dataset import idx_path
+from neox.data.packing import Packing
+from neox.data.sidecar import check_labels
 from neox.data.split import split_dataset, split_lines
 from neox.data.stats import DatasetStats, count_sources, dataset_stats
 from neox.data.verify import verify_dataset
@@ -31,6 +38,7 @@ from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 BAR = 40
+_INFO = "size, lengths and tokenizer of datasets"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     commands = p.add_subparsers(required=True, metavar="COMMAND")
 
-    c = commands.add_parser("info", help="size, lengths and tokenizer of datasets")
+    c = commands.add_parser("info", help=_INFO, description=_INFO)
     c.add_argument("prefixes", nargs="+", metavar="PREFIX")
     c.add_argument("--json", action="store_true", help="one JSON object for each dataset")
     c.set_defaults(run=info)
@@ -52,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seed", type=int, default=1234, help="of the samples")
     c.add_argument("--num-samples", type=int, default=1, help="of the run: train_iters times train_batch_size")
     c.add_argument("--split", default="969, 30, 1", help="samples are those of its first part")
+    c.add_argument("--pack-impl", choices=get_args(PackImpl), default="packed", help="of the samples")
+    c.add_argument("--allow-chopped", action=argparse.BooleanOptionalAction, default=True, help="of the samples")
+    c.add_argument("--labels", metavar="PREFIX", help="labels of the dataset; + and - mark what is in the loss or not")
     c.add_argument("--ids", action="store_true", help="show ids although a tokenizer is given")
     _add_tokenizer(c)
     c.set_defaults(run=show)
@@ -137,19 +148,36 @@ def describe(stats: DatasetStats) -> str:
 def show(args: argparse.Namespace) -> int:
     """Print documents or samples, as text if a tokenizer is given."""
     data, tokenizer = IndexedDataset(args.prefix), tokenizer_of(args)
+    labels = None if args.labels is None else IndexedDataset(args.labels)
     if tokenizer is not None:
         check_fits(data, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+    if labels is not None:
+        check_labels(data, labels)
     if args.samples is not None:
-        train = split_documents(args.split, len(data))[0]
-        samples = GPTDataset(data, train, args.num_samples, args.seq_length, args.seed)
-        source: GPTDataset | IndexedDataset = samples
+        documents, packing = split_documents(args.split, len(data))[0], Packing(args.pack_impl, args.allow_chopped)
+        samples = GPTDataset(
+            data, documents, args.num_samples, args.seq_length, args.seed, packing=packing, labels=labels
+        )
         what, numbers = "sample", listed(args.samples, samples.num_samples)
+        rows = ((samples.read([n])[0], samples.read_labels([n])[0] if samples.has_labels else None) for n in numbers)
     else:
-        source, what, numbers = data, "document", listed(args.documents or "0", len(data))
-    for number in numbers:
-        ids = source[number].tolist()
-        print(f"--- {what} {number}: {len(ids)} tokens")
-        print(" ".join(map(str, ids)) if tokenizer is None or args.ids else tokenizer.decode(ids))
+        what, numbers = "document", listed(args.documents or "0", len(data))
+        rows = ((data[n], None if labels is None else labels[n]) for n in numbers)
+    decoder = None if args.ids else tokenizer
+
+    def written(ids: np.ndarray) -> str:
+        return " ".join(map(str, ids)) if decoder is None else decoder.decode(ids.tolist())
+
+    for number, (ids, targets) in zip(numbers, rows, strict=True):
+        if targets is None:
+            print(f"--- {what} {number}: {len(ids)} tokens\n{written(ids)}")
+            continue
+        counted = targets >= 0
+        print(f"--- {what} {number}: {len(ids)} tokens, {counted[1:].sum()} in the loss")
+        bounds = np.flatnonzero(np.diff(counted, prepend=~counted[:1], append=~counted[-1:]))
+        for first, stop in pairwise(bounds.tolist()):
+            mark = "+" if counted[first] else "-"
+            print("\n".join(f"{mark} {line}" for line in written(ids[first:stop]).split("\n")))
     return 0
 
 

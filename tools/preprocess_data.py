@@ -22,7 +22,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.errors import run_script
 from neox.log import setup_logging
-from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
+from neox.preprocess import PreprocessReport, PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
 from neox.tokenizer import TOKENIZER_TYPES
 from neox.tokenizer.flat import ACCELERATORS
 
@@ -57,6 +57,14 @@ def parser() -> argparse.ArgumentParser:
     )
     out = p.add_argument_group("output")
     out.add_argument("--output-prefix", required=True, help="path without _text_document.bin")
+    add_running(p, out).add_argument(
+        "--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest with the same ids"
+    )
+    return p
+
+
+def add_running(p: argparse.ArgumentParser, out: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
+    """Add the flags of the output's form and of the run, which `preprocess_chat.py` has too; return the run's group."""
     out.add_argument("--dataset-impl", default="mmap", choices=["mmap", "cached", "lazy"])
     out.add_argument("--restart", action="store_true", help="discard an interrupted run; write complete data again")
     run = p.add_argument_group("running")
@@ -64,11 +72,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--memory-mb", type=int, default=0, help="for all processes together (default: 3072 and 256 for each worker)"
     )
-    run.add_argument(
-        "--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest with the same ids"
-    )
     run.add_argument("--log-interval", type=int, metavar="N", help="write a log line every N documents")
-    return p
+    return run
 
 
 def input_paths(words: Sequence[str]) -> tuple[str, ...]:
@@ -108,20 +113,25 @@ def main() -> int:
         ),
         RankInfo.of(os.environ),
     )
-    if report is None:  # rank 0 reports
-        return 0
+    print_report(report, args.output_prefix)
+    return 0
+
+
+def print_report(report: PreprocessReport | None, output_prefix: str) -> None:
+    """Print what was made; nothing on ranks other than 0, which have no report."""
+    if report is None:
+        return
     for key, documents in report.documents.items():
-        print(f"{args.output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
+        print(f"{output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
     if not report.fresh:
         print("already complete, from a run with the same inputs and settings (--restart writes it again)")
-        return 0
+        return
     rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
     skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""
     if report.not_strict:
         skipped += f", {report.not_strict:,} lines that are JSON for gpt-neox's parser (ujson) only"
     accelerator = "" if report.accelerator == "off" else f", accelerator {report.accelerator}"
     print(f"{report.seconds:.1f} s, {rate:.1f} MB/s{accelerator}{skipped}")
-    return 0
 
 
 if __name__ == "__main__":

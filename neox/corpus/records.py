@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 import ujson
@@ -21,10 +21,11 @@ _log = get_logger(__name__)
 _BLOCK_BYTES = 1 << 18
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PARAGRAPH = "\n\n"
+T = TypeVar("T")
 
 
-class _BadRecord(Exception):
-    """Defect of one line."""
+class BadRecord(Exception):
+    """Defect of one line; the message says which."""
 
 
 def read_documents(
@@ -147,6 +148,24 @@ def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any
             yield {**record, key: text} if isinstance(record, dict) else {key: text}
 
 
+def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterator[T | BadInput]:
+    """Yield what a function makes of each line of a block that is not blank, or why the line is bad.
+
+    Args:
+        block: Lines to parse.
+        convert: Takes the JSON value of a line, and whether it is strict JSON; raises BadRecord for a bad one.
+    """
+    line, offset = block.start.line, block.start.offset
+    for data in block.data.split(b"\n"):
+        if data and not data.isspace():
+            try:
+                yield convert(*_load(data, first=line == 1))
+            except BadRecord as error:
+                yield BadInput(block.file, line, offset, str(error))
+        line += 1
+        offset += len(data) + 1
+
+
 def _parse(
     block: LineBlock,
     keys: Sequence[str],
@@ -155,50 +174,46 @@ def _parse(
     to_be_written: bool = False,
 ) -> Iterator[tuple[Any, list[str], bool] | BadInput]:
     """Yield the JSON value, its texts and whether it is strict JSON for each line that is not blank, or its defect."""
-    line, offset = block.start.line, block.start.offset
-    for data in block.data.split(b"\n"):
-        if data and not data.isspace():
-            try:
-                record, strict = _load(data, first=line == 1)
-                texts = [_text(record, key) for key in keys]
-                if not strict:
-                    _check_characters(record if to_be_written else texts)
-                reasons = map(problem, texts) if problem is not None else ()
-                if (reason := next(filter(None, reasons), None)) is not None:
-                    raise _BadRecord(reason)
-                yield record, texts, strict
-            except _BadRecord as error:
-                yield BadInput(block.file, line, offset, str(error))
-        line += 1
-        offset += len(data) + 1
+
+    def texts_of(record: Any, strict: bool) -> tuple[Any, list[str], bool]:
+        texts = [_text(record, key) for key in keys]
+        if not strict:
+            _check_characters(record if to_be_written else texts)
+        reasons = map(problem, texts) if problem is not None else ()
+        if (reason := next(filter(None, reasons), None)) is not None:
+            raise BadRecord(reason)
+        return record, texts, strict
+
+    yield from convert_lines(block, texts_of)
 
 
 def _text(record: Any, key: str) -> str:
-    """Return the text of a JSON value under `key`. Raises _BadRecord if it has none."""
+    """Return the text of a JSON value under `key`. Raises BadRecord if it has none."""
     if type(record) is dict:
         try:
             text = record[key]
         except KeyError:
-            raise _BadRecord(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:8])) or 'none'})") from None
+            raise BadRecord(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:8])) or 'none'})") from None
         if type(text) is list and all(type(part) is str for part in text):
             text = _PARAGRAPH.join(text)
         if type(text) is not str:
-            raise _BadRecord(f"{key!r} is {_kind(text)}, not text")
+            raise BadRecord(f"{key!r} is {kind_of(text)}, not text")
         return text
     if type(record) is str:
         if key != "text":
-            raise _BadRecord(f"no key {key!r}: the line is a bare string")
+            raise BadRecord(f"no key {key!r}: the line is a bare string")
         return record
-    raise _BadRecord(f"the line is {_kind(record)}, not an object")
+    raise BadRecord(f"the line is {kind_of(record)}, not an object")
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", list: "a list", dict: "an object", int: "a number"}
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, in words."""
+    names = {type(None): "null", bool: "true or false", list: "a list", dict: "an object", int: "a number", str: "text"}
     return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
 
 
 def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
-    """Return the JSON value of a line, and whether it is strict JSON. Raises _BadRecord."""
+    """Return the JSON value of a line, and whether it is strict JSON. Raises BadRecord."""
     try:
         return orjson.loads(data), True
     except orjson.JSONDecodeError as error:
@@ -208,23 +223,23 @@ def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
 def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
     """Parse what ujson, gpt-neox's parser, accepts and orjson does not, and a byte order mark."""
     if b"\0" in data:
-        raise _BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
+        raise BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
     if first:
         data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         return ujson.loads(data.decode("utf-8"))
     except UnicodeDecodeError as problem:
-        raise _BadRecord(f"not UTF-8 at position {problem.start} of the line") from None
+        raise BadRecord(f"not UTF-8 at position {problem.start} of the line") from None
     except (ValueError, RecursionError):
-        raise _BadRecord(f"not JSON ({error})") from None
+        raise BadRecord(f"not JSON ({error})") from None
 
 
 def _check_characters(value: Any) -> None:
-    """Raise _BadRecord for a lone surrogate, which no tokenizer takes, or a number that JSON cannot hold."""
+    """Raise BadRecord for a lone surrogate, which no tokenizer takes, or a number that JSON cannot hold."""
     try:
         orjson.dumps(value)
     except TypeError as error:
-        raise _BadRecord(f"it cannot be written as JSON: a lone surrogate (half of a character), or {error}") from None
+        raise BadRecord(f"it cannot be written as JSON: a lone surrogate (half of a character), or {error}") from None
 
 
 def _line(document: Document, number: int, path: Path) -> bytes:

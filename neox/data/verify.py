@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.sidecar import Sidecar, read_sidecar
 from neox.log import progress
 
@@ -52,7 +52,7 @@ class _Counts:
 def verify_dataset(
     prefix: str | Path, *, vocab_size: int | None = None, eod: int | None = None, tokenizer_hash: str | None = None
 ) -> Verification:
-    """Read and check every id of a dataset, 16 million at a time.
+    """Read and check every id of a dataset, 16 million at a time; of labels, as their sidecar says, the counted ones.
 
     Args:
         prefix: Path without `.bin` and `.idx`.
@@ -67,7 +67,9 @@ def verify_dataset(
     if sidecar is not None:
         vocab_size = sidecar.vocab_size if vocab_size is None else vocab_size
         eod = sidecar.eod if eod is None and sidecar.append_eod else eod
-    counts = _pass_over(data, vocab_size, eod)
+    labels = sidecar is not None and bool(sidecar.settings.get("labels"))
+    eod = None if labels else eod
+    counts = _pass_over(data, vocab_size, eod, labels=labels)
     return Verification(
         str(prefix),
         tuple(_problems(data, sidecar, counts, vocab_size, eod, tokenizer_hash)),
@@ -78,12 +80,14 @@ def verify_dataset(
     )
 
 
-def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None) -> _Counts:
+def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None, *, labels: bool) -> _Counts:
     counts = _Counts()
     with progress(f"verify {data.prefix}", data.num_tokens, "tokens") as bar:
         for first, sizes, tokens in data.pieces():
             if len(tokens):
-                _check_ids(counts, first, sizes, tokens, vocab_size)
+                _check_ids(
+                    counts, first, sizes, np.where(tokens == IGNORED, 0, tokens) if labels else tokens, vocab_size
+                )
             if eod is not None:
                 _check_ends(counts, first, sizes, tokens, eod)
             counts.crc32 = zlib.crc32(np.ascontiguousarray(tokens).data, counts.crc32)
@@ -136,7 +140,7 @@ def _problems(
     for what, claim, real in (
         ("documents", sidecar.documents, data.num_documents),
         ("tokens", sidecar.tokens, data.num_tokens),
-        ("as its largest id", sidecar.max_id, counts.max_id),
+        ("as its largest id", max(sidecar.max_id, 0), max(counts.max_id, 0)),
     ):
         if claim != real:
             yield f"the .json has {claim:,} {what}, the files have {real:,}"
@@ -155,7 +159,7 @@ def _notes(
     if vocab_size is None:
         yield f"the vocabulary size is unknown: ids (up to {counts.max_id}) were only checked not to be negative"
     if eod is None:
-        yield "the end-of-document id is unknown: the ends of documents were not checked"
+        yield "the ends of documents were not checked: it is labels, or the end-of-document id is unknown"
     elif counts.inner_ends:
         yield f"{counts.inner_ends:,} end-of-document ids are inside documents"
     empty = int(np.count_nonzero(np.asarray(data.sizes) == 0))

@@ -2,6 +2,14 @@
 
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
 from neox.preprocess.run import PreprocessReport, preprocess
-from neox.preprocess.settings import PreprocessSettings, TokenizerSpec
+from neox.preprocess.settings import ChatSettings, PreprocessSettings, TokenizerSpec
 
-__all__ = ["PreprocessReport", "PreprocessSettings", "RankInfo", "TokenizerSpec", "preprocess", "preprocess_on_rank"]
+__all__ = [
+    "ChatSettings",
+    "PreprocessReport",
+    "PreprocessSettings",
+    "RankInfo",
+    "TokenizerSpec",
+    "preprocess",
+    "preprocess_on_rank",
+]

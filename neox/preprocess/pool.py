@@ -22,7 +22,9 @@ import orjson
 from neox.corpus import BadInput, LineBlock, Position
 from neox.errors import DataError, NeoXError, TokenizerError
 from neox.log import get_logger
+from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodedKey, EncodeJob
+from neox.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
 
@@ -34,7 +36,7 @@ def serve(connection: Connection) -> None:
     try:
         job: EncodeJob = connection.recv()
         try:
-            encoder: BlockEncoder | NeoXError = BlockEncoder(job)
+            encoder: BlockEncoder | ChatEncoder | NeoXError = build_encoder(job)
         except NeoXError as error:
             encoder = error
         while True:
@@ -50,6 +52,12 @@ def serve(connection: Connection) -> None:
                 connection.send_bytes(orjson.dumps({"error": str(error)}))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the main process has ended or has no more work
+
+
+def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEncoder | ChatEncoder:
+    """Return the encoder of texts or of conversations; arguments and errors are theirs."""
+    chat = job.settings.chat
+    return BlockEncoder(job, tokenizer) if chat is None else ChatEncoder(job, chat, tokenizer)
 
 
 def send_block(connection: Connection, block: LineBlock) -> None:

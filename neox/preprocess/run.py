@@ -20,8 +20,8 @@ from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.log import Progress, get_logger, progress
-from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
-from neox.preprocess.pool import BlockPool
+from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
+from neox.preprocess.pool import BlockPool, build_encoder
 from neox.preprocess.settings import (
     PreprocessSettings,
     RunState,
@@ -146,6 +146,8 @@ class _Run:
 
     @cached_property
     def dtype(self) -> np.dtype:
+        if self.settings.chat is not None:
+            return np.dtype(np.int32)  # of labels too, which hold IGNORED; as gpt-neox's
         return best_dtype(self.tokenizer.vocab_size if self.settings.impl == "mmap" else None)
 
     def go(self) -> PreprocessReport:
@@ -185,7 +187,7 @@ class _Run:
 
     def _sample(self) -> list[str]:
         """Return the first texts of the first input, to check an accelerator with; errors in it are reported later."""
-        block = first_lines(self.files[0], _SAMPLE_BYTES)
+        block = None if self.settings.chat is not None else first_lines(self.files[0], _SAMPLE_BYTES)
         texts = [text for column in parse_texts(block, self.settings.keys).columns for text in column] if block else []
         lengths = accumulate(len(text) for text in texts)
         return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
@@ -232,7 +234,7 @@ class _Run:
         first, accelerator = next(blocks, None), self.settings.accelerator
         if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and accelerator in ("auto", "off"):
             plain = replace(self.settings, accelerator="off")
-            encoder = BlockEncoder(replace(job, settings=plain), self.tokenizer)
+            encoder = build_encoder(replace(job, settings=plain), self.tokenizer)
             yield replace(encoder.encode(first), accelerator=None)
             first = next(blocks, None)
         if first is not None:
@@ -308,7 +310,8 @@ class _Run:
             for builder in builders.values():
                 builder.discard()
             state_path(self.settings.output_prefix).unlink(missing_ok=True)
-            raise DataError(f"the inputs hold no text under {' or '.join(self.settings.keys)}: nothing was written")
+            keys = self.settings.keys if self.settings.chat is None else self.settings.chat.keys
+            raise DataError(f"the inputs hold no text under {' or '.join(keys)}: nothing was written")
         result = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
         for key, builder in builders.items():
             builder.finalize()
@@ -317,6 +320,8 @@ class _Run:
         return report
 
     def _sidecar(self, key: str, builder: IndexedDatasetBuilder, result: Mapping[str, object]) -> Sidecar:
+        chat = self.settings.chat
+        labels = {"labels": True} if chat is not None and key == chat.datasets[1] else {}
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,
             tokenizer_hash=self.tokenizer.content_hash,
@@ -324,6 +329,6 @@ class _Run:
             eod=self.tokenizer.eod,
             append_eod=self.settings.append_eod,
             inputs=self.files,
-            settings={**self.description, **result, "key": key},
+            settings={**self.description, **result, "key": key, **labels},
             **builder.progress,
         )

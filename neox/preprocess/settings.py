@@ -17,6 +17,7 @@ from neox.errors import DataError
 from neox.files import lock_file, write_text
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer, build_tokenizer
+from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
 _MIB = 1 << 20
@@ -44,6 +45,31 @@ class TokenizerSpec:
 
 
 @dataclass(frozen=True)
+class ChatSettings:
+    """Settings of conversations, which make a dataset of ids and one of labels.
+
+    Attributes:
+        template: The chat template.
+        keys: JSON key of a list of messages, or those of a prompt and of its answer.
+        role: Whose messages are counted.
+        only_last: Whether only the last of them is.
+        count_all: Whether every token is.
+    """
+
+    template: ChatTemplate
+    keys: tuple[str, ...] = ("messages",)
+    role: str = "assistant"
+    only_last: bool = False
+    count_all: bool = False
+
+    @property
+    def datasets(self) -> tuple[str, str]:
+        """Names of the datasets of ids and of labels, in place of the JSON keys of texts."""
+        name = self.keys[0] if len(self.keys) == 1 else "text"
+        return name, f"{name}_label"
+
+
+@dataclass(frozen=True)
 class PreprocessSettings:
     """Settings of a run from inputs to `OUTPUT_PREFIX_KEY_document.{bin,idx,json}`.
 
@@ -62,6 +88,7 @@ class PreprocessSettings:
         restart: Whether to discard an interrupted run, and to write complete data again.
         num_documents: Number of documents, if known, for the progress display.
         log_interval: Documents between two log lines; None writes none.
+        chat: Settings of conversations, where `keys` are their `datasets`; None for texts.
     """
 
     inputs: tuple[str, ...]
@@ -78,6 +105,7 @@ class PreprocessSettings:
     restart: bool = False
     num_documents: int | None = None
     log_interval: int | None = None
+    chat: ChatSettings | None = None
 
     def prefix(self, key: str) -> str:
         """Return the prefix of the dataset of a key."""
@@ -123,7 +151,9 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
     """Return everything that determines the result's bytes, as JSON; inputs by path, size and modification time."""
+    chat = {} if settings.chat is None else {"chat": asdict(settings.chat)}
     return {
+        **chat,
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
         "keys": list(settings.keys),
         "tokenizer": tokenizer_hash,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,24 @@ def _check_file(path: Path, what: str) -> None:
         )
 
 
+def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
+    """Return the `tokenizer_config.json` beside a `tokenizer.json`; nothing for a file of another name.
+
+    Raises:
+        TokenizerError: If the configuration cannot be read.
+    """
+    path = vocab_file.with_name(TOKENIZER_CONFIG)
+    if vocab_file.name != TOKENIZER_FILE or not path.is_file():
+        return {}
+    try:
+        config = orjson.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: cannot be read as a JSON object: {error}") from error
+    return config
+
+
 def special_token(vocab_file: Path, key: str) -> str | None:
     """Return a special token that the `tokenizer_config.json` beside a `tokenizer.json` names.
 
@@ -181,13 +199,7 @@ def special_token(vocab_file: Path, key: str) -> str | None:
     Raises:
         TokenizerError: If the configuration cannot be read.
     """
-    path = vocab_file.with_name(TOKENIZER_CONFIG)
-    if vocab_file.name != TOKENIZER_FILE or not path.is_file():
-        return None
-    try:
-        value = orjson.loads(path.read_bytes()).get(key)
-    except (OSError, ValueError, AttributeError) as error:
-        raise TokenizerError(f"{path}: cannot be read as a JSON object: {error}") from error
+    value = tokenizer_config(vocab_file).get(key)
     return value.get("content") if isinstance(value, dict) else value
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def blocks() -> list[tuple[str, str]]:
     """The page's blocks of code in order: (language, text)."""
     page = (ROOT / "docs" / "finetuning.md").read_text()
-    return re.findall(r"```(bash|python|yaml)\n(.*?)```", page, re.DOTALL)
+    return re.findall(r"```(bash|python|yaml|jinja)\n(.*?)```", page, re.DOTALL)
 
 
 def run(directory: Path, *command: str) -> str:
@@ -30,7 +30,7 @@ def run(directory: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # fifteen commands, each with a limit of its own
+@pytest.mark.timeout(3600)  # nearly twenty commands, each with a limit of its own
 def test_every_command_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft (requirements/requirements-dev.txt) is not installed")
     documents = [
@@ -38,9 +38,14 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
     ]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.jsonl").write_text("".join(documents))
+    chats = [
+        f'{{"messages": [{{"role": "user", "content": "{n} + 1?"}}, {{"role": "assistant", "content": "{n + 1}"}}]}}\n'
+        for n in range(40)
+    ]
+    (tmp_path / "data" / "chats.jsonl").write_text("".join(chats))
     said = []
     for language, text in blocks():
-        if language == "yaml":
+        if language in ("yaml", "jinja"):
             (tmp_path / text.split()[1]).write_text(text)
         elif language == "python":
             said.append(run(tmp_path, "-c", text))
@@ -51,7 +56,9 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
                 said.append(run(tmp_path, str(ROOT / script), *arguments))
     whole = "\n".join(said)
     assert "parameters are trained" in whole
+    assert "\n+  1<|endoftext|>" in whole
     for made in ("own-model/model.safetensors", "lora-model/model.safetensors", "lora-adapter/adapter_config.json"):
         assert (tmp_path / made).is_file()
     assert (tmp_path / "runs" / "own" / "latest").read_text() == "global_step10"
+    assert (tmp_path / "runs" / "chat" / "latest").read_text() == "global_step10"
     assert (tmp_path / "runs" / "more" / "latest").read_text() == "global_step2"

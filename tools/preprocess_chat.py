@@ -1,0 +1,119 @@
+# PYTHON_ARGCOMPLETE_OK
+r"""Convert conversations to token datasets with labels, of which only the answers are trained.
+
+    python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats --vocab-file model/tokenizer.json
+
+writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
+`train_label_data_paths`. A line is `{"messages": [{"role": "user", "content": ...}, ...]}`, or with --jsonl-keys prompt
+response `{"prompt": ..., "response": ...}`. The tokenizer's own chat template makes the text. Labels are the tokens of
+answers, and -100 elsewhere. The same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+import _checkout  # noqa: F401
+from preprocess_data import add_running, input_paths, print_report
+
+from neox.arguments import ScriptParser
+from neox.errors import TokenizerError, run_script
+from neox.log import setup_logging
+from neox.preprocess import ChatSettings, PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
+from neox.tokenizer import TOKENIZER_FILE
+from neox.tokenizer.chat import read_chat_template
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser: the flags of gpt-neox's tool for chat templates, and ours."""
+    p = ScriptParser(description=__doc__)
+    data = p.add_argument_group("input")
+    data.add_argument(
+        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
+    )
+    data.add_argument(
+        *("--jsonl-keys", "--json-keys", "--json-key"),
+        nargs="+",
+        default=["messages"],
+        metavar="KEY",
+        help="key of a list of messages (default: messages), or keys of prompt and answer: texts, or lists of messages",
+    )
+    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
+    data.add_argument("--num-docs", type=int, help="number of conversations, if known, for the progress display")
+    tokens = p.add_argument_group("tokenizer")
+    vocabulary = tokens.add_mutually_exclusive_group(required=True)
+    vocabulary.add_argument("--vocab-file", "--vocab", help="tokenizer.json")
+    vocabulary.add_argument("--tokenizer-path", metavar="DIRECTORY", help="directory with tokenizer.json")
+    tokens.add_argument("--tokenizer-type", default="HFTokenizer", choices=["HFTokenizer", "HFGPT2Tokenizer"])
+    tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
+    tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
+    loss = p.add_argument_group("labels")
+    loss.add_argument("--generation-role", default="assistant", help="whose messages are trained (default: assistant)")
+    loss.add_argument("--only-last", action="store_true", help="train only the last of them")
+    loss.add_argument("--no-mask", action="store_true", help="train every token")
+    out = p.add_argument_group("output")
+    out.add_argument("--output-prefix", required=True, help="path without _messages_document.bin")
+    add_running(p, out)
+    return p
+
+
+def vocab_file(args: argparse.Namespace) -> Path:
+    """Return the tokenizer's file. Raises TokenizerError for a directory without one."""
+    if args.tokenizer_path is None:
+        return Path(args.vocab_file)
+    file = Path(args.tokenizer_path, TOKENIZER_FILE)
+    if not file.is_file():
+        raise TokenizerError(
+            f"--tokenizer-path {args.tokenizer_path}: there is no {TOKENIZER_FILE} in it; give the directory of a "
+            "Hugging Face model with a fast tokenizer, downloaded before"
+        )
+    return file
+
+
+def main() -> int:
+    """Run the tool."""
+    p = parser()
+    args = p.parse_args()
+    if len(args.jsonl_keys) > 2:
+        p.error("--jsonl-keys takes the key of messages, or those of prompt and answer")
+    if args.no_mask and args.only_last:
+        p.error("--no-mask and --only-last exclude each other")
+    setup_logging()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
+    vocab = vocab_file(args)
+    chat = ChatSettings(
+        template=read_chat_template(vocab, args.chat_template),
+        keys=tuple(args.jsonl_keys),
+        role=args.generation_role,
+        only_last=args.only_last,
+        count_all=args.no_mask,
+    )
+    report = preprocess_on_rank(
+        PreprocessSettings(
+            inputs=input_paths(args.input),
+            output_prefix=args.output_prefix,
+            tokenizer=TokenizerSpec(args.tokenizer_type, str(vocab), None, True),
+            keys=chat.datasets,
+            append_eod=args.append_eod,
+            impl=args.dataset_impl,
+            workers=args.workers,
+            memory_mb=args.memory_mb,
+            skip_bad=args.skip_bad,
+            accelerator="off",
+            restart=args.restart,
+            num_documents=args.num_docs,
+            log_interval=args.log_interval,
+            chat=chat,
+        ),
+        RankInfo.of(os.environ),
+    )
+    print_report(report, args.output_prefix)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
