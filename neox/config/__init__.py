@@ -8,11 +8,12 @@ from neox.config.architecture import (
     setting_differences,
     yaml_keys,
 )
+from neox.config.batch_schedule import BatchPlan
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.fit import Device, gpu_device, host_device, memory_problem
 from neox.config.loader import Draft, draft_config, load_config
 from neox.config.neox_config import NeoXConfig, for_inference
-from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, RunPlan, StagePlan, Topology
+from neox.config.plan import AttentionImpl, MemoryPlan, Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import Capabilities, saved_precision
 from neox.config.report import format_plan, plan_as_dict
 from neox.config.resolve import decode_payload, encode_payload, further_problems, resolve

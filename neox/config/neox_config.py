@@ -209,7 +209,7 @@ def for_inference(config: NeoXConfig) -> NeoXConfig:
     `global_num_gpus` in a file counts the ranks of training and is left out too; given on the command line it counts
     these.
     """
-    without = ["train_batch_size", "gradient_accumulation_steps", "lora"]
+    without = ["train_batch_size", "gradient_accumulation_steps", "rampup_batch_size", "lora"]
     if config.source("global_num_gpus") != "--set":
         without.append("global_num_gpus")
     micro = "train_micro_batch_size_per_gpu"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from neox.architecture import Architecture, LayerPlan
+from neox.config.batch_schedule import BatchPlan as BatchPlan  # also read from here
+from neox.config.batch_schedule import BatchSchedule
 from neox.config.neox_config import NeoXConfig
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -66,15 +69,6 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Batch sizes in samples: train_batch_size = micro batch x accumulation steps x data-parallel ranks."""
-
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
-    gradient_accumulation_steps: int
-
-
-@dataclass(frozen=True)
 class StagePlan:
     """One pipeline stage.
 
@@ -111,7 +105,7 @@ class RunPlan:
     Attributes:
         config: What the user asked for.
         grid: Degrees of parallelism.
-        batch: Batch sizes.
+        batch: Batch sizes, after a ramp-up.
         precision: Number format of the forward and backward pass.
         vocab_size: Number of ids the tokenizer can produce.
         padded_vocab_size: Rows of the embedding over all tensor ranks.
@@ -137,6 +131,11 @@ class RunPlan:
     deepspeed: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionImpl, ...] = ()
+
+    @cached_property
+    def batch_schedule(self) -> BatchSchedule:
+        """What each step takes of samples and tokens."""
+        return BatchSchedule.of(self.config, self.batch)
 
     @property
     def architecture(self) -> Architecture:

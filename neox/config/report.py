@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from neox.architecture import training_flops_per_token
@@ -21,7 +22,7 @@ class Figures:
     """Tokens, compute and time of a run.
 
     Attributes:
-        tokens_per_step: Tokens of one optimizer step.
+        tokens_per_step: Tokens of one optimizer step, after ramp-up and curriculum.
         tokens: Tokens of the whole run; None without train_iters.
         flops_per_token: Operations of forward and backward, without recomputation.
         bubble: Fraction of a step in which a pipeline stage is idle.
@@ -110,13 +111,16 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
     per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
     iterations = plan.config.training.train_iters
-    tokens = None if iterations is None else per_step * iterations
+    segments = () if iterations is None else tuple(plan.batch_schedule.segments(iterations))
+    tokens = None if iterations is None else sum(segment.tokens for segment in segments)
     peak, mfu = (device or gpu_device(plan)).peak_tflops, plan.config.logging.expected_mfu
     model = plan.config.model
-    operations = training_flops_per_token(plan.layers, model.seq_length or 0, predicted=model.predicted_tokens)
+    flops = partial(training_flops_per_token, plan.layers, predicted=model.predicted_tokens)
+    operations = flops(model.seq_length or 0)
     days = None
     if tokens is not None and peak is not None:
-        days = tokens * operations / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
+        total = sum(segment.tokens * flops(segment.seq_length) for segment in segments)
+        days = total / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
     return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)
 
 
@@ -214,6 +218,8 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
             )
         yield run
         yield f"schedule  {schedule_of(plan.config).describe()}"
+        for label, line in plan.batch_schedule.describe(plan.config.training.train_iters or 1):
+            yield f"{label:<10}{line}"
     if plan.save_iterations:
         saves = _count(len(plan.save_iterations), "checkpoint")
         yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}"

@@ -18,12 +18,13 @@ from math import prod
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.architecture import architecture_of, attention_impls, padded_vocabulary, with_adapters
+from neox.config.batch_schedule import BatchPlan, ramp_problems
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage, memory_setting
 from neox.config.neox_config import NeoXConfig
-from neox.config.plan import BatchPlan, Precision, RunPlan, StagePlan, Topology
+from neox.config.plan import Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
 from neox.config.stages import partition_layers
 from neox.config.validation import notes_without_effect, static_problems
@@ -71,6 +72,7 @@ def resolve(
     problems = static_problems(config)
     grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, grid.dp_size if grid else None, problems)
+    problems += ramp_problems(config, batch) if batch else ()
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:

@@ -105,8 +105,8 @@ def build_data_iterators(
 ) -> DataIterators:
     """Build the iterators of one data-parallel rank, positioned as after `consumed_iterations` of an uninterrupted run.
 
-    An iteration of training takes `gradient_accumulation_steps` micro batches; an evaluation takes `eval_iters` times
-    as many, and continues after the last one's.
+    An iteration of training takes what the plan's batch schedule says; an evaluation takes `eval_iters` times
+    `gradient_accumulation_steps` micro batches, and continues after the last one's.
 
     Args:
         plan: Plan of the run.
@@ -126,9 +126,11 @@ def build_data_iterators(
     if tokenizer is None:
         section = config.tokenizer
         tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
+    schedule = plan.batch_schedule
+    counts = sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size)
     datasets = build_datasets(
         data,
-        sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size),
+        counts._replace(train=schedule.samples(training.train_iters)),
         seq_length=config.model.seq_length,
         seed=training.seed,
         vocab_size=plan.vocab_size,
@@ -158,7 +160,7 @@ def build_data_iterators(
         evaluations = max(0, evaluations - 1)  # a completed run, started again, repeats its last evaluation
     evaluated = evaluations * training.eval_iters
     return DataIterators(
-        iterator(datasets.train, consumed_iterations * steps),
+        iterator(datasets.train, schedule.samples(consumed_iterations) // batch.samples_at_once),
         iterator(datasets.valid, evaluated * steps) if datasets.valid else None,
         iterator(datasets.test, 0) if datasets.test else None,
     )

@@ -69,9 +69,10 @@ class Engine:
         self.schedule = LRSchedule(plan, optimizer)
         deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
+        self._length: int | None = None  # tokens of the last sample: DeepSpeed's pipeline keeps buffers of that shape
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
-        """Do one optimizer step on the next `gradient_accumulation_steps` micro batches.
+        """Do one optimizer step on the next micro batches, as many and as long as the plan's batch schedule says.
 
         Random streams are a function of (seed, iteration, rank), so that a resumed run draws the same numbers as an
         uninterrupted one.
@@ -85,6 +86,7 @@ class Engine:
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
         skipped, lr = self.deepspeed_engine.skipped_steps, self.schedule.get_lr()[0]
         loss_scale = self.loss_scale
+        batches = self._scheduled(batches)
         with _readable_scaler_failure(self.iteration + 1):
             if isinstance(self.deepspeed_engine, PipelineEngine):
                 loss = float(self.deepspeed_engine.train_batch(self._stage_pairs(batches)))
@@ -97,10 +99,11 @@ class Engine:
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> float:
         """Return the mean loss of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
-        if isinstance(self.deepspeed_engine, PipelineEngine):
-            return float(self.deepspeed_engine.eval_batch(self._stage_pairs(batches)))
-        self.deepspeed_engine.eval()
         count = self.plan.batch.gradient_accumulation_steps
+        if isinstance(self.deepspeed_engine, PipelineEngine):
+            self._set_length(self.plan.batch_schedule.full_length)
+            return float(self.deepspeed_engine.eval_batch(self._stage_pairs(batches), num_micro_batches=count))
+        self.deepspeed_engine.eval()
         total = torch.zeros((), device=self.device)
         for _ in range(count):
             total += self._loss(next(batches))
@@ -127,10 +130,28 @@ class Engine:
             setattr(self.deepspeed_engine, name, client_state[name])
         self.schedule.load_state_dict(client_state["lr_scheduler"])
 
+    def _scheduled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Set DeepSpeed to this step's batch size and length; return the micro batches, cut to the length."""
+        schedule, ds_engine = self.plan.batch_schedule, self.deepspeed_engine
+        size, length = schedule.batch_size(self.iteration), schedule.seq_length(self.iteration)
+        if size != ds_engine.train_batch_size():
+            ds_engine.set_train_batch_size(size)
+        # DeepSpeed ends a step where the number of all micro batches is a multiple of the step's, as if none had fewer.
+        ds_engine.micro_steps = 0
+        self._set_length(length)
+        if length == schedule.full_length:
+            return batches
+        return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
+
+    def _set_length(self, length: int) -> None:
+        if self._length not in (None, length) and isinstance(self.deepspeed_engine, PipelineEngine):
+            self.deepspeed_engine.reset_activation_shape()
+        self._length = length
+
     def _train_plain(self, batches: Iterator[Batch]) -> float:
         if not self.deepspeed_engine.module.training:  # a walk over all modules
             self.deepspeed_engine.train()
-        count = self.plan.batch.gradient_accumulation_steps
+        count = self.deepspeed_engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
         for _ in range(count):
             loss = self._loss(next(batches))

@@ -23,6 +23,7 @@ from neox.config import (
     missing_for_training,
     setting_differences,
 )
+from neox.config.batch_schedule import BatchSchedule, ramp_problems
 from neox.config.precision import newest_checkpoint
 from neox.config.resolve import solve_batch, solve_grid
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, other_optimizer
@@ -135,13 +136,15 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, l
     batch = solve_batch(config, grid.dp_size, []) if grid else None
     if epochs is None or length is None or batch is None or config.training.train_iters is not None:
         return config, [], []
+    if any(ramp_problems(config, batch)):
+        return config, [], []
     try:
         from neox.data.epochs import samples_of_epochs  # numpy, which a dry run without data does not need
 
         samples = samples_of_epochs(config.data, length, epochs)
     except (DataError, ModuleNotFoundError) as error:
         return config, [], [config.problem(key, f"is counted in the training data, which cannot be read: {error}")]
-    steps = max(1, samples // batch.train_batch_size)
+    steps = max(1, BatchSchedule.of(config, batch).steps(samples))
     note = (
         f"{config.describe_setting(key)} is train_iters {steps:,}: {samples:,} samples of {length:,} tokens, "
         f"{batch.train_batch_size:,} a step"

@@ -38,6 +38,8 @@ class StepReport:
         flops_per_second_per_gpu: Floating-point operations, recomputed activations included.
         peak_memory: Bytes on this rank.
         reading: The part of `seconds` that the step waited for data.
+        samples: Over all data-parallel ranks.
+        seq_length: Tokens of each sample.
     """
 
     result: StepResult
@@ -47,6 +49,8 @@ class StepReport:
     flops_per_second_per_gpu: float
     peak_memory: int
     reading: float = 0.0
+    samples: int = 0
+    seq_length: int = 0
 
     def scalars(self) -> dict[str, float]:
         """Return the step's numbers under gpt-neox's names."""

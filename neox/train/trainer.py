@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -48,10 +49,9 @@ class Trainer:
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        model, recompute = plan.config.model, plan.config.training.checkpoint_activations
-        length, predicted = model.seq_length or 0, model.predicted_tokens
-        per_token = training_flops_per_token(plan.layers, length, recompute=recompute, predicted=predicted)
-        self._flops = float(plan.batch.train_batch_size * length * per_token)
+        predicted, recompute = plan.config.model.predicted_tokens, plan.config.training.checkpoint_activations
+        per_token = partial(training_flops_per_token, plan.layers, recompute=recompute, predicted=predicted)
+        self._flops_per_token = cache(per_token)  # by sequence length
         self._saved: int | None = None
         self._evaluated: int | None = None
         keys = plan.config.checkpoint
@@ -115,6 +115,7 @@ class Trainer:
         Raises:
             TrainingError: Too many successive losses or gradient norms were not finite.
         """
+        schedule, done = self.plan.batch_schedule, self.state.iteration
         started = time.perf_counter()
         result = self.engine.train_batch(self._train_batches)
         seconds = time.perf_counter() - started
@@ -123,13 +124,16 @@ class Trainer:
         state.skipped += result.skipped
         state.nonfinite += self.rule.counts(result)
         state.losses["train"] = result.loss
-        samples = self.plan.batch.train_batch_size / seconds
+        samples, length = schedule.batch_size(done), schedule.seq_length(done)
+        flops = samples * length * self._flops_per_token(length)
         report = StepReport(
             result=result,
             seconds=seconds,
-            samples_per_second=samples,
-            tokens_per_second=samples * (self.plan.config.model.seq_length or 0),
-            flops_per_second_per_gpu=self._flops / seconds / self.plan.grid.world_size,
+            samples=samples,
+            seq_length=length,
+            samples_per_second=samples / seconds,
+            tokens_per_second=samples * length / seconds,
+            flops_per_second_per_gpu=flops / seconds / self.plan.grid.world_size,
             peak_memory=_peak_memory(),
             reading=self._train_batches.take_seconds(),
         )

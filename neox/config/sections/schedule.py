@@ -1,4 +1,4 @@
-"""Section of what changes over a run: learning rate."""
+"""Section of what changes over a run: learning rate, batch size, sequence length."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _RANGE_TEST, _ONE_CYCLE = OnlyWith(_TYPE, ("LRRangeTest",)), OnlyWith(_TYPE, ("O
 _WARMUP = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
 _WARMUP_RATES = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR"))
 _TOTAL, _COSINE = OnlyWith(_TYPE, ("WarmupDecayLR", "WarmupCosineLR")), OnlyWith(_TYPE, ("WarmupCosineLR",))
+_CURRICULUM, _GROWTH = OnlyWith("curriculum_learning.enabled"), "curriculum_learning.schedule_type"
+_GROWING = OnlyWith(_GROWTH, ("fixed_linear", "fixed_root"))
 _DECAYS = OnlyWith("lr_decay_style", ("linear", "cosine", "exponential", "WSD"))
 _WSD = OnlyWith("lr_decay_style", ("WSD",))
 
@@ -100,8 +102,52 @@ class SchedulerSettings(Section):
     """Its numbers."""
 
 
+class CurriculumSchedule(Section):
+    """Growth of the length."""
+
+    total_curriculum_step: Annotated[int | None, _GROWING] = Field(None, ge=1)
+    """Step that first has max_difficulty. Required with these types."""
+
+    difficulty_step: Annotated[int | None, _GROWING] = Field(None, ge=1)
+    """Lengths are multiples of this; 8 or more is fast on GPUs. Required with these types."""
+
+    root_degree: Annotated[int | None, OnlyWith(_GROWTH, ("fixed_root",))] = Field(None, ge=1)
+    """The length grows with this root of the step. Required with this type."""
+
+    difficulty: Annotated[tuple[int, ...], OnlyWith(_GROWTH, ("fixed_discrete",))] = ()
+    """Lengths, ascending. Required with this type."""
+
+    max_step: Annotated[tuple[int, ...], OnlyWith(_GROWTH, ("fixed_discrete",))] = ()
+    """Last step of each length but the last, counted from 1. Required with this type."""
+
+
+class CurriculumSettings(Section):
+    """DeepSpeed's `curriculum_learning` block: training begins with short samples (arXiv:2108.06084).
+
+    A sample is cut to the length of its step, and the rest of it is not trained on. Evaluations have seq_length.
+    """
+
+    enabled: bool = False
+    """Whether lengths change."""
+
+    curriculum_type: Annotated[Literal["seqlen"], _CURRICULUM] = "seqlen"
+    """What changes: the tokens of a sample."""
+
+    min_difficulty: Annotated[int | None, _CURRICULUM] = Field(None, ge=1)
+    """First length. Required."""
+
+    max_difficulty: Annotated[int | None, _CURRICULUM] = Field(None, ge=1)
+    """Last length, commonly seq_length. Required."""
+
+    schedule_type: Annotated[Literal["fixed_linear", "fixed_root", "fixed_discrete"], _CURRICULUM] = "fixed_linear"
+    """How the length grows."""
+
+    schedule_config: CurriculumSchedule = Field(default_factory=CurriculumSchedule)
+    """Numbers of the growth."""
+
+
 class ScheduleConfig(Section):
-    """Learning rate: warm-up, then decay from the peak (`optimizer.params.lr`) to min_lr. Or one of DeepSpeed's."""
+    """Batch size, sequence length, and learning rate: warm-up and decay from `optimizer.params.lr`, or DeepSpeed's."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "WSD"] = "linear"
     """Shape of the decay. `WSD` (warm-up, stable, decay; arXiv:2404.06395): the peak is held, and only the last
@@ -133,6 +179,15 @@ class ScheduleConfig(Section):
     scheduler: SchedulerSettings | None = None
     """One of DeepSpeed's schedules, `{type: WarmupDecayLR, params: {warmup_num_steps: 100}}`. The other keys of the
     learning rate then change nothing, with a note. Counts steps that changed the weights."""
+
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """Megatron's ramp-up of the batch, `[32, 32, 1000000]`: first size, increment, and samples after which the size is
+    train_batch_size; the sizes between have equal shares of these samples. All are multiples of one micro batch of all
+    data-parallel ranks. Learning rates go by steps."""
+
+    curriculum_learning: CurriculumSettings | None = None
+    """Sequence length that grows over the run: `{enabled: true, min_difficulty: 64, max_difficulty: 2048,
+    schedule_type: fixed_linear, schedule_config: {total_curriculum_step: 15000, difficulty_step: 8}}`."""
 
     def decay_iterations(self, train_iters: int | None) -> int:
         """Return the iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters, or train_iters."""

@@ -1,4 +1,4 @@
-"""Rules of what changes over a run: learning rate."""
+"""Rules of what changes over a run: learning rate, sequence length."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _FLAT_KEYS = (
 )
 
 
+_GROWTH = ("total_curriculum_step", "difficulty_step")
+
+
 def schedule_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about schedules that are broken."""
     yield from _deepspeed_schedule(config) if config.schedule.scheduler is not None else _annealing(config)
+    yield from _curriculum(config)
 
 
 def schedule_notes(config: NeoXConfig) -> Iterator[str]:
@@ -103,3 +107,34 @@ def _one_cycle(config: NeoXConfig, params: SchedulerParams) -> Iterator[str]:
             "scheduler.params.decay_mom_rate",
             f"lets the first beta grow to {last[0]:.3g} in the last step, and it must stay below 1; give a smaller one",
         )
+
+
+def _curriculum(config: NeoXConfig) -> Iterator[str]:
+    settings, block = config.schedule.curriculum_learning, "curriculum_learning"
+    if settings is None or not settings.enabled:
+        return
+    if config.model.objective != "causal_lm":
+        yield config.problem(
+            f"{block}.enabled", f"cuts samples, which would lose sentences of {config.describe_setting('objective')}"
+        )
+    keys = settings.schedule_config
+    required = {"fixed_discrete": ("difficulty", "max_step"), "fixed_root": (*_GROWTH, "root_degree")}
+    needed = [f"schedule_config.{key}" for key in required.get(settings.schedule_type, _GROWTH)]
+    missing = [key for key in ("min_difficulty", "max_difficulty", *needed) if not config.value(f"{block}.{key}")]
+    if missing or settings.min_difficulty is None or settings.max_difficulty is None:
+        named = ", ".join(f"{block}.{key}" for key in missing)
+        yield config.problem(f"{block}.schedule_type", f"needs {named}", settings.schedule_type)
+        return
+    if settings.min_difficulty > settings.max_difficulty:
+        above = config.describe_setting(f"{block}.max_difficulty")
+        yield config.problem(f"{block}.min_difficulty", f"is larger than {above}; lengths grow")
+    if max(settings.max_difficulty, *keys.difficulty, 0) > (config.model.seq_length or 0):
+        yield config.problem(
+            f"{block}.max_difficulty", f"and all lengths must be at most {config.describe_setting('seq_length')}"
+        )
+    if settings.schedule_type == "fixed_discrete":
+        at = f"{block}.schedule_config"
+        if len(keys.difficulty) != len(keys.max_step) + 1:
+            yield config.problem(f"{at}.max_step", "must have one value less than difficulty: the last length stays")
+        if any(min(values) < 1 or list(values) != sorted(set(values)) for values in (keys.difficulty, keys.max_step)):
+            yield config.problem(f"{at}.difficulty", "and max_step must be above 0 and ascend")

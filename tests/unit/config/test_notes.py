@@ -67,7 +67,12 @@ def test_silent_where_a_key_has_an_effect_or_says_the_default() -> None:
 
 
 def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
-    blocks_to_open = {"flops_profiler": {}, "comms_logger": {}, "scheduler": {"type": "OneCycle"}}
+    blocks_to_open = {
+        "flops_profiler": {},
+        "comms_logger": {},
+        "scheduler": {"type": "OneCycle"},
+        "curriculum_learning": {},
+    }
     config = NeoXConfig.from_flat({**tiny, **blocks_to_open})
     classes = section_classes().values()
     blocks = [block for cls in classes for _, block in blocks_of(cls)]
