@@ -118,9 +118,9 @@ class BatchSchedule:
             grown = f"{last.batch_size:,} from step {last.step:,}, after {last.sample:,} samples"
             yield "ramp-up", f"{self.phases[0].batch_size:,} samples a step at first, {grown}"
         if self.curriculum is not None:
-            *_, segment = self.segments(steps)
-            shape = f"{segment.seq_length:,} from step {segment.first:,}"
-            yield "curriculum", f"{self.seq_length(0):,} tokens a sample at first, {shape} of {steps:,}"
+            longest = self.seq_length(max(0, steps - 1))
+            first = bisect_left(range(steps), longest, key=self.seq_length)
+            yield "lengths", f"{self.seq_length(0):,} tokens a sample at first, {longest:,} from step {first:,}"
 
 
 def _ramp(start: int, increment: int, samples: int, final: int) -> Iterator[Phase]:

@@ -55,6 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
+    parser.add_argument("--plot", metavar="FILE", help="with --dry-run: PNG of learning rate and batch over the run")
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for so many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
     parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
@@ -83,8 +84,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("at least one configuration file is needed")
     if problem := _settle_short(arguments):
         parser.error(problem)
-    if (arguments.json or arguments.verbose or arguments.hosts or arguments.gpus) and not arguments.dry_run:
-        parser.error("--json, --verbose, --hosts and --gpus go with --dry-run")
+    shown = (arguments.json, arguments.verbose, arguments.plot, arguments.hosts, arguments.gpus)
+    if any(shown) and not arguments.dry_run:
+        parser.error("--json, --verbose, --plot, --hosts and --gpus go with --dry-run")
+    if arguments.plot and Path(arguments.script).stem in INFERENCE:
+        parser.error(f"--plot draws a training; {arguments.script} only runs a model")
     return arguments
 
 

@@ -49,6 +49,7 @@ from neox.launch.start import (
 from neox.log import setup_logging
 from neox.preflight.checks import data_prefixes, memory_problems
 from neox.preflight.planning import build_plan, read_config
+from neox.preflight.plot import draw_schedules
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 _MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
@@ -120,6 +121,8 @@ class _Run:
             commands, warnings = {}, [*warnings, str(error)]
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+        if self.arguments.plot:
+            draw_schedules(plan, Path(self.arguments.plot))
         if self.arguments.json:
             about = {"hosts": _hosts(plan, placement), "warnings": warnings, **commands}
             print(json.dumps({**plan_as_dict(plan, device), **about}))

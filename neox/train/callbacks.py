@@ -60,6 +60,8 @@ class StepReport:
             "train/loss_scale": self.result.loss_scale,
             "train/grad_norm": self.result.grad_norm,
             "train/skipped": float(self.result.skipped),
+            "train/batch_size": float(self.samples),
+            "train/seq_length": float(self.seq_length),
             "runtime/samples_per_sec": self.samples_per_second,
             "runtime/tokens_per_sec": self.tokens_per_second,
             "runtime/iteration_time": self.seconds,
@@ -130,23 +132,26 @@ class TerminalLine(Callback):
 
     def _line(self, state: TrainState) -> str:
         count = len(self._reports)
-        seconds = sum(r.seconds for r in self._reports) / count
+        total = sum(r.seconds for r in self._reports)
+        seconds = total / count
         last = self._reports[-1]
         finite = [r.result.loss for r in self._reports if math.isfinite(r.result.loss)]
         loss = sum(finite) / len(finite) if finite else math.nan
-        per_second = seconds / last.seconds  # rates of the last step, scaled to the mean step
+        samples = sum(r.samples_per_second * r.seconds for r in self._reports) / total  # batches of steps may differ
+        tokens = sum(r.tokens_per_second * r.seconds for r in self._reports) / total
+        flops = sum(r.flops_per_second_per_gpu * r.seconds for r in self._reports) / total
         parts = [
-            f"samples/sec: {last.samples_per_second / per_second:.3f}",
+            f"samples/sec: {samples:.3f}",
             f"iteration {state.iteration:8d}/{self.train_iters:8d}",
             f"elapsed time per iteration (ms): {1000 * seconds:.1f}",
             f"learning rate: {last.result.lr:.3E}",
-            f"approx flops per GPU: {last.flops_per_second_per_gpu / per_second / 1e12:.3f}TFLOPS",
+            f"approx flops per GPU: {flops / 1e12:.3f}TFLOPS",
             f"lm_loss: {loss:.6E}",
             *([f"grad norm: {last.result.grad_norm:.3f}"] if self.log_grad_norm else []),
             f"loss scale: {last.result.loss_scale:.1f}",
             f"number of skipped iterations: {state.skipped:3d}",
             f"number of nan iterations: {state.nonfinite:3d}",
-            f"tokens/sec: {last.tokens_per_second / per_second:,.0f}",
+            f"tokens/sec: {tokens:,.0f}",
             f"peak memory: {last.peak_memory / 2**30:.2f} GiB",
             f"ETA: {_duration(seconds * (self.train_iters - state.iteration))}",
         ]

@@ -60,7 +60,7 @@ def test_the_plan_counts_what_steps_take():
     assert plan_as_dict(plan)["figures"]["tokens"] == sum(size * length for size, length in by_step)
     text = format_plan(plan)
     assert "ramp-up   2 samples" in text
-    assert "curriculum" in text
+    assert "lengths   8 tokens" in text
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ import pytest
 import yaml
 
 from neox.config import Capabilities, NeoXConfig, gpu_device
+from neox.config.learning_rate import schedule_of
 from neox.data import IndexedDatasetBuilder
-from neox.errors import LaunchError
+from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
 from neox.preflight.checks import with_train_iters
 from neox.preflight.command import run_directory, write_run_directory
 from neox.preflight.planning import build_plan, read_config
+from neox.preflight.plot import _curves, draw_schedules
 from tests.plans import SIZES, plan_of
 
 
@@ -92,3 +94,16 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     assert with_train_iters(one_step, 2)[0].training.train_iters == 1
     as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
     assert with_train_iters(as_it_is, 2) == (as_it_is, [], [])
+
+
+def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
+    ramp = {"train_batch_size": 8, "rampup_batch_size": [2, 2, 20], "lr_decay_style": "cosine"}
+    plan = plan_of(**{**SIZES, **ramp})
+    draw_schedules(plan, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (learning, at, rates), (batch, _, sizes) = _curves(plan, 10)
+    assert (learning, batch) == ("learning rate", "batch size (samples)")
+    assert [schedule_of(plan.config).lr(step) for step in at] == rates
+    assert (sizes[0], sizes[-1]) == (2, 8)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        draw_schedules(plan, tmp_path / "plot.png" / "plot.png")
