@@ -114,6 +114,7 @@ class SelfAttention(nn.Module):
             pairs = self.pairs(positions, cache.positions)
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
+            dropout_p = self.dropout if self.training else 0.0
             out = core_attention(
                 q,
                 k,
@@ -121,8 +122,8 @@ class SelfAttention(nn.Module):
                 impl=self.impl,
                 scale=self.scale,
                 softmax_scale=self.softmax_scale,
-                dropout_p=self.dropout if self.training else 0.0,
-                dropout_context=self.grid.rng.fork(x.device) if self.grid.rng.enabled else None,
+                dropout_p=dropout_p,
+                dropout_context=self.grid.rng.fork(x.device) if dropout_p > 0.0 and self.grid.rng.enabled else None,
                 mask=_both(same_document, self.pairs(positions, positions)),
                 bias=bias,
             )

@@ -1,14 +1,20 @@
-"""Tensor-group communication with its gradient: each function does nothing for one tensor rank."""
+"""Tensor-group communication with its gradient: each function does nothing for one tensor rank.
+
+torch's functional collectives, which write into no argument: torch.compile traces them, so that a compiled block is one
+graph with tensor ranks too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers shapes for torch.compile
 from torch import Tensor
 
 from neox.parallel.grid import ParallelGrid
+
+_ops = torch.ops._c10d_functional
 
 
 def copy_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -17,7 +23,7 @@ def copy_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def reduce_over_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
-    """Sum partial results over tensor ranks; the gradient passes through. May write into `x`."""
+    """Sum partial results over tensor ranks; the gradient passes through."""
     return x if grid.tp_size == 1 else _Reduce.apply(x, grid)
 
 
@@ -34,20 +40,29 @@ def gather_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
 def reduce_scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Sum partial results [..., V] over tensor ranks and keep this rank's part [..., V/tp]; gradients are gathered.
 
-    An all-reduce and a slice: gloo knows no reduce-scatter. May write into `x`.
+    An all-reduce and a slice: a reduce-scatter would need the parts one after another in memory.
     """
     return x if grid.tp_size == 1 else _ReduceScatter.apply(x, grid)
 
 
 def gather_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Return x of all tensor ranks, [T, *x.shape]; no gradient passes."""
-    return torch.stack(_parts(x, grid))
+    gathered = _ops.all_gather_into_tensor(x.contiguous(), grid.tp_size, grid.tp_name)
+    return wait(gathered).view(grid.tp_size, *x.shape)
+
+
+def start_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Begin to sum x over tensor ranks; `wait` returns the result. No gradient passes."""
+    return _ops.all_reduce(x.contiguous(), "sum", grid.tp_name)
+
+
+def wait(x: Tensor) -> Tensor:
+    """Return the result of a collective that has begun; on a GPU the stream waits, not the caller."""
+    return _ops.wait_tensor(x)
 
 
 def _all_reduce(x: Tensor, grid: ParallelGrid) -> Tensor:
-    x = x.contiguous()
-    dist.all_reduce(x, group=grid.tp_group)
-    return x
+    return wait(start_sum(x, grid))
 
 
 def _own_part(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -55,14 +70,7 @@ def _own_part(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def _all_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
-    return torch.cat(_parts(x, grid), dim=-1)
-
-
-def _parts(x: Tensor, grid: ParallelGrid) -> list[Tensor]:
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(grid.tp_size)]
-    dist.all_gather(parts, x, group=grid.tp_group)
-    return parts
+    return torch.cat(gather_tensor_ranks(x, grid).unbind(0), dim=-1)
 
 
 class _Copy(torch.autograd.Function):
@@ -73,16 +81,12 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may hand the same gradient tensor to another branch.
-        return _all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.grid), None
+        return _all_reduce(grad, ctx.grid), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        if not x.is_contiguous():
-            return _all_reduce(x, grid)
-        ctx.mark_dirty(x)
         return _all_reduce(x, grid)
 
     @staticmethod
@@ -116,7 +120,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
         ctx.grid = grid
-        return _own_part(_all_reduce(x.clone(), grid), grid)
+        return _own_part(_all_reduce(x, grid), grid)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -80,6 +80,12 @@ class ParallelGrid:
         return self.topology.tp_size
 
     @property
+    def tp_name(self) -> str:
+        """Name of the group of tensor ranks, as functional collectives take it."""
+        assert self.tp_group is not None, "one tensor rank has nobody to communicate with"
+        return self.tp_group.group_name
+
+    @property
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
         return self.topology.coordinates(self.rank)[0]

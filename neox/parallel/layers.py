@@ -7,7 +7,7 @@ part; constructors leave them uninitialised (`neox.model` draws all weights). ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neox.architecture import ParameterSpec
 from neox.parallel.adapter import Adapter
-from neox.parallel.collectives import copy_to_tensor_ranks, reduce_over_tensor_ranks
+from neox.parallel.collectives import reduce_over_tensor_ranks, start_sum, wait
 from neox.parallel.grid import ParallelGrid
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -106,12 +106,42 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [..., I] -> [..., O/tp]."""
-        y = self.multiply(copy_to_tensor_ranks(x, self.grid), self.weight, self.bias)
+        if self.grid.tp_size > 1 and torch.is_grad_enabled():
+            y = _ColumnLinear.apply(x, self.weight, self.bias, self.multiply, self.grid)
+        else:
+            y = self.multiply(x, self.weight, self.bias)
         return y if self.adapter is None else y + self.adapter(x)
 
     def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
         """Add a low-rank adapter, uninitialised."""
         self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=True)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """A product whose input gradient is summed over tensor ranks while the weight's gradient is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply, grid: ParallelGrid
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.multiply, ctx.grid, ctx.has_bias = multiply, grid, bias is not None
+        return multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = start_sum(ctx.multiply(rows, weight.t(), None), ctx.grid)
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.multiply(rows.t(), x.flatten(0, -2).t(), None)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        if grad_x is not None:
+            grad_x = wait(grad_x).view(x.shape)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class RowParallelLinear(nn.Module):

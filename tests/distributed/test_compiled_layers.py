@@ -1,14 +1,22 @@
-"""Compiled layers train as the others do, in every engine; what cannot be compiled is refused by name."""
+"""Compiled layers train as the others do, in every engine; each is one graph; what cannot be compiled is refused."""
+
+from __future__ import annotations
 
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from neox.errors import ConfigError
+from neox.model import GPT
+from neox.parallel import ParallelGrid, Topology
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan, train_curves
+from tests.losses import causal_lm_loss
+from tests.plans import NETWORKS, networks_for, small_plan
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++")), reason="torch.compile needs a C++ compiler (Debian: g++)"
 )
 
@@ -25,6 +33,7 @@ def compiled_curves(plans, steps):
     return answers
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "layout",
     [
@@ -39,7 +48,7 @@ def test_losses_agree(layout):
     plans = [tiny_plan(world, **layout, **keys, compile_layers=compiled) for compiled in (False, True)]
     (plain, none), (compiled, graphs) = run_ranks(world, compiled_curves, plans, 4, timeout=300)[0]
     assert none == 0
-    assert graphs >= 1 if "mp" in layout else graphs == 1  # communication between tensor ranks is not compiled
+    assert graphs == 1
     for (loss, norm), (loss_compiled, norm_compiled) in zip(plain, compiled, strict=True):
         assert loss_compiled == pytest.approx(loss, rel=1e-5)
         assert norm_compiled == pytest.approx(norm, rel=1e-4)
@@ -49,3 +58,61 @@ def test_losses_agree(layout):
 def test_what_cannot_be_compiled_is_refused_by_name(keys):
     with pytest.raises(ConfigError, match=r"compile_layers: true` does not work with `(zero_opt|apply_query)"):
         tiny_plan(1, compile_layers=True, **keys)
+
+
+def blocks_in_one_graph(tp_size: int, networks: dict[str, dict]) -> dict[str, list[list[str]]]:
+    """Train each network once with compiled blocks; return what its backward graphs call, in order.
+
+    With torch's fake process group, whose collectives change nothing: one process traces what each rank would.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp_size)
+    grid = ParallelGrid.build(Topology(tp_size=tp_size))
+    tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    calls = {}
+    for name, keys in networks.items():
+        graphs: list[list[str]] = calls.setdefault(name, [])
+
+        def record(graph: torch.fx.GraphModule, inputs: object, graphs: list = graphs) -> object:
+            graphs.append([str(node.target) for node in graph.graph.nodes])
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=record)
+        results = []
+        for compiled in (False, True):
+            model = GPT(small_plan(tp_size, model_parallel_size=tp_size, **keys), grid)
+            torch._dynamo.reset()
+            for block in model.blocks if compiled else ():
+                block.compile(fullgraph=True, backend=backend)
+            loss = causal_lm_loss(model, tokens, tokens, torch.ones(2, 16))
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "names"),
+    [
+        pytest.param(2, ("rotary",), id="tensor"),
+        pytest.param(2, tuple(networks_for(2)), id="tensor-all", marks=pytest.mark.slow),
+        pytest.param(1, tuple(NETWORKS), id="plain-all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_block_is_one_graph(tp_size: int, names: tuple[str, ...]):
+    networks = {name: NETWORKS[name] for name in names}
+    (calls,) = run_ranks(1, blocks_in_one_graph, tp_size, networks, timeout=400)
+    assert all(calls.values())
+    if tp_size == 1:
+        return
+    for call in calls["rotary"]:  # an input gradient is summed over ranks beside the weight gradient's product
+        starts = [at for at, target in enumerate(call) if "all_reduce" in target]
+        assert len(starts) == 2
+        for start in starts:
+            waits = next(at for at in range(start, len(call)) if "wait_tensor" in call[at])
+            assert any("aten.mm" in target for target in call[start:waits])
