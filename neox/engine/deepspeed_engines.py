@@ -14,12 +14,14 @@ from typing import Any
 
 import deepspeed.runtime.engine
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.config import RunPlan
@@ -95,6 +97,11 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
 
     module_state_dict = PlainEngine.module_state_dict
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # DeepSpeed compares types; without it, gradients of tied weights are not summed over stages.
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16Optimizer)
+
     def _forward_pass(self, buffer_id: int) -> None:
         """Run a micro batch through this stage; the last one computes the loss in its module."""
         if self.is_last_stage():
@@ -104,8 +111,25 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         finally:
             self.module.targets = None
 
+    def _reduce_tied_gradients(self) -> None:
+        """Sum the gradients of tied weights over their stages.
+
+        DeepSpeed sums `grad`, but its ZeRO optimizer (of bf16 with offload) has moved them to `grad_accum` by then.
+        """
+        if not isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            self._exec_reduce_tied_grads()
+            return
+        for weight, group in self.module.get_tied_weights_and_groups():
+            gradient = self.optimizer.get_gradient_for_reduction(weight)
+            if gradient is not None:
+                dist.all_reduce(gradient, group=group)
+
     _INSTRUCTION_MAP = MappingProxyType(
-        {**DeepSpeedPipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass: _forward_pass}
+        {
+            **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
+            schedule.ForwardPass: _forward_pass,
+            schedule.ReduceTiedGrads: _reduce_tied_gradients,
+        }
     )
 
 
