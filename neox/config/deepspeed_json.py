@@ -12,7 +12,8 @@ from neox.config.sections.deepspeed import ZeroSettings
 _ZERO_STATUS = {key: status_of(info) for key, info in ZeroSettings.model_fields.items()}
 # Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.
 _CHECKPOINT_KEYS = tuple(key for key, status in _ZERO_STATUS.items() if status == "no effect")
-_LEFT_OUT = {key for key, status in _ZERO_STATUS.items() if status != "works"}
+_OFFLOADS = {"offload_optimizer", "offload_param"}
+_LEFT_OUT = {key for key, status in _ZERO_STATUS.items() if status != "works"} | _OFFLOADS | {"cpu_offload"}
 # Written as they are given.
 _UNCHANGED = ("prescale_gradients", "gradient_predivide_factor", "dump_state", "zero_allow_untested_optimizer")
 
@@ -39,6 +40,8 @@ def deepspeed_json(
         given = optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
         result["optimizer"] = {"type": optimizer.type, **given}
     result["zero_optimization"] = _zero(config, grid, notes)
+    if ds.zero_optimization.offloads_optimizer:
+        result["zero_force_ds_cpu_optimizer"] = False  # the optimizer is ours, on the CPU too
     result |= _precision(config, precision, notes)
     result |= {key: getattr(ds, key) for key in _UNCHANGED if config.given(key)}
     communication = _communication(config, notes)
@@ -52,9 +55,9 @@ def deepspeed_json(
 
 
 def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
-    """Return the ZeRO block; offload keys with `none` are left out (`validation` refuses others)."""
+    """Return the ZeRO block; offload keys with `none` are left out."""
     settings = config.deepspeed.zero_optimization
-    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=_LEFT_OUT)
+    block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=_LEFT_OUT) | _offload(config, notes)
     notes.extend(
         f"{config.describe_setting(f'zero_optimization.{key}')} changes nothing: checkpoints are this project's own"
         for key in _CHECKPOINT_KEYS
@@ -68,6 +71,25 @@ def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any
     if settings.overlap_comm is False:
         block["overlap_comm"] = False
     return block
+
+
+def _offload(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
+    """Return the blocks of offload that are on."""
+    settings = config.deepspeed.zero_optimization
+    on = {"offload_optimizer": settings.offloads_optimizer, "offload_param": settings.offloads_weights}
+    if settings.cpu_offload:
+        given = config.describe_setting("zero_optimization.cpu_offload")
+        notes.append(f"{given} is written as offload_optimizer: {{device: cpu}}, its name today")
+    if settings.offloads_optimizer:
+        notes.append(
+            "offload_optimizer: optimizer states and fp32 weights are in host memory; torch's fused kernels update "
+            "them on the CPU"
+        )
+    blocks = {key: getattr(settings, key) for key, is_on in on.items() if is_on}
+    return {
+        key: {"device": "cpu", **({} if block is None else block.model_dump(exclude_none=True))}
+        for key, block in blocks.items()
+    }
 
 
 def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> dict[str, Any]:

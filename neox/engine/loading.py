@@ -167,7 +167,9 @@ def _read_state(engine: Engine, start: Start) -> None:
     """Load the optimizer's state and set the engine's position."""
     if start.checkpoint is not None and start.with_optimizer:
         path = start.checkpoint
-        load = load_resharded_optimizer if start.changed else load_optimizer
+        # With offload the state is in host memory, which must not hold a second copy: it is read a parameter at a time.
+        offloaded = engine.plan.config.deepspeed.zero_optimization.offloads_optimizer
+        load = load_resharded_optimizer if start.changed or offloaded else load_optimizer
         all_succeeded(lambda: load(engine, path), f"loading the optimizer's state from {path}")
     engine.iteration = start.iteration
     if not start.with_optimizer:
@@ -222,7 +224,7 @@ def _is_empty(load: Path) -> bool:
 
 def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, str]:
     here = {WRITER: "neox", **layout_of(plan)}
-    there = {WRITER: "neox", **saved}
+    there = {WRITER: "neox", "offload": False, **saved}
     return {key: f"{there.get(key)} -> {here[key]}" for key in here if there.get(key) != here[key]}
 
 

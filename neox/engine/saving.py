@@ -243,6 +243,7 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
         "precision": plan.precision,
         "optimizer": plan.config.optimizer.optimizer.name,
         "stages": [stage.first for stage in plan.stages],
+        "offload": plan.config.deepspeed.zero_optimization.offloads_optimizer,
     }
 
 

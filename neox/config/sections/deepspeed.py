@@ -17,13 +17,13 @@ class OffloadSettings(Section):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Device that holds the states."""
-    nvme_path: str | None = None
-    """Directory on NVMe."""
+    """`cpu`: in host memory. `nvme` is refused."""
+    nvme_path: Annotated[str | None, _REFUSED] = None
+    """Directory on NVMe; refused."""
     pin_memory: bool | None = None
-    """Use pinned memory."""
-    buffer_count: int | None = None
-    """Buffers for NVMe."""
+    """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true)."""
+    buffer_count: Annotated[int | None, _REFUSED] = None
+    """Buffers for NVMe; refused."""
 
 
 class ZeroSettings(Section):
@@ -51,12 +51,13 @@ class ZeroSettings(Section):
     """Distribute gradients over ranks round-robin (stage 2 offload)."""
     ignore_unused_parameters: Annotated[bool | None, _SHARDED] = None
     """Tolerate parameters without gradient (stage 2)."""
-    cpu_offload: Annotated[bool | None, _REFUSED] = None
-    """Old name of offload_optimizer: {device: cpu}; refused."""
-    offload_optimizer: Annotated[OffloadSettings | None, _REFUSED] = None
-    """Offload of optimizer states; refused."""
-    offload_param: Annotated[OffloadSettings | None, _REFUSED] = None
-    """Offload of weights (stage 3); refused."""
+    cpu_offload: bool | None = None
+    """Old name of `offload_optimizer: {device: cpu}`."""
+    offload_optimizer: OffloadSettings | None = None
+    """Where optimizer states and fp32 weights are, and where they are updated: on the device, or with `{device: cpu}`
+    in host memory by the host's cores. With stages 1, 2 and 3."""
+    offload_param: OffloadSettings | None = None
+    """Where the weights are between uses: `{device: cpu}` is host memory. With stage 3 and offload_optimizer."""
     sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Elements updated at once (stage 3)."""
     stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
@@ -69,6 +70,16 @@ class ZeroSettings(Section):
     """Smaller parameters are not sharded."""
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states are in host memory."""
+        return bool(self.cpu_offload) or (self.offload_optimizer is not None and self.offload_optimizer.device == "cpu")
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether weights are in host memory between uses."""
+        return self.offload_param is not None and self.offload_param.device == "cpu"
 
 
 class Fp16Settings(Section):

@@ -18,7 +18,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _precision, _accumulation, _compiled_layers, _length, _checkpoint),
+        *(_zero, _offload, _precision, _accumulation, _compiled_layers, _length, _checkpoint),
         *(_profile, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -32,13 +32,31 @@ def _zero(config: NeoXConfig) -> Iterator[str]:
             f"does not work with {config.describe_setting('pipe_parallel_size')}: DeepSpeed's pipeline keeps gradients "
             "and weights whole; use stage 1, or pipe_parallel_size 1 with model_parallel_size for the rest",
         )
-    offloads = {
-        "offload_optimizer": zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
-        "offload_param": zero.offload_param is not None and zero.offload_param.device != "none",
-        "cpu_offload": bool(zero.cpu_offload),
-    }
-    for key in (f"zero_optimization.{name}" for name, on in offloads.items() if on):
-        yield f"{config.source_prefix(key)}`{key}`: states stay on the GPU here; use a higher ZeRO stage or more ranks"
+
+
+def _offload(config: NeoXConfig) -> Iterator[str]:
+    zero, key = config.deepspeed.zero_optimization, "zero_optimization.offload_optimizer"
+    stage = config.describe_setting("zero_optimization.stage", zero.stage)
+    for name in ("offload_optimizer", "offload_param"):
+        block = getattr(zero, name)
+        for setting in ("nvme_path", "buffer_count") if block is not None else ():
+            if getattr(block, setting) is not None:
+                yield config.problem(f"zero_optimization.{name}.{setting}", "is for NVMe, which is not supported")
+        if block is not None and block.device == "nvme":
+            yield config.problem(
+                f"zero_optimization.{name}.device",
+                "does not work here: states on NVMe cannot be resumed at other degrees; use cpu",
+            )
+    block = zero.offload_optimizer
+    if block is not None and zero.cpu_offload is not None and zero.cpu_offload != (block.device == "cpu"):
+        yield config.problem("zero_optimization.cpu_offload", f"contradicts `{key}`, its name today; keep one")
+    if zero.offloads_optimizer and zero.stage == 0:
+        named = "zero_optimization.cpu_offload" if zero.cpu_offload else f"{key}.device"
+        yield config.problem(named, f"needs zero_optimization.stage 1, 2 or 3, not {stage}")
+    if zero.offloads_weights and not (zero.stage == 3 and zero.offloads_optimizer):
+        yield config.problem(
+            "zero_optimization.offload_param.device", f"needs zero_optimization.stage 3 and `{key}: {{device: cpu}}`"
+        )
 
 
 def _precision(config: NeoXConfig) -> Iterator[str]:

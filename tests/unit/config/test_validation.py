@@ -76,8 +76,21 @@ VIOLATIONS = [
         {"zero_optimization": {"stage": 3}, "pipe_parallel_size": 2},
         ("zero_optimization.stage: 3", "pipe_parallel_size: 2", "use stage 1, or pipe_parallel_size 1"),
     ),
-    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ("zero_optimization.cpu_offload", "stay on the GPU")),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer",)),
+    ({"zero_optimization": {"stage": 0, "cpu_offload": True}}, ("zero_optimization.cpu_offload", "stage 1, 2 or 3")),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer.device", "stage: 0")),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, ("device: nvme", "use cpu")),
+    (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+        ("cpu_offload: true", "keep one"),
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+        ("offload_param.device", "stage 3"),
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/nvme"}}},
+        ("offload_param.nvme_path: /nvme", "NVMe"),
+    ),
     (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
         ("data_types.grad_accum_dtype: fp32", "tied weights drift"),
