@@ -78,6 +78,18 @@ def _labelled(labels: IndexedDataset, seq_length: int) -> np.ndarray:
     return result
 
 
+def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
+    """Count the padded samples of usable documents of these sizes, in this order."""
+    if impl == "unpacked":
+        return len(sizes)
+    samples = left = 0
+    for size in sizes.tolist():
+        if not samples or size > left:
+            samples, left = samples + 1, seq_length + 1
+        left -= size
+    return samples
+
+
 def build_padded_maps(
     sizes: np.ndarray,
     documents: range,

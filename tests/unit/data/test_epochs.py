@@ -8,6 +8,7 @@ from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.epochs import samples_of_epochs
 from neox.data.gpt_dataset import GPTDataset
 from neox.data.index_maps import count_epochs
+from neox.data.packing import Packing
 from neox.errors import DataError
 
 
@@ -33,6 +34,14 @@ def test_as_many_samples_as_the_dataset_cuts_without_another_pass(prefix, epochs
 def test_a_blend_has_the_samples_of_all_its_datasets(prefix):
     data = DataConfig(train_data_paths=(prefix, prefix), train_data_weights=(0.9, 0.1), split="1")
     assert samples_of_epochs(data, 8, 1) == 2 * (299 // 8)
+
+
+@pytest.mark.parametrize(("impl", "samples"), [("unpacked", 27), ("pack_until_overflow", 14)])
+def test_samples_of_whole_documents(prefix, impl, samples):
+    data = DataConfig(data_path=prefix, split="90,10", pack_impl=impl)
+    assert [samples_of_epochs(data, 20, epochs) for epochs in (1, 2, 0.5)] == [samples, 2 * samples, samples // 2]
+    maps = GPTDataset(IndexedDataset(prefix), range(27), samples, 20, 1, packing=Packing(impl)).maps
+    assert len(set(maps.document_map.tolist())) == 27 <= len(maps.document_map) <= 28  # another order, nearly once each
 
 
 def test_data_that_is_not_there(tmp_path):
