@@ -22,7 +22,14 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.errors import run_script
 from neox.log import setup_logging
-from neox.preprocess import PreprocessReport, PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
+from neox.preprocess import (
+    PreprocessReport,
+    PreprocessSettings,
+    RankInfo,
+    TokenizerSpec,
+    check_settings,
+    preprocess_on_rank,
+)
 from neox.tokenizer import TOKENIZER_TYPES
 from neox.tokenizer.flat import ACCELERATORS
 
@@ -89,31 +96,37 @@ def input_paths(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def settings_of(args: argparse.Namespace) -> PreprocessSettings:
+    """Return the settings of a run from the flags."""
+    return PreprocessSettings(
+        inputs=input_paths(args.input),
+        output_prefix=args.output_prefix,
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
+        keys=tuple(args.jsonl_keys),
+        append_eod=args.append_eod,
+        ftfy=args.ftfy,
+        impl=args.dataset_impl,
+        workers=args.workers,
+        memory_mb=args.memory_mb,
+        skip_bad=args.skip_bad,
+        accelerator=args.accelerator,
+        restart=args.restart,
+        num_documents=args.num_docs,
+        log_interval=args.log_interval,
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise NeoXError for missing inputs, tokenizers and packages: what `deepy.py` asks before it starts ranks."""
+    check_settings(settings_of(args))
+
+
 def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
-    report = preprocess_on_rank(
-        PreprocessSettings(
-            inputs=input_paths(args.input),
-            output_prefix=args.output_prefix,
-            tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
-            keys=tuple(args.jsonl_keys),
-            append_eod=args.append_eod,
-            ftfy=args.ftfy,
-            impl=args.dataset_impl,
-            workers=args.workers,
-            memory_mb=args.memory_mb,
-            skip_bad=args.skip_bad,
-            accelerator=args.accelerator,
-            restart=args.restart,
-            num_documents=args.num_docs,
-            log_interval=args.log_interval,
-        ),
-        RankInfo.of(os.environ),
-    )
-    print_report(report, args.output_prefix)
+    print_report(preprocess_on_rank(settings_of(args), RankInfo.of(os.environ)), args.output_prefix)
     return 0
 
 

@@ -242,7 +242,8 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     """Start a tool on every slot: a script without a configuration, which divides its work by rank.
 
     Args:
-        script: The script; its function `parser` returns the parser of its flags.
+        script: The script; its function `parser` returns the parser of its flags, and `check` refuses flags with
+            which no rank could work.
         argv: Flags about hosts, and the tool's own. Paths among them must mean the same on every host.
         environment: Variables of the ranks.
 
@@ -252,6 +253,7 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     Raises:
         ConfigError: The hosts are wrong.
         LaunchError: Ranks cannot be started.
+        NeoXError: The tool refuses its flags.
     """
     runner, arguments = split_tool_arguments(script, argv)
     placement = place_ranks(runner, COMMAND_LINE)
@@ -269,7 +271,8 @@ def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfi
     A usage error, `--help` and `--version` end the process here, before anything is started or written.
     """
     sys.path.append(str(script.parent))  # where a script finds its neighbours
-    whole = runpy.run_path(str(script), run_name="tool")["parser"]()
+    tool = runpy.run_path(str(script), run_name="tool")
+    whole = tool["parser"]()
     whole.prog = f"deepy.py {script.name}"
     hosts = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     for parser in (whole.add_argument_group("hosts, whose slots divide the work"), hosts):
@@ -281,7 +284,7 @@ def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfi
         parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
         parser.add_argument("--num_gpus", type=int, help="processes on each host")
         parser.add_argument("--master_port", type=int, help="port of the rendezvous; a free one where left out")
-    whole.parse_args(list(argv))
+    tool["check"](whole.parse_args(list(argv)))
     found, rest = hosts.parse_known_args(list(argv))
     given = {key: value for key, value in vars(found).items() if value is not None}
     return NeoXConfig.from_flat(given, dict.fromkeys(given, COMMAND_LINE)).runner, tuple(rest)

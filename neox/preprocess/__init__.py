@@ -1,7 +1,7 @@
 """Preprocessing of documents to token datasets, in one process tree or on several machines."""
 
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
-from neox.preprocess.run import PreprocessReport, preprocess
+from neox.preprocess.run import PreprocessReport, check_settings, preprocess
 from neox.preprocess.settings import ChatSettings, PreprocessSettings, TokenizerSpec
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "PreprocessSettings",
     "RankInfo",
     "TokenizerSpec",
+    "check_settings",
     "preprocess",
     "preprocess_on_rank",
 ]

@@ -87,6 +87,11 @@ def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> P
         return run.go()
 
 
+def check_settings(settings: PreprocessSettings) -> None:
+    """Raise what `preprocess` would raise before it reads: for missing inputs, tokenizers or packages."""
+    assert _Run(settings, may_be_empty=True).tokenizer
+
+
 def finished(settings: PreprocessSettings) -> PreprocessReport | None:
     """Return the report of an equal, complete run; None if there is none."""
     return _Run(settings, may_be_empty=True).finished()

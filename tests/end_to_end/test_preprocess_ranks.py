@@ -33,3 +33,11 @@ def test_two_slots_make_the_bytes_of_one_process(tmp_path: Path) -> None:
     failed = run(tmp_path, str(ROOT / "deepy.py"), "preprocess_data", "-H", "hostfile", *flags, "three")
     assert failed.returncode != 0
     assert "c.jsonl:1 (byte 0): not JSON" in failed.stderr + failed.stdout
+
+
+def test_what_no_rank_could_do_is_said_once_and_nothing_is_left(tmp_path: Path) -> None:
+    flags = ["--output-prefix", "out/x", "--tokenizer-type", "CharLevelTokenizer", "--num_gpus", "2"]
+    failed = run(tmp_path, str(ROOT / "deepy.py"), "preprocess_data.py", "--input", "none.jsonl", *flags)
+    assert failed.returncode == 1
+    assert failed.stderr.count("none.jsonl") == 1
+    assert list(tmp_path.iterdir()) == []
