@@ -3,6 +3,7 @@
 
     python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
     python tools/prepare_data.py pile_subset=/data/pile/00.jsonl.zst wikipedia=/data/wiki --combine mix
+    python tools/prepare_data.py mine=/data/texts --archive data/mine_archive
 
 A corpus is a known name, the name of a directory in the data directory (`wikipedia`, `webtext`), or
 NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs of a known name. The same command resumes
@@ -17,6 +18,7 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
+from neox.corpus import read_documents, write_archive
 from neox.corpus.sources import (
     CORPORA,
     GPT2_MERGES,
@@ -46,6 +48,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--combine", metavar="NAME", help="one dataset of this name from all corpora, in the order given")
     p.add_argument("--sha256", action="append", default=[], metavar="FILE=DIGEST", help="of a download (repeatable)")
     p.add_argument("--download-only", action="store_true", help="only download")
+    p.add_argument(
+        "--archive",
+        metavar="DIRECTORY",
+        help="write an archive of lm-dataformat from all corpora, in place of datasets",
+    )
     p.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
     p.add_argument("--memory-mb", type=int, default=0, help="as in preprocess_data.py")
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
@@ -61,6 +68,11 @@ def main() -> int:
     digests = read_digests(args.sha256)
     inputs = {corpus.name: fetch(corpus, data_dir / corpus.name, digests, args.force_redownload) for corpus in corpora}
     if args.download_only:
+        return 0
+    if args.archive:
+        files = [file for each in inputs.values() for file in each]
+        count = write_archive(args.archive, read_documents(files, skip_bad=args.skip_bad))
+        print(f"{args.archive}: {count:,} documents")
         return 0
     spec = tokenizer_files(args, data_dir)
     if args.combine:

@@ -9,6 +9,7 @@ from neox.corpus.records import (
     parse_records,
     parse_texts,
     read_documents,
+    write_archive,
     write_documents,
 )
 from neox.corpus.streams import expand_inputs
@@ -29,5 +30,6 @@ __all__ = [
     "parse_texts",
     "read_blocks",
     "read_documents",
+    "write_archive",
     "write_documents",
 ]

@@ -21,6 +21,7 @@ _log = get_logger(__name__)
 _BLOCK_BYTES = 1 << 18
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PARAGRAPH = "\n\n"
+_ARCHIVE_CHARS = 1 << 30
 T = TypeVar("T")
 
 
@@ -90,6 +91,48 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
                 count += 1
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+    return count
+
+
+def write_archive(directory: str | Path, documents: Iterable[Document]) -> int:
+    """Write documents as an archive of lm-dataformat: `data_N_timeT_default.jsonl.zst` of about a gigabyte each.
+
+    Args:
+        directory: Directory to write, which must not hold anything.
+        documents: Written as they come.
+
+    Returns:
+        Number of documents.
+
+    Raises:
+        DataError: If the directory is not empty, or cannot be written. What was written is removed after an error.
+    """
+    from lm_dataformat import Archive  # which loads multiprocessing and others, for one option
+
+    directory = Path(directory)
+    count = size = 0
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise DataError(f"{directory} exists and is not empty: an archive is written into a directory of its own")
+        archive = Archive(str(directory))
+        try:
+            for document in documents:
+                archive.add_data(document.text, dict(document.meta))
+                count, size = count + 1, size + len(document.text)
+                if size > _ARCHIVE_CHARS:
+                    archive.commit()
+                    size = 0
+            if size or not count:
+                archive.commit()
+        except BaseException:
+            for written in directory.glob("data_*.jsonl.zst"):
+                written.unlink()
+            raise
+        finally:
+            archive.fh.close()
+            (directory / "current_chunk_incomplete").unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{directory} cannot be written: {error.strerror or error}") from error
     return count
 
 

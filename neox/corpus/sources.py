@@ -53,6 +53,8 @@ CORPORA: Mapping[str, NamedCorpus] = {
                 f"{_PILE}/test.jsonl.zst",
             ),
         ),
+        NamedCorpus("pile_validation", (f"{_PILE}/val.jsonl.zst",)),
+        NamedCorpus("pile_test", (f"{_PILE}/test.jsonl.zst",)),
         NamedCorpus("github", ("http://eaidata.bmk.sh/data/github_small.jsonl.zst",)),
         NamedCorpus("arxiv", (f"{_COMPONENTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",), 1_264_405),
         NamedCorpus("europarl", (f"{_COMPONENTS}/EuroParliamentProceedings_1996_2011.jsonl.zst",), 69_814),
@@ -72,8 +74,8 @@ CORPORA: Mapping[str, NamedCorpus] = {
     )
 }
 
-# Corpora that gpt-neox knows by name but that have no fixed URL: the user's own files.
-LOCAL_CORPORA = ("wikipedia", "webtext")
+# Corpora that gpt-neox and Megatron-LM know by name but that have no fixed URL: the user's own files.
+LOCAL_CORPORA = ("wikipedia", "webtext", "bookcorpus")
 
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
 GPT2_MERGES = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt"

@@ -14,7 +14,16 @@ import lm_dataformat
 import pytest
 import zstandard
 
-from neox.corpus import BadInput, Document, SkipBudget, expand_inputs, read_blocks, read_documents, write_documents
+from neox.corpus import (
+    BadInput,
+    Document,
+    SkipBudget,
+    expand_inputs,
+    read_blocks,
+    read_documents,
+    write_archive,
+    write_documents,
+)
 from neox.errors import DataError
 
 TEXTS = ["first\nline", "zweite Größe", "日本語 😀\r\n", " ", "\x00 escaped NUL", '"quotes" and \\ slashes'] * 7
@@ -39,6 +48,22 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(read_documents(path)) == documents
     assert zstandard.get_frame_parameters(path.read_bytes()).has_checksum
     assert [p.name for p in path.parent.iterdir()] == ["a.jsonl.zst"]
+
+
+def test_archives_are_lm_dataformats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neox.corpus.records._ARCHIVE_CHARS", 100)
+    documents = [Document(text, {"n": i}) for i, text in enumerate(TEXTS)]
+    assert write_archive(tmp_path / "a", iter(documents)) == len(TEXTS)
+    assert len(list((tmp_path / "a").iterdir())) > 1
+    by_n = sorted(lm_dataformat.Reader(str(tmp_path / "a")).stream_data(get_meta=True), key=lambda each: each[1]["n"])
+    assert by_n == [(document.text, dict(document.meta)) for document in documents]
+    assert sorted(read(tmp_path / "a")) == sorted(TEXTS)
+    with pytest.raises(DataError, match="not empty"):
+        write_archive(tmp_path / "a", documents)
+    (tmp_path / "bad.jsonl").write_bytes(lines() + b"{}\n")
+    with pytest.raises(DataError, match="no key 'text'"):
+        write_archive(tmp_path / "b", read_documents(tmp_path / "bad.jsonl"))
+    assert list((tmp_path / "b").iterdir()) == []
 
 
 def test_failed_writing_leaves_nothing(tmp_path: Path) -> None:
