@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         "--tokenizer_output_path",
         required=True,
-        help="tokenizer.json; kind gpt2: a directory; sentencepiece: a .model",
+        help="tokenizer.json; kind gpt2: a directory; sentencepiece and sentencepiece-char: a .model",
     )
     p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
@@ -46,8 +46,8 @@ def main() -> int:
     setup_logging()
     if not 0 < args.sample <= 1:
         parser().error(f"--sample {args.sample} must be above 0 and at most 1")
-    if args.tokenizer_type and args.kind == "sentencepiece":
-        parser().error("--tokenizer_type BPE and --kind sentencepiece contradict each other: leave one out")
+    if args.tokenizer_type and args.kind.startswith("sentencepiece"):
+        parser().error(f"--tokenizer_type BPE and --kind {args.kind} contradict each other: leave one out")
     texts = chosen_texts(args.input.split(","), args.jsonl_key, args.skip_bad, args.sample, args.max_mb, args.seed)
     for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):
         print(path)

@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -19,8 +20,8 @@ from neox.files import atomic_write, check_writable
 from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
 
-TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece"]
-TOKENIZER_KINDS: tuple[TokenizerKind, ...] = ("byte-level-bpe", "gpt2", "sentencepiece")
+TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece", "sentencepiece-char"]
+TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 _BYTES_AND_SPECIALS = 256 + 2
 _PIECE_CHARS = 100_000
@@ -43,7 +44,8 @@ def train_tokenizer(
         kind: `byte-level-bpe` writes a `tokenizer.json` like GPT-NeoX-20B's (NFC, ByteLevel, `<|endoftext|>` 0,
             `<|padding|>` 1) for HFTokenizer. `gpt2` writes `vocab.json` and `merges.txt` into a directory (no
             normalizer, `<|endoftext|>` last) for GPT2BPETokenizer and HFGPT2Tokenizer. `sentencepiece` writes a
-            `.model` for SPMTokenizer.
+            `.model` for SPMTokenizer, and `sentencepiece-char` one whose pieces are the most frequent characters, at
+            most `vocab_size` with a symbol for the newline and 256 bytes for all other characters (Chinese text).
 
     Returns:
         The files written.
@@ -54,7 +56,7 @@ def train_tokenizer(
     """
     if kind not in TOKENIZER_KINDS:
         raise TokenizerError(f"tokenizer kind {kind!r} is unknown; known: {', '.join(TOKENIZER_KINDS)}")
-    if kind != "sentencepiece" and vocab_size < _BYTES_AND_SPECIALS:
+    if kind in ("byte-level-bpe", "gpt2") and vocab_size < _BYTES_AND_SPECIALS:
         raise TokenizerError(
             f"vocab_size {vocab_size} is too small: a byte-level vocabulary starts with 256 bytes and 2 special tokens"
         )
@@ -68,7 +70,20 @@ def train_tokenizer(
     except OSError as error:
         raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
     counted = _Counted(texts)
-    train = {"byte-level-bpe": _train_20b, "gpt2": _train_gpt2, "sentencepiece": _train_sentencepiece}[kind]
+    trainers_of_kinds: dict[TokenizerKind, Callable[[_Counted, int], list[bytes]]] = {
+        "byte-level-bpe": _train_20b,
+        "gpt2": _train_gpt2,
+        "sentencepiece": partial(_train_sentencepiece, model_type="bpe", user_defined_symbols=[END_OF_DOCUMENT]),
+        "sentencepiece-char": partial(
+            _train_sentencepiece,
+            model_type="char",
+            user_defined_symbols=[END_OF_DOCUMENT, "\n"],
+            required_chars="\u2581",  # the blank, which Chinese text may lack
+            add_dummy_prefix=False,
+            hard_vocab_limit=False,
+        ),
+    }
+    train = trainers_of_kinds[kind]
     contents = train(counted, vocab_size)
     try:
         for file, content in zip(files, contents, strict=True):
@@ -110,12 +125,12 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, sp
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
 
 
-def _train_sentencepiece(texts: _Counted, vocab_size: int) -> list[bytes]:
+def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> list[bytes]:
     try:
         import sentencepiece
     except ImportError as error:
         raise TokenizerError(
-            f"kind sentencepiece needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
+            f"SentencePiece's kinds need the package sentencepiece: {install_command('requirements-corpus.txt')}"
         ) from error
     model = io.BytesIO()
 
@@ -124,14 +139,13 @@ def _train_sentencepiece(texts: _Counted, vocab_size: int) -> list[bytes]:
             sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
             model_writer=model,
             vocab_size=vocab_size,
-            model_type="bpe",
             byte_fallback=True,
             character_coverage=0.9995,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            user_defined_symbols=[END_OF_DOCUMENT],
             input_sentence_size=2_000_000,
             minloglevel=2,
+            **options,
         )
 
     try:

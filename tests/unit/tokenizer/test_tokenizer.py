@@ -93,6 +93,17 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
 
+def test_characters_of_chinese_text_with_a_newline_symbol(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece", reason="the optional package sentencepiece is not installed")
+    texts = ["今天天气很好。\n我们去公园玩吧！", "我爱北京天安门\n天安门上太阳升"] * 20
+    (model,) = train_tokenizer(texts, 400, tmp_path / "spm.model", "sentencepiece-char")
+    tokenizer = build_tokenizer("SPMTokenizer", model)
+    assert 256 < tokenizer.vocab_size <= 400
+    assert len(tokenizer.encode(texts[0])) == len(texts[0])  # one id for each character, and for the newline
+    text = "天安门\n\n  x 龍 😀\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
