@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from neox.errors import run_script
+from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import agent_directory, secrets_file
 from neox.launch.hosts import available_memory, count_accelerators, native_formats, port_problem
-from neox.launch.spec import code_root
+from neox.launch.spec import LaunchSpec, code_root
 
 PROBE_MARK = "@probe "
 _CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/*.py")
@@ -82,10 +82,26 @@ def _path_state(path: Path) -> dict[str, Any]:
     return {"exists": exists, "writable": writable, "free": shutil.disk_usage(directory).free}
 
 
-def signal_agent(run_id: str, node_rank: int, signum: int) -> None:
-    """Signal the agent of a run on this host; one that has ended needs no signal."""
+def signal_agent(run_id: str, node_rank: int, signum: int) -> bool:
+    """Signal the agent of a run on this host; return whether it is there.
+
+    A process that has the number of an agent that has ended is left alone.
+    """
     with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        os.kill(int((agent_directory(run_id, node_rank) / "pid").read_text()), signum)
+        process = int((agent_directory(run_id, node_rank) / "pid").read_text())
+        if _is_agent(process, run_id):
+            os.kill(process, signum)
+            return True
+    return False
+
+
+def _is_agent(process: int, run_id: str) -> bool:
+    """Whether a process was started with the specification of a run."""
+    for word in Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0"):
+        with suppress(LaunchError):
+            if LaunchSpec.decode(word).run_id == run_id:
+                return True
+    return False
 
 
 def store_secrets(run_id: str, node_rank: int, text: str) -> None:
@@ -102,7 +118,8 @@ def main() -> int:
         request = json.loads(base64.urlsafe_b64decode(words[0]))
         print(PROBE_MARK + json.dumps(probe(request)), flush=True)
     elif command == "signal":
-        signal_agent(words[0], int(words[1]), int(words[2]))
+        found = signal_agent(words[0], int(words[1]), int(words[2]))
+        print("signalled" if found else "not running here", flush=True)
     elif command == "secrets":
         store_secrets(words[0], int(words[1]), sys.stdin.read())
     else:

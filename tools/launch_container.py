@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+# PYTHON_ARGCOMPLETE_OK
+"""Start a command in a container on every host, and follow it: docker, podman or apptainer over ssh.
+
+python tools/launch_container.py --src $PWD --py python3 --image neox:cuda --hosts hostfile --cmd "python deepy.py ..."
+
+The command's words are never joined for a shell of the container. {node}, {nodes}, {host} and {master} in it become the
+host's number, the number of hosts, its name and the first one's. The first command that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from shlex import join, split
+
+import _checkout  # noqa: F401
+
+from neox.arguments import ScriptParser
+from neox.errors import ConfigError, run_script
+from neox.launch.containers import ENGINES, Container, split_command
+from neox.launch.environment import child_environment
+from neox.launch.every_host import command_on, named_hosts, run_on_hosts
+from neox.launch.spec import new_run_id
+
+_STOP_SECONDS = 30
+
+
+def parser() -> ScriptParser:
+    """Return the parser of the tool's flags."""
+    made = ScriptParser(description=__doc__)
+    made.add_argument("--src", type=Path, default=Path(), help="directory to mount and to work in (default: this one)")
+    made.add_argument("--py", default="python3", help="interpreter in the image (default: python3)")
+    made.add_argument("--image", required=True, help="image, by the name that the engine takes")
+    made.add_argument("--wheel", type=Path, help="wheel to install before the command")
+    made.add_argument("--cmd", required=True, help="command line, in quotes")
+    made.add_argument("--hosts", "-H", "--hostfile", help="hostfile, or names a,b (default: this machine)")
+    made.add_argument("--engine", help=f"{', '.join(ENGINES)}, or its path (default: the first installed here)")
+    made.add_argument("--mount", action="append", default=[], metavar="PATH[:INSIDE[:ro]]", help="further directory")
+    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the command")
+    made.add_argument("--no-gpus", action="store_true", help="leave the hosts' GPUs out")
+    made.add_argument("--rdma", action="store_true", help="pass /dev/infiniband, and allow locked memory")
+    made.add_argument("--shm-size", help="shared memory of the container, such as 16g (default: the host's)")
+    made.add_argument("--ssh-port", type=int, help="port of the ssh servers")
+    made.add_argument("--dry-run", action="store_true", help="print every host's command, and start nothing")
+    return made
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    hosts = named_hosts(args.hosts)
+    for flag, path in (("--src", args.src), ("--wheel", args.wheel)):
+        if path is not None and not path.exists():
+            raise ConfigError(f"{flag} {path} does not exist; give a path that is the same on every host")
+    container = Container(
+        engine=args.engine or _installed_engine(dry_run=args.dry_run),
+        image=args.image,
+        source=args.src.absolute(),
+        command=split_command(args.cmd),
+        python=args.py,
+        wheel=None if args.wheel is None else args.wheel.absolute(),
+        mounts=tuple(args.mount),
+        variables=tuple(args.env),
+        gpus=not args.no_gpus,
+        rdma=args.rdma,
+        shm_size=args.shm_size,
+    )
+    environment = child_environment()
+    options = split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+    # apptainer's command is a child of its connection, and ends with the terminal that -tt makes
+    options += ["-tt"] if container.is_apptainer else []
+    name = f"neox-{new_run_id()}"
+    names = [f"{name}-{number}" for number in range(len(hosts))]
+    commands = {
+        host: command_on(host, container.start(names[number], hosts, number), args.ssh_port, options)
+        for number, host in enumerate(hosts)
+    }
+    if args.dry_run:
+        for host, words in commands.items():
+            print(f"# {host}\n{join(words)}")
+        return 0
+
+    def end_all() -> None:
+        for host, own in zip(hosts, names, strict=True):
+            words = container.stop(own)
+            command = None if words is None else command_on(host, words, args.ssh_port, options)
+            with suppress(subprocess.TimeoutExpired):
+                if command is not None:
+                    subprocess.run(command, env=environment, capture_output=True, timeout=_STOP_SECONDS, check=False)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return run_on_hosts(commands, environment, end_all=end_all)
+
+
+def _installed_engine(*, dry_run: bool) -> str:
+    found = next((engine for engine in ENGINES if shutil.which(engine, path=os.environ.get("PATH"))), None)
+    if found is None and not dry_run:
+        raise ConfigError(f"none of {', '.join(ENGINES)} is installed here; --engine names what the hosts have")
+    return found or ENGINES[0]
+
+
+if __name__ == "__main__":
+    run_script(main)
