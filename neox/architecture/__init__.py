@@ -3,7 +3,7 @@
 from neox.architecture.adapters import ADAPTER, Lora, adapter_parameters, add_adapters
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
-from neox.architecture.flops import forward_flops_per_token, training_flops_per_token
+from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.layers import (
     BLOCK_NORMS,
     BLOCK_OFFSET,
@@ -52,5 +52,6 @@ __all__ = [
     "sparsity_of",
     "sparsity_problem",
     "frozen",
+    "recomputed_flops_per_token",
     "training_flops_per_token",
 ]

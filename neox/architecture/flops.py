@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from neox.architecture.choices import ATTENTION
 from neox.architecture.gmlp import gate_flops
-from neox.architecture.layers import LayerEntry, LayerPlan
+from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
 
 
 def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | None = None) -> tuple[int, int]:
@@ -37,9 +39,7 @@ def _matrix_flops(layer: LayerEntry) -> int:
     return sum(2 * p.numel for p in layer.parameters if p.is_matrix)
 
 
-def training_flops_per_token(
-    layers: LayerPlan, sequence: int, *, recompute: bool = False, predicted: int | None = None
-) -> int:
+def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int | None = None) -> int:
     """Return the operations of forward and backward for one token; a backward pass takes twice the forward's.
 
     Products with frozen weights take part in the backward pass once, for the gradient of their inputs.
@@ -47,13 +47,34 @@ def training_flops_per_token(
     Args:
         layers: The network's layers.
         sequence: Tokens per sample.
-        recompute: Count a second forward pass of the blocks.
         predicted: Tokens of a sample that go through the head; None for all.
     """
     blocks, head = forward_flops_per_token(layers, sequence, predicted)
     frozen = [p for layer in layers for p in layer.parameters if layer.kind == "block" and not p.trained]
     saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (0 if _head_is_trained(layers) else head)
-    return (4 if recompute else 3) * blocks + 3 * head - saved
+    return 3 * blocks + 3 * head - saved
+
+
+def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable[str]) -> int:
+    """Return the operations that the backward pass repeats for one token.
+
+    Args:
+        layers: The network's layers.
+        sequence: Tokens per sample.
+        parts: What is recomputed of each block: `none`, `full`, `full_attn` (attention without its output projection)
+            or `core_attn` (scores and weighted values).
+    """
+    architecture, total = layers.architecture, 0
+    for number, (kind, part) in enumerate(zip(architecture.attention, parts, strict=True)):
+        block = layers[BLOCK_OFFSET + number]
+        if part == "full":
+            total += _matrix_flops(block) + gate_flops(architecture, kind, sequence)
+        elif part == "full_attn":
+            total += sum(2 * p.numel for p in block.parameters if p.name == "attention.query_key_value.weight")
+        if part != "none" and kind in ATTENTION:
+            keys = ATTENTION[kind].keys_per_query(architecture, sequence)
+            total += 4 * architecture.num_attention_heads * architecture.head_dim * keys
+    return total
 
 
 def _head_is_trained(layers: LayerPlan) -> bool:

@@ -192,6 +192,8 @@ def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySe
         yield replace(setting, micro=setting.micro // 2, accumulation=setting.accumulation * 2)
     if not setting.recompute:
         yield replace(setting, recompute=1)
+    elif setting.recomputed != "full" or setting.keeping:
+        yield replace(setting, recomputed="full", keeping=())
     if setting.pp_size == 1 and setting.zero in (1, 2) and setting.dp_size > 1:
         yield replace(setting, zero=setting.zero + 1)
     if setting.dp_size % 2 == 0:
@@ -216,6 +218,10 @@ def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, st
     ]
     if after.recompute != before.recompute:
         changes.append(("checkpoint_activations", "true"))
+    if after.recomputed != before.recomputed:
+        changes.append(("recompute_granularity", after.recomputed))
+    if after.keeping != before.keeping:
+        changes.append(("no_recompute_layers", "null"))
     if after.attention != before.attention:
         changes.append(("attention_config", '[[["flash"], "all"]]'))
     return tuple(changes)

@@ -170,6 +170,9 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
             ("recompute_activations", "activations_checkpoint", "use_recompute", "gradient_checkpointing"),
             "`checkpoint_activations: true`",
         ),
+        **dict.fromkeys(
+            ("recompute_num_layers", "recompute_method"), "`checkpoint_num_layers`, neighbours recomputed together"
+        ),
         **dict.fromkeys(("use_flash_attn", "use_flash_attention"), '`attention_config: [[["flash"], "all"]]`'),
         **dict.fromkeys(
             ("use_rdma", "nccl_socket_ifname", "use_infiniband"),

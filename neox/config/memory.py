@@ -8,12 +8,14 @@ communication buffers and fragmentation; `fit.py` keeps a reserve for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
-from neox.architecture import ACTIVATIONS, NORMS, POSITIONS, SPARSITY, LayerPlan
+from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, NORMS, POSITIONS, SPARSITY, LayerPlan
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
 from neox.config.sections.optimizer_table import State
+from neox.config.sections.training import RecomputedPart
 from neox.config.stages import held_parameters
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
@@ -34,6 +36,9 @@ class MemorySetting:
         micro: Samples of one forward pass.
         accumulation: Forward passes per optimizer step.
         recompute: Layers recomputed together; 0 for none.
+        recomputed: What of them is recomputed.
+        keeping: Numbers of blocks that keep their activations all the same.
+        noise_scale: Whether gradients of several steps are summed in fp32 on the device.
         precision: Number format of weights and activations.
         fp32_gradients: Whether gradients of half-precision weights are accumulated in fp32.
         immediate: Whether a bf16 gradient is released as soon as it is accumulated.
@@ -65,6 +70,9 @@ class MemorySetting:
     predicted: int
     states: tuple[State, ...]
     few_logits: bool = False
+    recomputed: RecomputedPart = "full"
+    keeping: tuple[int, ...] = ()
+    noise_scale: bool = False
 
     @property
     def bytes_per_number(self) -> int:
@@ -97,6 +105,9 @@ def memory_setting(
         hidden_dropout=training.hidden_dropout > 0,
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
         states=config.optimizer.optimizer.states,
+        recomputed=training.part_to_recompute,
+        keeping=training.no_recompute_layers or (),
+        noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
     )
 
 
@@ -148,6 +159,8 @@ def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]
         gradients += size * min(parameters, setting.reduce_bucket)
     if zero == 0 and setting.precision == "fp16":
         gradients += 4 * parameters  # cast to fp32 for the step
+    if setting.noise_scale:
+        gradients += 4 * parameters
     return weights, gradients, optimizer
 
 
@@ -155,8 +168,7 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
     network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
     hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
-    heads, keys = network.num_attention_heads * network.head_dim, network.attended_heads * network.head_dim
-    projected = heads + 2 * network.num_kv_heads * network.head_dim
+    heads = network.num_attention_heads * network.head_dim
     tokens = setting.micro * setting.sequence
     # Of width H on every tensor rank: the block's input, the norms' outputs or inputs; in sequence, the MLP's input.
     whole = {"parallel": 3, "parallel_one_norm": 2}.get(network.residual, 4) * hidden * size
@@ -164,25 +176,38 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
         whole += 2 * (2 * 4 - size) * hidden
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    # Divided over tensor ranks: query-key-value, rotated queries and keys, normalised ones, repeated ones, attention's
-    # output; the MLP's first product, and what the activation makes of it.
-    divided = (projected + heads) * size // split
+    # Divided over tensor ranks: attention's output; the MLP's first product, and what the activation makes of it.
+    divided = heads * size // split + (activation.width_factor + 1) * network.mlp_width * size // split
+    attended = tokens * (whole + divided) + sum(_attention_bytes(layers, setting))
+    return max(attended, _gate_bytes(layers, setting)) if not network.has_cache else attended
+
+
+def _attention_bytes(layers: LayerPlan, setting: MemorySetting) -> tuple[int, int]:
+    """Return bytes that attention keeps for one micro batch in a block, without its input and output.
+
+    Returns:
+        Of queries, keys, values and masks; and of what kernels other than flash keep between them and the output.
+    """
+    network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
+    heads, keys = network.num_attention_heads * network.head_dim, network.attended_heads * network.head_dim
+    tokens = setting.micro * setting.sequence
+    # Query-key-value, rotated queries and keys, normalised ones, repeated ones.
+    divided = (heads + 2 * network.num_kv_heads * network.head_dim) * size // split
     if POSITIONS[network.positions].rotates:
         divided += (heads + keys) * size // split
     if network.qk_norm != "none":
         divided += (heads + 3 * keys - 2 * network.num_kv_heads * network.head_dim) * size // split
-    divided += (activation.width_factor + 1) * network.mlp_width * size // split
-    # A trained bias of scores, which kernels take no part of: they keep the scores then.
-    bias = network.num_attention_heads * setting.sequence**2 * size // split if _trains_bias(layers) else 0
-    if setting.attention != "flash" or bias:
-        per_score = size + (size + 1 if setting.attention_dropout else 0)
-        divided += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
-        divided += per_score * network.num_attention_heads * setting.sequence // split
     # A mask of a sparse kind, one byte for each pair and (at most) each head.
     sparse = not SPARSITY.keys().isdisjoint(network.attention)
     masks = network.num_attention_heads * setting.sequence**2 // split if sparse else 0
-    attended = tokens * (whole + divided) + bias + masks
-    return max(attended, _gate_bytes(layers, setting)) if not network.has_cache else attended
+    # A trained bias of scores, which kernels take no part of: they keep the scores then.
+    bias = network.num_attention_heads * setting.sequence**2 * size // split if _trains_bias(layers) else 0
+    scores = 0
+    if setting.attention != "flash" or bias:
+        per_score = size + (size + 1 if setting.attention_dropout else 0)
+        scores += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
+        scores += per_score * network.num_attention_heads * setting.sequence // split
+    return tokens * divided + masks, tokens * scores + bias
 
 
 def _gate_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
@@ -205,16 +230,23 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
 
     Under 1F1B, stage i of p keeps up to p - i micro batches (DeepSpeed allocates at least 2 buffers).
     """
-    kinds = [layer.kind for layer in layers.layers[bounds[stage] : bounds[stage + 1]]]
-    blocks, size = kinds.count("block"), setting.bytes_per_number
+    here = layers.layers[bounds[stage] : bounds[stage + 1]]
+    kinds, size = [layer.kind for layer in here], setting.bytes_per_number
+    blocks = [layer.index - BLOCK_OFFSET for layer in here if layer.kind == "block"]
     boundary = setting.micro * setting.sequence * layers.architecture.hidden_size * size
     in_flight = 1 if setting.pp_size == 1 else min(max(2, setting.pp_size - stage), setting.accumulation)
     one_layer = layer_bytes(layers, setting)
-    if setting.recompute:
-        group = min(setting.recompute, blocks)
-        kept, working = -(-blocks // max(group, 1)) * boundary, group * one_layer
-    else:
-        kept, working = blocks * one_layer, 0
+    kept, working = len(blocks) * one_layer, 0
+    if setting.recompute and setting.recomputed == "full":
+        runs = [len(list(run)) for keep, run in groupby(blocks, lambda block: block in setting.keeping) if not keep]
+        chunks = sum(-(-run // setting.recompute) for run in runs)
+        kept = (len(blocks) - sum(runs)) * one_layer + chunks * boundary
+        working = min(setting.recompute, max(runs, default=0)) * one_layer
+    elif setting.recompute:
+        parts = _attention_bytes(layers, setting)
+        released = sum(parts) if setting.recomputed == "full_attn" else parts[1]
+        count = sum(block not in setting.keeping for block in blocks)
+        kept, working = kept - count * released, min(count, 1) * released
     total = in_flight * kept + working
     if POSITIONS[layers.architecture.positions].biases_scores and not _trains_bias(layers):  # one for all blocks
         heads = layers.architecture.num_attention_heads // setting.tp_size

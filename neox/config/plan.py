@@ -11,6 +11,7 @@ from neox.architecture import Architecture, LayerPlan
 from neox.config.batch_schedule import BatchPlan as BatchPlan  # also read from here
 from neox.config.batch_schedule import BatchSchedule
 from neox.config.neox_config import NeoXConfig
+from neox.config.sections.training import RecomputedPart
 
 Precision = Literal["fp32", "fp16", "bf16"]
 AttentionImpl = Literal["eager", "fused", "flash"]
@@ -141,6 +142,13 @@ class RunPlan:
     def architecture(self) -> Architecture:
         """The network."""
         return self.layers.architecture
+
+    @property
+    def recomputed_parts(self) -> tuple[RecomputedPart, ...]:
+        """What of each block the backward pass computes again; flash attention keeps nothing that `core_attn` frees."""
+        parts = map(self.config.training.recomputed_part, range(self.architecture.num_layers))
+        kernels = zip(parts, self.attention, strict=True)
+        return tuple("none" if part == "core_attn" and kernel == "flash" else part for part, kernel in kernels)
 
     @property
     def stage_bounds(self) -> list[int]:

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, H hidden, N heads here, K heads of keys and values 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Unpack, cast
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import SPARSITY, Architecture, settings_of
+from neox.config.sections.training import RecomputedPart
 from neox.model.cache import LayerCache
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
@@ -37,9 +38,15 @@ class SelfAttention(nn.Module):
         layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number from 1.
         **options: Device and type of the parameters.
 
+    Attributes:
+        recompute: What is computed again in the backward pass: `full_attn` all that `forward` does, `core_attn` what
+            comes after queries, keys and values.
+
     Raises:
         ValueError: The heads cannot be divided.
     """
+
+    recompute: RecomputedPart = "none"
 
     def __init__(
         self,
@@ -102,6 +109,16 @@ class SelfAttention(nn.Module):
             same_document: Pairs (query, key) that see each other, bool [B, 1, S, S]; all earlier ones if None.
             positions: Of the tokens, [S] or [B, S]; 0..S-1 if None.
         """
+        return self._recomputed("full_attn", self._attend, x, tables, cache, same_document, positions)
+
+    def _attend(
+        self,
+        x: Tensor,
+        tables: Tables | None,
+        cache: LayerCache | None,
+        same_document: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
         batch, length, _ = x.shape
         positions = torch.arange(length, device=x.device) if positions is None else positions
         encoding, bias = self.encoding, None
@@ -114,20 +131,31 @@ class SelfAttention(nn.Module):
             pairs = self.pairs(positions, cache.positions)
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
-            dropout_p = self.dropout if self.training else 0.0
-            out = core_attention(
-                q,
-                k,
-                v,
-                impl=self.impl,
-                scale=self.scale,
-                softmax_scale=self.softmax_scale,
-                dropout_p=dropout_p,
-                dropout_context=self.grid.rng.fork(x.device) if dropout_p > 0.0 and self.grid.rng.enabled else None,
-                mask=_both(same_document, self.pairs(positions, positions)),
-                bias=bias,
-            )
+            mask = _both(same_document, self.pairs(positions, positions))
+            keeps_scores = self.impl != "flash" or bias is not None
+            out = self._recomputed("core_attn" if keeps_scores else "", self._core, q, k, v, mask, bias)
         return out.reshape(batch, length, self.heads_here * self.head_dim)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        dropout_p = self.dropout if self.training else 0.0
+        return core_attention(
+            q,
+            k,
+            v,
+            impl=self.impl,
+            scale=self.scale,
+            softmax_scale=self.softmax_scale,
+            dropout_p=dropout_p,
+            dropout_context=self.grid.rng.fork(q.device) if dropout_p > 0.0 and self.grid.rng.enabled else None,
+            mask=mask,
+            bias=bias,
+        )
+
+    def _recomputed(self, part: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call a function; in training without keeping its activations where it is the part to recompute."""
+        if self.recompute == part and self.training and torch.is_grad_enabled():
+            return cast(Tensor, self.grid.rng.checkpoint(function, *args))
+        return function(*args)
 
     def _queries_keys_values(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions."""

@@ -5,7 +5,8 @@ Legend: B batch, S sequence, H hidden, W inner width of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Unpack
 
 import torch
@@ -55,8 +56,12 @@ class TransformerLayer(nn.Module):
         hidden_dropout: Of what is added to the residual.
         layer_scaling: Divide scores by the block's number and multiply in the softmax (`SelfAttention`).
         **options: Device and type of the parameters.
+
+    Attributes:
+        recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
     """
 
+    recomputed_whole = False
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
@@ -183,7 +188,8 @@ def run_blocks(
         cache: Tokens seen before; these are appended.
         document_starts: Where each token's document starts in its row, [B, S]; attention and positions then stay within
             documents. Not with a cache.
-        recompute: Recompute so many blocks at a time in the backward pass; 0 keeps all activations.
+        recompute: Recompute so many blocks at a time in the backward pass, of those that are recomputed whole; 0
+            keeps all activations.
     """
     if not blocks:
         return x
@@ -198,14 +204,20 @@ def run_blocks(
             x = block(x, tables, part, None, positions)
         cache.advance(length)
         return x
-    size = recompute or len(blocks)
-    for first in range(0, len(blocks), size):
-        chunk = blocks[first : first + size]
+    for together, chunk in _chunks(blocks, recompute):
 
         def run(x: Tensor, chunk: Sequence[Block] = chunk) -> Tensor:
             for block in chunk:
                 x = block(x, tables, None, same_document, positions)
             return x
 
-        x = chunk[0].grid.rng.checkpoint(run, x) if recompute else run(x)
+        x = chunk[0].grid.rng.checkpoint(run, x) if together else run(x)
     return x
+
+
+def _chunks(blocks: Sequence[Block], size: int) -> Iterator[tuple[bool, Sequence[Block]]]:
+    """Yield whether blocks are recomputed together, and which: at most `size` of those that are, the others between."""
+    for together, neighbours in groupby(blocks, lambda block: size > 0 and block.recomputed_whole):
+        group = list(neighbours)
+        step = size if together else len(group)
+        yield from ((together, group[first : first + step]) for first in range(0, len(group), step))

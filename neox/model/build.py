@@ -61,18 +61,24 @@ def build_layer(
 
 def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOptions) -> Block:
     network, training = plan.architecture, plan.config.training
+    part = training.recomputed_part(number)
+    block: Block
     if network.attention[number] in GATED_KINDS:
-        return GatedMLPLayer(network, number, grid, **options)
-    return TransformerLayer(
-        network,
-        number,
-        grid,
-        impl=_attention_impl(plan, number),
-        attention_dropout=training.attention_dropout,
-        hidden_dropout=training.hidden_dropout,
-        layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-        **options,
-    )
+        block = GatedMLPLayer(network, number, grid, **options)
+    else:
+        block = TransformerLayer(
+            network,
+            number,
+            grid,
+            impl=_attention_impl(plan, number),
+            attention_dropout=training.attention_dropout,
+            hidden_dropout=training.hidden_dropout,
+            layer_scaling=plan.config.model.apply_query_key_layer_scaling,
+            **options,
+        )
+        block.attention.recompute = part
+    block.recomputed_whole = part == "full"
+    return block
 
 
 def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:

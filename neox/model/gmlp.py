@@ -89,7 +89,12 @@ class GatedMLPLayer(nn.Module):
         number: Of the block, from 0.
         grid: Process groups.
         **options: Device and type of the parameters.
+
+    Attributes:
+        recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
     """
+
+    recomputed_whole = False
 
     def __init__(
         self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]

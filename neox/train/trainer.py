@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from neox.architecture import training_flops_per_token
+from neox.architecture import recomputed_flops_per_token, training_flops_per_token
 from neox.config import RunPlan
 from neox.data.batches import Batch, BatchIterator
 from neox.data.build import DataIterators
@@ -49,9 +49,7 @@ class Trainer:
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        predicted, recompute = plan.config.model.predicted_tokens, plan.config.training.checkpoint_activations
-        per_token = partial(training_flops_per_token, plan.layers, recompute=recompute, predicted=predicted)
-        self._flops_per_token = cache(per_token)  # by sequence length
+        self._flops_per_token = cache(partial(_flops_per_token, plan))  # by sequence length
         self._saved: int | None = None
         self._evaluated: int | None = None
         keys = plan.config.checkpoint
@@ -250,6 +248,12 @@ class TimedBatches:
         """Return the seconds waited since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+def _flops_per_token(plan: RunPlan, length: int) -> int:
+    """Return the operations of a training step for one token, recomputed ones included."""
+    asked = training_flops_per_token(plan.layers, length, predicted=plan.config.model.predicted_tokens)
+    return asked + recomputed_flops_per_token(plan.layers, length, plan.recomputed_parts)
 
 
 def _peak_memory() -> int:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from neox.config.sections.base import OnlyWith, Section
 
+RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
+"""Part of a block whose activations are computed again in the backward pass."""
+
 
 class LoraSettings(Section):
     """Low-rank adapters (arXiv:2106.09685): only they are trained."""
@@ -61,6 +64,15 @@ class TrainingConfig(Section):
     checkpoint_num_layers: Annotated[int, OnlyWith("checkpoint_activations")] = Field(1, ge=1)
     """Layers recomputed together."""
 
+    recompute_granularity: Annotated[
+        Literal["full", "full_attn", "core_attn", "selective"], OnlyWith("checkpoint_activations")
+    ] = "full"
+    """What of a layer is recomputed: all of it; `full_attn`, its attention up to the output projection; `core_attn`
+    (Megatron's name: `selective`), scores, softmax and weighted values, which flash attention never keeps anyway."""
+
+    no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
+    """Numbers of layers, from 0, that keep their activations."""
+
     compile_layers: bool = False
     """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a
     minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
@@ -75,6 +87,17 @@ class TrainingConfig(Section):
 
     hang_timeout: float = Field(1800.0, gt=0)
     """Seconds without progress after which the launcher prints every rank's Python stack and ends the run."""
+
+    def recomputed_part(self, block: int) -> RecomputedPart:
+        """Return what of a block is recomputed in the backward pass."""
+        if not self.checkpoint_activations or block in (self.no_recompute_layers or ()):
+            return "none"
+        return self.part_to_recompute
+
+    @property
+    def part_to_recompute(self) -> RecomputedPart:
+        """What of a block is recomputed where any is: recompute_granularity without Megatron's name."""
+        return "core_attn" if self.recompute_granularity == "selective" else self.recompute_granularity
 
 
 class CheckpointConfig(Section):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
+from neox.architecture import GATED_KINDS
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.data import split_shares
@@ -18,8 +19,8 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _offload, _precision, _accumulation, _compiled_layers, _length, _checkpoint),
-        *(_profile, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
+        *(_zero, _offload, _precision, _accumulation, _compiled_layers, _recompute, _length, _checkpoint),
+        *(_profile, _noise_scale, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
 
@@ -106,6 +107,25 @@ def _compiled_layers(config: NeoXConfig) -> Iterator[str]:
             f"does not work with {config.describe_setting('apply_query_key_layer_scaling')}: layers share one "
             "compiled graph, and each would have a scale of its own; remove one of them",
         )
+
+
+def _recompute(config: NeoXConfig) -> Iterator[str]:
+    training, layers, kinds = config.training, config.model.num_layers or 0, config.model.attention_config
+    if not training.checkpoint_activations:
+        return
+    outside = [number for number in training.no_recompute_layers or () if not 0 <= number < layers]
+    if outside:
+        where = config.source_prefix("no_recompute_layers")
+        yield f"{where}`no_recompute_layers` has {outside[0]}; layers are 0 to {layers - 1}"
+    if training.part_to_recompute == "full":
+        return
+    if training.checkpoint_num_layers > 1:
+        yield config.problem(
+            "checkpoint_num_layers",
+            f"joins layers that are recomputed whole; remove it, or {config.describe_setting('recompute_granularity')}",
+        )
+    if any(kind in str(kinds) for kind in GATED_KINDS):
+        yield config.problem("recompute_granularity", "needs attention, which blocks gmlp and amlp lack; use full")
 
 
 def _length(config: NeoXConfig) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.architecture import training_flops_per_token
+from neox.architecture import recomputed_flops_per_token, training_flops_per_token
 from neox.config.report import figures
 from tests.plans import small_plan
 
@@ -15,8 +15,10 @@ def test_six_per_parameter_and_attention():
     attention = layers * 12 * length * hidden  # scores and their use, forward and backward
     assert training_flops_per_token(p.layers, length) == 6 * (matrices + head) + attention
     assert figures(p).flops_per_token == 6 * (matrices + head) + attention
-    recomputed = 8 * matrices + attention * 4 // 3 + 6 * head
-    assert training_flops_per_token(p.layers, length, recompute=True) == recomputed
+    again = {"full": 2 * matrices + attention // 3, "full_attn": layers * 6 * hidden**2 + attention // 3}
+    for part, expected in {**again, "core_attn": attention // 3, "none": 0}.items():
+        assert recomputed_flops_per_token(p.layers, length, [part] * layers) == expected
+    assert recomputed_flops_per_token(p.layers, length, ["none", "full"]) == again["full"] // 2
 
 
 def test_grouped_gated_and_windowed():

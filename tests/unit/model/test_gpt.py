@@ -21,16 +21,47 @@ every_cached_network = pytest.mark.parametrize("keys", CACHED_NETWORKS.values(),
 @every_network
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_recomputation_gives_the_same_gradients_with_dropout_on(chunk: int, keys):
+    assert_recomputed_alike({"checkpoint_num_layers": chunk}, keys)
+
+
+def assert_recomputed_alike(recomputation, keys):
     grid = ParallelGrid.single()
     results = []
     for recompute in (False, True):
-        recomputation = {"checkpoint_activations": recompute, "checkpoint_num_layers": chunk}
-        model = GPT(small_plan(hidden_dropout=0.2, attention_dropout=0.2, **recomputation, **keys), grid)
+        how = {"checkpoint_activations": recompute, **(recomputation if recompute else {})}
+        model = GPT(small_plan(**{"hidden_dropout": 0.2, "attention_dropout": 0.2, **keys, **how}), grid)
         grid.seed(3)
         loss = causal_lm_loss(model, TOKENS, TOKENS, torch.ones(TOKENS.shape))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["full_attn", "selective"])
+@every_network
+def test_recomputation_of_attention_gives_the_same_gradients(part: str, keys):
+    if "mlp" in str(keys.get("attention_config")):
+        pytest.skip("blocks gmlp and amlp have no attention to recompute: refused")
+    assert_recomputed_alike({"recompute_granularity": part}, keys)
+    assert_recomputed_alike({"recompute_granularity": part, "no_recompute_layers": [1]}, keys)
+
+
+@pytest.mark.parametrize("part", ["full_attn", "core_attn"])
+def test_recomputation_of_parts_of_a_block(part: str):
+    assert_recomputed_alike({"recompute_granularity": part, "no_recompute_layers": [1]}, {})
+
+
+def test_blocks_that_keep_their_activations():
+    """Five blocks, recomputed two at a time but for the third: the chunks are 0-1 and 3-4."""
+    keys = {"num_layers": 5, "no_recompute_layers": [2], "checkpoint_num_layers": 2}
+    assert_recomputed_alike(keys, {"num_layers": 5})
+    model = GPT(small_plan(checkpoint_activations=True, **keys), ParallelGrid.single())
+    ran = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    causal_lm_loss(model, TOKENS, TOKENS, torch.ones(TOKENS.shape)).backward()
+    assert ran == [0, 1, 2, 3, 4, 3, 4, 0, 1]
 
 
 @every_network
