@@ -246,12 +246,16 @@ def clips_itself(plan: RunPlan) -> bool:
 def runtime_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan's DeepSpeed configuration without what this library does itself.
 
-    The optimizer and (with ZeRO 0) clipping are ours; DeepSpeed's progress lines appear only on request.
+    The optimizer, (with ZeRO 0) clipping and timers are ours; DeepSpeed's progress lines appear only on request, its
+    timers in the profile of operations that needs them.
     """
     config = copy.deepcopy(dict(plan.deepspeed))
     config.pop("optimizer", None)
     if clips_itself(plan):
         config["gradient_clipping"] = 0.0
+    profiler = plan.config.deepspeed.flops_profiler
+    if profiler is None or not profiler.enabled:
+        config["wall_clock_breakdown"] = False
     if not plan.config.given("steps_per_print"):
         config["steps_per_print"] = _NEVER
     if plan.precision == "bf16":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
+from neox.engine.noise_scale import NoiseScale
+from neox.engine.timers import StepTimers
 from neox.errors import TrainingError
 from neox.objectives import Batch, Objective, build_objective
 from neox.optim import ClippedOptimizer, LRSchedule
@@ -31,6 +33,8 @@ class StepResult:
         loss_scale: 1 except in fp16.
         lr: Learning rate of this step.
         skipped: Whether the weights were left unchanged.
+        timers: Seconds in each part of the step on this rank, with `wall_clock_breakdown`.
+        noise_scale: Gradient noise scale in samples, with `log_gradient_noise_scale`, once it is known.
     """
 
     loss: float
@@ -38,6 +42,8 @@ class StepResult:
     loss_scale: float
     lr: float
     skipped: bool
+    timers: Mapping[str, float] = field(default_factory=dict)
+    noise_scale: float | None = None
 
 
 class Engine:
@@ -70,6 +76,12 @@ class Engine:
         deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
         self._length: int | None = None  # tokens of the last sample: DeepSpeed's pipeline keeps buffers of that shape
+        self._timers = StepTimers(deepspeed_engine, device) if plan.config.deepspeed.wall_clock_breakdown else None
+        keys = plan.config.logging
+        self._noise_scale: NoiseScale | None = None
+        if keys.log_gradient_noise_scale:
+            steps, on_cpu = keys.gradient_noise_scale_n_batches, keys.gradient_noise_scale_cpu_offload
+            self._noise_scale = NoiseScale(optimizer, batch=plan.batch.train_batch_size, steps=steps, on_cpu=on_cpu)
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next micro batches, as many and as long as the plan's batch schedule says.
@@ -87,6 +99,8 @@ class Engine:
         skipped, lr = self.deepspeed_engine.skipped_steps, self.schedule.get_lr()[0]
         loss_scale = self.loss_scale
         batches = self._scheduled(batches)
+        if self._timers is not None:
+            self._timers.take()  # of evaluations
         with _readable_scaler_failure(self.iteration + 1):
             if isinstance(self.deepspeed_engine, PipelineEngine):
                 loss = float(self.deepspeed_engine.train_batch(self._stage_pairs(batches)))
@@ -94,7 +108,9 @@ class Engine:
                 loss = self._train_plain(batches)
         self.iteration += 1
         was_skipped = self.deepspeed_engine.skipped_steps > skipped
-        return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped)
+        timers = self._timers.take() if self._timers is not None else {}
+        noise = self._noise_scale.value if self._noise_scale is not None else None
+        return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped, timers, noise)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> float:

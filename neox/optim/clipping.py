@@ -117,18 +117,22 @@ class ClippedOptimizer(torch.optim.Optimizer):
 
     def global_norm(self) -> float:
         """Return the L2 norm of the model's gradient, the same on every rank of the group."""
-        counted = [
-            p.grad.float()
-            for group, counts in zip(self.param_groups, self._counted, strict=True)
-            for p, count in zip(group["params"], counts, strict=True)
-            if count and p.grad is not None
-        ]
+        counted = self.counted_gradients()
         total = self._device_scalar(0.0)
         if counted:
             total += torch.stack(torch._foreach_norm(counted)).square().sum()
         if self.scope is not None and self.scope.group is not None:
             dist.all_reduce(total, group=self.scope.group)
         return math.sqrt(squared) if (squared := total.item()) >= 0 else math.nan
+
+    def counted_gradients(self) -> list[Tensor]:
+        """Return the gradients that this rank counts in the norm, in fp32."""
+        return [
+            p.grad.float()
+            for group, counts in zip(self.param_groups, self._counted, strict=True)
+            for p, count in zip(group["params"], counts, strict=True)
+            if count and p.grad is not None
+        ]
 
     def _device_scalar(self, value: float) -> Tensor:
         device = self.param_groups[0]["params"][0].device

@@ -9,14 +9,16 @@ import torch
 
 from neox.config import RunPlan
 from neox.data.build import build_data_iterators
+from neox.data.epochs import samples_of_epochs
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.generation.startup import tokenizer_of
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
-from neox.train.callbacks import Callback, TerminalLine
+from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler
 from neox.train.stopping import ignore_signals
+from neox.train.terminal import TerminalLine
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
 
@@ -71,10 +73,11 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
     Raises:
         ConfigError: A tracker's package is not installed.
     """
-    keys, training = plan.config.logging, plan.config.training
-    callbacks: list[Callback] = [
-        TerminalLine(training.train_iters or 0, keys.log_interval, log_grad_norm=keys.log_grad_norm)
-    ]
+    keys = plan.config.logging
+    of_epoch = 0
+    if keys.log_style == "fleetx":
+        of_epoch = samples_of_epochs(plan.config.data, plan.config.model.seq_length or 0, 1)
+    callbacks: list[Callback] = [TerminalLine(plan, of_epoch)]
     if keys.tensorboard_dir:
         callbacks.append(TensorBoard(keys.tensorboard_dir, plan))
     if keys.use_wandb:

@@ -200,7 +200,9 @@ class DeepSpeedConfig(Section):
     """Steps between DeepSpeed's own lines on the terminal."""
 
     wall_clock_breakdown: bool = False
-    """DeepSpeed's timers of forward, backward and step."""
+    """Time forward and backward passes, the reduction of gradients with what stages send each other, and the optimizer:
+    `timers/*` in the metrics, and a line on the terminal. The device is synchronised around each, so steps take
+    longer."""
 
     dump_state: bool = False
     """DeepSpeed prints its engine's state at the start."""

@@ -170,8 +170,22 @@ class LoggingConfig(Section):
     log_interval: int = Field(100, ge=1)
     """Iterations between lines on the terminal (unset in gpt-neox v2.0; its later default)."""
 
+    log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
+    """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in
+    samples/s, latency in seconds)."""
+
     log_grad_norm: bool = False
     """Report the gradient norm."""
+
+    log_gradient_noise_scale: bool = False
+    """Report the gradient noise scale (arXiv:1812.06162), the batch size in samples above which larger batches help
+    little, as `train/noise_scale` in the metrics. Needs ZeRO 0, and fp32 or fp16 with pipeline stages."""
+
+    gradient_noise_scale_n_batches: Annotated[int, OnlyWith("log_gradient_noise_scale")] = Field(5, ge=2)
+    """Successive steps whose mean gradient is the large batch; a single step's is the small one."""
+
+    gradient_noise_scale_cpu_offload: Annotated[bool, OnlyWith("log_gradient_noise_scale")] = False
+    """Keep the sum of these gradients in CPU memory; it is as large as the gradients of a rank."""
 
     tensorboard_dir: str | None = None
     """Directory for TensorBoard; off where unset."""

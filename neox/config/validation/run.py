@@ -171,6 +171,27 @@ def _profile(config: NeoXConfig) -> Iterator[str]:
         )
 
 
+def _noise_scale(config: NeoXConfig) -> Iterator[str]:
+    key, stage = "log_gradient_noise_scale", config.deepspeed.zero_optimization.stage
+    if not config.logging.log_gradient_noise_scale:
+        return
+    if stage:
+        yield config.problem(
+            key,
+            f"does not work with {config.describe_setting('zero_optimization.stage')}, which divides gradients over "
+            "ranks before they can be compared; use stage 0, or remove it",
+        )
+    if config.schedule.rampup_batch_size is not None:
+        ramp = config.describe_setting("rampup_batch_size")
+        yield config.problem(key, f"compares batches of one size, and {ramp} changes it; remove one of them")
+    if config.parallelism.pipe_parallel_size > 1 and not stage and choose_precision(config, []) == "bf16":
+        yield config.problem(
+            key,
+            f"does not work with bf16 and {config.describe_setting('pipe_parallel_size')}, where gradients are clipped "
+            "and divided over ranks first; use pipe_parallel_size 1 or fp16, or remove it",
+        )
+
+
 def _data(config: NeoXConfig) -> Iterator[str]:
     data = config.data
     if data.data_path is not None and data.train_data_paths is not None:

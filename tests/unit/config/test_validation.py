@@ -30,6 +30,19 @@ VIOLATIONS = [
         {"num_attention_heads": 2, "model_parallel_size": 4},
         ("num_attention_heads: 2", "model_parallel_size: 4", "1, 2"),
     ),
+    (
+        {"log_gradient_noise_scale": True, "zero_optimization": {"stage": 1}},
+        ("log_gradient_noise_scale", "zero_optimization.stage: 1", "use stage 0"),
+    ),
+    (
+        {"log_gradient_noise_scale": True, "pipe_parallel_size": 2, "bf16": {"enabled": True}},
+        ("log_gradient_noise_scale", "pipe_parallel_size: 2", "fp16"),
+    ),
+    (
+        {"log_gradient_noise_scale": True, "rampup_batch_size": [2, 2, 8], "train_batch_size": 4},
+        ("log_gradient_noise_scale", "rampup_batch_size"),
+    ),
+    ({"log_style": "megatron"}, ("log_style", "fleetx")),
     ({"num_train_epochs": 2}, ("`num_train_epochs: 2.0`", "train_iters: 10", "keep one")),
     ({"train_epochs": 2}, ("num_train_epochs", "train_iters: 10")),
     ({"num_layers": None}, ("`num_layers` is missing",)),

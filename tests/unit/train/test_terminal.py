@@ -1,16 +1,23 @@
-"""NeoX's line."""
+"""Lines of training in the forms of gpt-neox, FleetX and OneFlow."""
+
+import re
+from dataclasses import replace
+
+import pytest
 
 from neox.engine import StepResult
-from neox.train.callbacks import StepReport, TerminalLine, TrainState
+from neox.train.callbacks import StepReport, TrainState
+from neox.train.terminal import TerminalLine
+from tests.plans import small_plan
 
 
 def report(loss, seconds=0.5):
     result = StepResult(loss=loss, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
-    return StepReport(result, seconds, 8.0 / seconds, 1024.0 / seconds, 1e12 / seconds, 2**30)
+    return StepReport(result, seconds, 8.0 / seconds, 1024.0 / seconds, 1e12 / seconds, 2**30, reading=0.01)
 
 
-def lines_of(capsys, **options):
-    terminal = TerminalLine(10, options.pop("log_interval", 2), log_grad_norm=options.pop("log_grad_norm", False))
+def lines_of(capsys, epoch_samples=0, **keys):
+    terminal = TerminalLine(small_plan(**{"log_interval": 2, **keys}), epoch_samples)
     for iteration in range(1, 11):
         terminal.on_step(TrainState(iteration=iteration, skipped=1), report(float(iteration)))
     return capsys.readouterr().out.splitlines()
@@ -42,10 +49,47 @@ def test_what_a_line_says(capsys):
 
 
 def test_rates_are_of_the_mean_step(capsys):
-    terminal = TerminalLine(4, 4, log_grad_norm=False)
+    terminal = TerminalLine(small_plan(train_iters=4, log_interval=4))
     terminal.on_step(TrainState(iteration=1), report(1.0))
     for iteration, seconds in ((2, 1.0), (3, 1.0), (4, 0.1)):
         terminal.on_step(TrainState(iteration=iteration), report(1.0, seconds))
     line = capsys.readouterr().out.splitlines()[-1]
     assert "elapsed time per iteration (ms): 700.0" in line
     assert f"samples/sec: {8 / 0.7:.3f}" in line
+
+
+FLEETX = re.compile(
+    r"global step (\d+), epoch: (\d+), batch: (\d+), loss: (\d+\.\d{9}), avg_reader_cost: 0\.01000 sec, "
+    r"avg_batch_cost: 0\.50000 sec, speed: 2\.00 step/s, ips_total: 2048 tokens/s, ips: 1024 tokens/s, "
+    r"learning rate: 1\.00000e-03"
+)
+
+
+def test_fleetx_line_counts_epochs_and_their_batches(capsys):
+    lines = lines_of(capsys, 12, log_style="fleetx", log_interval=3, world_size=2)  # 4 samples a step
+    found = [FLEETX.fullmatch(line) for line in lines]
+    assert [match.groups() for match in found] == [
+        ("1", "0", "0", "1.000000000"),
+        ("3", "0", "2", "2.500000000"),
+        ("6", "1", "2", "5.000000000"),
+        ("9", "2", "2", "8.000000000"),
+        ("10", "3", "0", "10.000000000"),
+    ]
+
+
+def test_oneflow_table_has_throughput_and_latency(capsys):
+    terminal = TerminalLine(small_plan(log_style="oneflow", log_interval=1, gradient_accumulation_steps=3))
+    terminal.on_start(TrainState())
+    terminal.on_step(TrainState(iteration=7), report(2.5))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert cells[0] == ["step", "micro_batches", "samples", "throughput", "latency", "loss"]
+    assert cells[2] == ["7", "21", "42", "16.00000", "0.50000", "2.50000"]
+
+
+@pytest.mark.parametrize("style", ["neox", "fleetx", "oneflow"])
+def test_timers_are_means_in_milliseconds(capsys, style):
+    terminal = TerminalLine(small_plan(log_style=style, log_interval=2, train_iters=9))
+    for iteration, seconds in ((1, 0.5), (2, 0.1), (3, 0.1), (4, 0.3)):
+        result = replace(report(1.0).result, timers={"forward": seconds, "backward": 2 * seconds})
+        terminal.on_step(TrainState(iteration=iteration), replace(report(1.0), result=result))
+    assert capsys.readouterr().out.splitlines()[-1] == " time (ms) | forward: 200.00 | backward: 400.00"
