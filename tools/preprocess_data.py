@@ -55,6 +55,14 @@ def parser() -> argparse.ArgumentParser:
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
     tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
+    tokens.add_argument(
+        "--mask-before-token",
+        type=token_ids,
+        default=(),
+        metavar="IDS",
+        help="ids such as 0,1,1270: also write labels, PREFIX_label_document, that leave the tokens up to the first "
+        "occurrence of these ids out of the loss",
+    )
     tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode")
     tokens.add_argument(
         "--special-in-text",
@@ -96,13 +104,21 @@ def input_paths(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def token_ids(text: str) -> tuple[int, ...]:
+    """Return the ids of --mask-before-token. Raises ValueError for other text."""
+    ids = tuple(int(part) for part in text.split(",") if part.strip())
+    if not ids or min(ids) < 0:
+        raise ValueError(text)
+    return ids
+
+
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags."""
     return PreprocessSettings(
         inputs=input_paths(args.input),
         output_prefix=args.output_prefix,
         tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
-        keys=tuple(args.jsonl_keys),
+        keys=(*args.jsonl_keys, "label") if args.mask_before_token else tuple(args.jsonl_keys),
         append_eod=args.append_eod,
         ftfy=args.ftfy,
         impl=args.dataset_impl,
@@ -113,6 +129,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         restart=args.restart,
         num_documents=args.num_docs,
         log_interval=args.log_interval,
+        mask_before=args.mask_before_token,
     )
 
 

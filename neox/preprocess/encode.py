@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
+from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError, install_command
 from neox.preprocess.settings import PreprocessSettings
 from neox.tokenizer import Tokenizer
@@ -95,8 +96,10 @@ class BlockEncoder:
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each document of a block; documents without ids are left out."""
-        found = parse_texts(block, self.job.settings.keys, self._problem if self.encoder.needs_cuts else None)
+        found = parse_texts(block, self.job.settings.text_keys, self._problem if self.encoder.needs_cuts else None)
         keys = tuple(self._encode_key(texts) for texts in found.columns)
+        if pattern := self.job.settings.mask_before:
+            keys = (*keys, EncodedKey(labels_after(keys[0], pattern), keys[0].lengths))
         bad, size = tuple(found.bad), len(block.data)
         return EncodedBlock(block.end, keys, bad, found.not_strict, size, self.encoder.name, self.note)
 
@@ -138,6 +141,24 @@ class BlockEncoder:
         difference = first_difference(self.encoder, self.tokenizer, list(islice(short, 1)))
         if difference is not None:
             raise TokenizerError(f"{difference}. Run again with --accelerator off --restart")
+
+
+def labels_after(documents: EncodedKey, pattern: Sequence[int]) -> np.ndarray:
+    """Return ids, IGNORED in each document up to the end of the first occurrence of a pattern (gpt-neox's labels).
+
+    A document without the pattern is kept whole.
+    """
+    ids, labels = documents.ids, documents.ids.copy()
+    found = np.ones(max(0, len(ids) - len(pattern) + 1), dtype=bool)
+    for place, token in enumerate(pattern):
+        found &= ids[place : place + len(found)] == token
+    matches = np.flatnonzero(found) + len(pattern)  # the end of each occurrence
+    ends = np.cumsum(documents.lengths, dtype=np.int64)
+    for begin, end in zip((ends - documents.lengths).tolist(), ends.tolist(), strict=True):
+        first = int(np.searchsorted(matches, begin + len(pattern)))
+        if first < len(matches) and matches[first] <= end:
+            labels[begin : matches[first]] = IGNORED
+    return labels
 
 
 def _closed(ids: np.ndarray, lengths: np.ndarray, eod: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -126,6 +126,8 @@ class _Run:
     def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
         if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
             raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
+        if settings.mask_before and len(settings.keys) != 2:
+            raise DataError("--mask-before-token writes labels of one key: give one with --jsonl-keys")
         self.settings, self.may_be_empty = settings, may_be_empty
         self.files = expand_inputs(settings.inputs)
         if not self.files:
@@ -151,7 +153,7 @@ class _Run:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        if self.settings.chat is not None:
+        if self.settings.label_key is not None:
             return np.dtype(np.int32)  # of labels too, which hold IGNORED; as gpt-neox's
         return best_dtype(self.tokenizer.vocab_size if self.settings.impl == "mmap" else None)
 
@@ -193,7 +195,9 @@ class _Run:
     def _sample(self) -> list[str]:
         """Return the first texts of the first input, to check an accelerator with; errors in it are reported later."""
         block = None if self.settings.chat is not None else first_lines(self.files[0], _SAMPLE_BYTES)
-        texts = [text for column in parse_texts(block, self.settings.keys).columns for text in column] if block else []
+        texts = (
+            [text for column in parse_texts(block, self.settings.text_keys).columns for text in column] if block else []
+        )
         lengths = accumulate(len(text) for text in texts)
         return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
 
@@ -315,7 +319,7 @@ class _Run:
             for builder in builders.values():
                 builder.discard()
             state_path(self.settings.output_prefix).unlink(missing_ok=True)
-            keys = self.settings.keys if self.settings.chat is None else self.settings.chat.keys
+            keys = self.settings.text_keys if self.settings.chat is None else self.settings.chat.keys
             raise DataError(f"the inputs hold no text under {' or '.join(keys)}: nothing was written")
         result = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
         for key, builder in builders.items():
@@ -325,8 +329,7 @@ class _Run:
         return report
 
     def _sidecar(self, key: str, builder: IndexedDatasetBuilder, result: Mapping[str, object]) -> Sidecar:
-        chat = self.settings.chat
-        labels = {"labels": True} if chat is not None and key == chat.datasets[1] else {}
+        labels = {"labels": True} if key == self.settings.label_key else {}
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,
             tokenizer_hash=self.tokenizer.content_hash,

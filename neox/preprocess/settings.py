@@ -89,6 +89,8 @@ class PreprocessSettings:
         num_documents: Number of documents, if known, for the progress display.
         log_interval: Documents between two log lines; None writes none.
         chat: Settings of conversations, where `keys` are their `datasets`; None for texts.
+        mask_before: Ids after whose first occurrence a text is counted in the loss; then `keys` are the key of texts
+            and the name of the dataset of labels. Empty for no labels.
     """
 
     inputs: tuple[str, ...]
@@ -106,6 +108,17 @@ class PreprocessSettings:
     num_documents: int | None = None
     log_interval: int | None = None
     chat: ChatSettings | None = None
+    mask_before: tuple[int, ...] = ()
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """JSON keys of texts."""
+        return self.keys[:1] if self.mask_before else self.keys
+
+    @property
+    def label_key(self) -> str | None:
+        """Name of the dataset of labels; None if there is none."""
+        return self.keys[1] if self.mask_before or self.chat is not None else None
 
     def prefix(self, key: str) -> str:
         """Return the prefix of the dataset of a key."""
@@ -151,9 +164,11 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
     """Return everything that determines the result's bytes, as JSON; inputs by path, size and modification time."""
-    chat = {} if settings.chat is None else {"chat": asdict(settings.chat)}
+    labels: dict[str, Any] = {} if settings.chat is None else {"chat": asdict(settings.chat)}
+    if settings.mask_before:
+        labels["mask_before"] = list(settings.mask_before)
     return {
-        **chat,
+        **labels,
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
         "keys": list(settings.keys),
         "tokenizer": tokenizer_hash,

@@ -149,6 +149,7 @@ OLD_NAMES = {
     "tools/datasets/dataset_token_count.py": "tools/dataset.py",
     "tools/datasets/merge_datasets.py": "tools/dataset.py",
     "tools/datasets/preprocess_data.py": "tools/preprocess_data.py",
+    "tools/datasets/preprocess_data_with_mask.py": "tools/preprocess_data.py",
     "tools/datasets/preprocess_data_with_chat_template.py": "tools/preprocess_chat.py",
 }
 
