@@ -190,7 +190,7 @@ def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySe
         yield replace(setting, attention="flash")
     if setting.micro % 2 == 0:
         yield replace(setting, micro=setting.micro // 2, accumulation=setting.accumulation * 2)
-    if not setting.recompute:
+    if not setting.recompute and setting.kept == 1.0:  # a budget chooses what is recomputed
         yield replace(setting, recompute=1)
     elif setting.recomputed != "full" or setting.keeping:
         yield replace(setting, recomputed="full", keeping=())

@@ -50,6 +50,7 @@ class MemorySetting:
         predicted: Tokens of a sample that go through the head.
         few_logits: Whether one tensor rank alone computes head and loss in small chunks, as on a CPU.
         states: What the optimizer keeps for each parameter.
+        kept: Part of a layer's activations that is kept, beside its input.
     """
 
     pp_size: int
@@ -73,6 +74,7 @@ class MemorySetting:
     recomputed: RecomputedPart = "full"
     keeping: tuple[int, ...] = ()
     noise_scale: bool = False
+    kept: float = 1.0
 
     @property
     def bytes_per_number(self) -> int:
@@ -108,6 +110,7 @@ def memory_setting(
         recomputed=training.part_to_recompute,
         keeping=training.no_recompute_layers or (),
         noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
+        kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
     )
 
 
@@ -236,7 +239,8 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     boundary = setting.micro * setting.sequence * layers.architecture.hidden_size * size
     in_flight = 1 if setting.pp_size == 1 else min(max(2, setting.pp_size - stage), setting.accumulation)
     one_layer = layer_bytes(layers, setting)
-    kept, working = len(blocks) * one_layer, 0
+    of_layer = boundary + int(setting.kept * (one_layer - boundary))
+    kept, working = len(blocks) * of_layer, one_layer - of_layer
     if setting.recompute and setting.recomputed == "full":
         runs = [len(list(run)) for keep, run in groupby(blocks, lambda block: block in setting.keeping) if not keep]
         chunks = sum(-(-run // setting.recompute) for run in runs)

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from neox.config import RunPlan
 from neox.engine.bf16_optimizer import BF16Optimizer
+from neox.engine.compiled import compile_blocks
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.shared import share_parameters
-from neox.model import GPT, Block, build_layer
+from neox.model import GPT, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
 from neox.optim import ClippedOptimizer, NormScope, build_optimizer
@@ -171,10 +172,7 @@ def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device:
     else:
         model = GPT(plan, grid, device=device, dtype=dtype)
         share_parameters(enumerate(model.sequential), plan.layers)
-    if plan.config.training.compile_layers:
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.compile()  # in place: names stay, and equal layers share one compiled graph
+    compile_blocks(model, plan, device)
     return model
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from neox.config.compiled import compiles_layers
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid, Topology
@@ -58,6 +59,28 @@ def test_losses_agree(layout):
 def test_what_cannot_be_compiled_is_refused_by_name(keys):
     with pytest.raises(ConfigError, match=r"compile_layers: true` does not work with `(zero_opt|apply_query)"):
         tiny_plan(1, compile_layers=True, **keys)
+    automatic = tiny_plan(1, **keys).config
+    assert not compiles_layers(automatic, on_gpu=True)
+
+
+def test_layers_are_compiled_on_gpus_and_where_a_budget_needs_it():
+    assert [compiles_layers(tiny_plan(1).config, on_gpu=gpu) for gpu in (True, False)] == [True, False]
+    assert not compiles_layers(tiny_plan(1, compile_layers=False).config, on_gpu=True)
+    assert compiles_layers(tiny_plan(1, activation_memory_budget=0.5).config, on_gpu=False)
+
+
+@pytest.mark.parametrize("keys", [{"zero": 3}, {"checkpoint_activations": True}, {"compile_layers": False}])
+def test_a_budget_needs_compiled_layers_and_no_other_recomputation(keys):
+    with pytest.raises(ConfigError, match="activation_memory_budget"):
+        tiny_plan(1, activation_memory_budget=0.5, **keys)
+
+
+def test_a_budget_is_in_the_plan():
+    kept, fewer, least = (
+        tiny_plan(1, **keys).memory.activations
+        for keys in ({}, {"activation_memory_budget": 0.5}, {"checkpoint_activations": True})
+    )
+    assert kept > fewer > least
 
 
 def blocks_in_one_graph(tp_size: int, networks: dict[str, dict]) -> dict[str, list[list[str]]]:
@@ -116,3 +139,44 @@ def test_every_block_is_one_graph(tp_size: int, names: tuple[str, ...]):
         for start in starts:
             waits = next(at for at in range(start, len(call)) if "wait_tensor" in call[at])
             assert any("aten.mm" in target for target in call[start:waits])
+
+
+def kept_bytes(budgets: list[float | None]) -> list[tuple[int, list[torch.Tensor]]]:
+    """Return for each budget the bytes that the backward pass of one step needs, and the gradients."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from neox.engine.compiled import compile_blocks
+
+    results = []
+    for budget in budgets:
+        keys = {} if budget is None else {"activation_memory_budget": budget}
+        plan = small_plan(hidden_size=64, attention_config=[[["flash"], "all"]], compile_layers=True, **keys)
+        model = GPT(plan, ParallelGrid.single())
+        torch._dynamo.reset()
+        compile_blocks(model, plan, torch.device("cpu"))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def count(tensor: torch.Tensor, own: set = own, saved: dict = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            hidden = model.hidden(tokens)
+        hidden.square().sum().backward()
+        results.append((sum(saved.values()), [p.grad for p in model.parameters() if p.grad is not None]))
+    return results
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_budget_keeps_fewer_activations_and_the_same_gradients():
+    (results,) = run_ranks(1, kept_bytes, [None, 0.5, 0.0], timeout=400)
+    whole, half, least = (size for size, _ in results)
+    assert whole > half > least
+    for _, gradients in results[1:]:
+        for ours, expected in zip(gradients, results[0][1], strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)

@@ -73,9 +73,14 @@ class TrainingConfig(Section):
     no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
     """Numbers of layers, from 0, that keep their activations."""
 
-    compile_layers: bool = False
+    compile_layers: bool | Literal["auto"] = "auto"
     """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a
-    minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3."""
+    minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3. `auto` compiles on GPUs, where
+    the host has a C compiler and no other key forbids it."""
+
+    activation_memory_budget: float | None = Field(None, ge=0, le=1)
+    """Part of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1;
+    torch's partitioner chooses what is recomputed in the backward pass. In place of `checkpoint_activations`."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters of linear layers, and nothing else: `{r: 8, alpha: 16, dropout: 0.0, target:

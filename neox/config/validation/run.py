@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from neox.architecture import GATED_KINDS
+from neox.config.compiled import compile_obstacle
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.data import split_shares
@@ -92,20 +93,19 @@ def _accumulation(config: NeoXConfig) -> Iterator[str]:
 
 
 def _compiled_layers(config: NeoXConfig) -> Iterator[str]:
-    key = "compile_layers"
-    if not config.training.compile_layers:
-        return
-    if config.deepspeed.zero_optimization.stage == 3:
+    training, obstacle = config.training, compile_obstacle(config)
+    budget = training.activation_memory_budget is not None
+    for key, wanted in (("compile_layers", training.compile_layers is True), ("activation_memory_budget", budget)):
+        if wanted and obstacle is not None:
+            yield config.problem(key, f"does not work with {config.describe_setting(obstacle[0])}, {obstacle[1]}")
+    if budget and training.checkpoint_activations:
         yield config.problem(
-            key,
-            f"does not work with {config.describe_setting('zero_optimization.stage')}, which gathers weights inside "
-            "the layers; use a lower stage, or remove it",
+            "activation_memory_budget",
+            f"and {config.describe_setting('checkpoint_activations')} both choose what is recomputed; keep one",
         )
-    if config.model.apply_query_key_layer_scaling:
+    if budget and training.compile_layers is False:
         yield config.problem(
-            key,
-            f"does not work with {config.describe_setting('apply_query_key_layer_scaling')}: layers share one "
-            "compiled graph, and each would have a scale of its own; remove one of them",
+            "activation_memory_budget", f"needs compiled layers: remove {config.describe_setting('compile_layers')}"
         )
 
 
