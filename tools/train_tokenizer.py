@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Train a tokenizer on documents: 20B-style byte-level BPE, GPT-2's two files, or SentencePiece.
+"""Train a tokenizer on documents: 20B-style byte-level BPE, GPT-2's two files, SentencePiece, or BERT's WordPiece.
 
 python tools/train_tokenizer.py --input data/mydata.jsonl.zst --vocab-size 50257 --output 20B_tokenizer.json
 """
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         "--tokenizer_output_path",
         required=True,
-        help="tokenizer.json; kind gpt2: a directory; sentencepiece and sentencepiece-char: a .model",
+        help="tokenizer.json; gpt2: a directory; sentencepiece, sentencepiece-char: a .model; wordpiece: a vocab.txt",
     )
     p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
@@ -46,7 +46,7 @@ def main() -> int:
     setup_logging()
     if not 0 < args.sample <= 1:
         parser().error(f"--sample {args.sample} must be above 0 and at most 1")
-    if args.tokenizer_type and args.kind.startswith("sentencepiece"):
+    if args.tokenizer_type and args.kind not in ("byte-level-bpe", "gpt2"):
         parser().error(f"--tokenizer_type BPE and --kind {args.kind} contradict each other: leave one out")
     texts = chosen_texts(args.input.split(","), args.jsonl_key, args.skip_bad, args.sample, args.max_mb, args.seed)
     for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):

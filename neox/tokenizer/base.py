@@ -41,6 +41,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens such as end-of-document are written out."""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name in the vocabulary, such as `[MASK]`; None if it has none."""
+        return None
+
+    def word_continuations(self) -> list[bool]:
+        """Return whether each id continues the word of the id before it."""
+        return [False] * self.vocab_size
+
     @abstractmethod
     def _content(self) -> Any:
         """Return everything that determines what ids mean, as JSON."""

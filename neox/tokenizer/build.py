@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import CharLevelTokenizer, Tokenizer
-from neox.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from neox.tokenizer.huggingface import (
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    GPT2BPETokenizer,
+    HFGPT2Tokenizer,
+    HFTokenizer,
+    WordPieceTokenizer,
+)
 from neox.tokenizer.sentencepiece import SPMTokenizer
 from neox.tokenizer.tiktoken import TiktokenTokenizer
 
@@ -18,6 +27,12 @@ TOKENIZER_TYPES = (
     "SPMTokenizer",
     "CharLevelTokenizer",
     "TiktokenTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+)
+
+_WORD_PIECE: Mapping[str, type[WordPieceTokenizer]] = MappingProxyType(
+    {kind.name: kind for kind in (BertWordPieceLowerCase, BertWordPieceCase)}
 )
 
 
@@ -56,6 +71,8 @@ def build_tokenizer(
     if tokenizer_type == "GPT2BPETokenizer":
         merges = _required(merge_file, tokenizer_type, "merge_file")
         return GPT2BPETokenizer(path, merges, special_in_text=special_in_text is True)
+    if tokenizer_type in _WORD_PIECE:
+        return _WORD_PIECE[tokenizer_type](path, special_in_text=special_in_text is True)
     if tokenizer_type == "HFGPT2Tokenizer":
         return HFGPT2Tokenizer(path, merge_file, special_in_text=special_in_text is not False)
     return HFTokenizer(path, special_in_text=special_in_text is not False)

@@ -8,14 +8,19 @@ from typing import Any
 
 import orjson
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>")
-"""Tokens that end a document where `tokenizer_config.json` names none: GPT-NeoX's and GPT-2's, Llama 2's, Llama 3's."""
+_BERT_END = "[SEP]"
+_END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", _BERT_END)
+"""Tokens that end documents where `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2 and 3, BERT."""
+_WORD_PIECE = "##"
+BERT_UNKNOWN = "[UNK]"
+BERT_SPECIALS = ("[PAD]", BERT_UNKNOWN, "[CLS]", _BERT_END, "[MASK]")
+"""BERT's special tokens, in the order of its vocabularies."""
 
 
 class HFTokenizer(Tokenizer):
@@ -51,6 +56,8 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = backend.get_vocab_size()
         self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
         self.pad = backend.token_to_id(PADDING)
+        if self.eod_token == _BERT_END:  # BERT's tokenizers add [CLS] and [SEP], which samples do here
+            backend.post_processor = processors.Sequence([])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -63,6 +70,15 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary has none."""
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    def word_continuations(self) -> list[bool]:
+        """Return whether each id continues a word: WordPiece's pieces that start with `##`."""
+        return [(self.backend.id_to_token(i) or "").startswith(_WORD_PIECE) for i in range(self.vocab_size)]
 
     def to_json(self) -> str:
         """Return the text of a `tokenizer.json`, for accelerators that read this format."""
@@ -119,6 +135,57 @@ class GPT2BPETokenizer(HFTokenizer):
         content = super()._content()
         content["tokenizer"]["added_tokens"] = []  # `special_in_text` adds one
         return content
+
+
+class WordPieceTokenizer(HFTokenizer):
+    """BERT's tokenizer from a `vocab.txt` (a token a line) or a `tokenizer.json`. [SEP] ends documents.
+
+    Chinese characters are words of their own. [CLS] and [SEP] are not added to texts: samples add them.
+    """
+
+    lowercase: bool
+
+    def __init__(self, path: str | Path, *, special_in_text: bool = False) -> None:
+        path = Path(path)
+        backend = _from_file(path) if path.suffix == ".json" else _word_piece(path, lowercase=self.lowercase)
+        self._setup(backend, str(path), [_BERT_END], special_in_text)
+
+
+class BertWordPieceLowerCase(WordPieceTokenizer):
+    """BERT's uncased tokenizer: texts in lower case, without accents."""
+
+    name = "BertWordPieceLowerCase"
+    lowercase = True
+
+
+class BertWordPieceCase(WordPieceTokenizer):
+    """BERT's cased tokenizer."""
+
+    name = "BertWordPieceCase"
+    lowercase = False
+
+
+def word_piece_backend(model: models.WordPiece, *, lowercase: bool) -> tokenizers.Tokenizer:
+    """Return BERT's tokenizer around a WordPiece model."""
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=_WORD_PIECE)
+    return backend
+
+
+def _word_piece(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
+    _check_file(path, "vocabulary file")
+    try:
+        model = models.WordPiece.from_file(str(path), unk_token=BERT_UNKNOWN, max_input_chars_per_word=200)
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{path}: not a vocabulary of BERT's, one token a line ({error})") from error
+    backend = word_piece_backend(model, lowercase=lowercase)
+    special = [token for token in BERT_SPECIALS if backend.token_to_id(token) is not None]
+    if BERT_UNKNOWN not in special:
+        raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}: is it a vocab.txt of BERT's?")
+    backend.add_special_tokens(special)
+    return backend
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:

@@ -54,5 +54,15 @@ class SPMTokenizer(Tokenizer):
         """Return the text of ids."""
         return str(self._processor.decode([int(i) for i in ids]))
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a piece; None if the vocabulary has none."""
+        found: int = self._processor.piece_to_id(token)
+        return None if found == self._processor.unk_id() else found
+
+    def word_continuations(self) -> list[bool]:
+        """Return whether each id continues a word: pieces that do not start with U+2581."""
+        pieces = self._processor.id_to_piece(list(range(self.vocab_size)))
+        return [not piece.startswith("\u2581") for piece in pieces]
+
     def _content(self) -> Any:
         return hashlib.sha256(self._model_bytes).hexdigest()

@@ -1,4 +1,4 @@
-"""Training of tokenizers: byte-level BPE like GPT-NeoX-20B's, GPT-2's two files, or SentencePiece."""
+"""Training of tokenizers: byte-level BPE like GPT-NeoX-20B's, GPT-2's two files, SentencePiece, or BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from neox.errors import TokenizerError, install_command
 from neox.files import atomic_write, check_writable
 from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
+from neox.tokenizer.huggingface import BERT_SPECIALS, BERT_UNKNOWN, word_piece_backend
 
-TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece", "sentencepiece-char"]
+TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece", "sentencepiece-char", "wordpiece", "wordpiece-cased"]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 _BYTES_AND_SPECIALS = 256 + 2
@@ -46,6 +47,8 @@ def train_tokenizer(
             normalizer, `<|endoftext|>` last) for GPT2BPETokenizer and HFGPT2Tokenizer. `sentencepiece` writes a
             `.model` for SPMTokenizer, and `sentencepiece-char` one whose pieces are the most frequent characters, at
             most `vocab_size` with a symbol for the newline and 256 bytes for all other characters (Chinese text).
+            `wordpiece` and `wordpiece-cased` write a `vocab.txt`, a token a line, for BertWordPieceLowerCase and
+            BertWordPieceCase.
 
     Returns:
         The files written.
@@ -82,6 +85,8 @@ def train_tokenizer(
             add_dummy_prefix=False,
             hard_vocab_limit=False,
         ),
+        "wordpiece": partial(_train_wordpiece, lowercase=True),
+        "wordpiece-cased": partial(_train_wordpiece, lowercase=False),
     }
     train = trainers_of_kinds[kind]
     contents = train(counted, vocab_size)
@@ -123,6 +128,18 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, sp
         show_progress=sys.stderr.isatty(),
     )
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
+
+
+def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> list[bytes]:
+    backend = word_piece_backend(models.WordPiece(unk_token=BERT_UNKNOWN), lowercase=lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS), show_progress=sys.stderr.isatty()
+    )
+    _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
+    if (found := backend.get_vocab_size()) > vocab_size:
+        raise TokenizerError(f"vocab_size {vocab_size} is too small: the characters of the texts need {found}")
+    vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
+    return ["".join(f"{token}\n" for token, _ in vocabulary).encode()]
 
 
 def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> list[bytes]:
