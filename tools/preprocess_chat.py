@@ -92,26 +92,23 @@ def main() -> int:
         only_last=args.only_last,
         count_all=args.no_mask,
     )
-    report = preprocess_on_rank(
-        PreprocessSettings(
-            inputs=input_paths(args.input),
-            output_prefix=args.output_prefix,
-            tokenizer=TokenizerSpec(args.tokenizer_type, str(vocab), None, True),
-            keys=chat.datasets,
-            append_eod=args.append_eod,
-            impl=args.dataset_impl,
-            workers=args.workers,
-            memory_mb=args.memory_mb,
-            skip_bad=args.skip_bad,
-            accelerator="off",
-            restart=args.restart,
-            num_documents=args.num_docs,
-            log_interval=args.log_interval,
-            chat=chat,
-        ),
-        RankInfo.of(os.environ),
+    settings = PreprocessSettings(
+        inputs=input_paths(args.input),
+        output_prefix=args.output_prefix,
+        tokenizer=TokenizerSpec(args.tokenizer_type, str(vocab), None, True),
+        keys=chat.datasets,
+        append_eod=args.append_eod,
+        impl=args.dataset_impl,
+        workers=args.workers,
+        memory_mb=args.memory_mb,
+        skip_bad=args.skip_bad,
+        accelerator="off",
+        restart=args.restart,
+        num_documents=args.num_docs,
+        log_interval=args.log_interval,
+        chat=chat,
     )
-    print_report(report, args.output_prefix)
+    print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
     return 0
 
 

@@ -30,6 +30,7 @@ from neox.preprocess import (
     check_settings,
     preprocess_on_rank,
 )
+from neox.preprocess.sentences import LINES
 from neox.tokenizer import TOKENIZER_TYPES
 from neox.tokenizer.flat import ACCELERATORS
 
@@ -63,6 +64,14 @@ def parser() -> argparse.ArgumentParser:
         help="ids such as 0,1,1270: also write labels, PREFIX_label_document, that leave the tokens up to the first "
         "occurrence of these ids out of the loss",
     )
+    split = tokens.add_mutually_exclusive_group()
+    split.add_argument(
+        "--split-sentences", action="store_true", help="for BERT: a sequence a sentence, in PREFIX_text_sentence.bin"
+    )
+    split.add_argument(
+        "--presplit-sentences", action="store_true", help="the same, for texts with a sentence on each line"
+    )
+    tokens.add_argument("--language", metavar="CODE", help="of --split-sentences (default: en)")
     tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode")
     tokens.add_argument(
         "--special-in-text",
@@ -112,6 +121,15 @@ def token_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
+def sentences_of(args: argparse.Namespace) -> str | None:
+    """Return how documents are split into sentences; None if they are not."""
+    if args.language is not None and not args.split_sentences:
+        parser().error("--language goes with --split-sentences")
+    if args.presplit_sentences:
+        return LINES
+    return (args.language or "en") if args.split_sentences else None
+
+
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags."""
     return PreprocessSettings(
@@ -121,6 +139,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         keys=(*args.jsonl_keys, "label") if args.mask_before_token else tuple(args.jsonl_keys),
         append_eod=args.append_eod,
         ftfy=args.ftfy,
+        sentences=sentences_of(args),
         impl=args.dataset_impl,
         workers=args.workers,
         memory_mb=args.memory_mb,
@@ -143,16 +162,17 @@ def main() -> int:
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
-    print_report(preprocess_on_rank(settings_of(args), RankInfo.of(os.environ)), args.output_prefix)
+    settings = settings_of(args)
+    print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
     return 0
 
 
-def print_report(report: PreprocessReport | None, output_prefix: str) -> None:
+def print_report(report: PreprocessReport | None, settings: PreprocessSettings) -> None:
     """Print what was made; nothing on ranks other than 0, which have no report."""
     if report is None:
         return
     for key, documents in report.documents.items():
-        print(f"{output_prefix}_{key}_document: {documents:,} documents, {report.tokens[key]:,} tokens")
+        print(f"{settings.prefix(key)}: {documents:,} documents, {report.tokens[key]:,} tokens")
     if not report.fresh:
         print("already complete, from a run with the same inputs and settings (--restart writes it again)")
         return

@@ -237,25 +237,29 @@ def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, array[start : start + _CHUNK]
 
 
-def index_parts(layout: Layout, dtype: np.dtype, sizes: np.ndarray) -> Iterator[bytes]:
-    """Yield the bytes of an `.idx` of one-sequence documents.
+def index_parts(
+    layout: Layout, dtype: np.dtype, sizes: np.ndarray, counts: np.ndarray | None = None
+) -> Iterator[bytes]:
+    """Yield the bytes of an `.idx`.
 
     Args:
         layout: Layout to write.
         dtype: Of the token ids.
-        sizes: Tokens of each document, int [documents]; may be memory-mapped.
+        sizes: Tokens of each sequence, int [sequences]; may be memory-mapped.
+        counts: Sequences of each document, int [documents]; None for one each.
     """
     n = len(sizes)
+    entries = (n if counts is None else len(counts)) + 1
     if layout == "mmap":
-        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, dtype_code(dtype), n, n + 1)
+        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, dtype_code(dtype), n, entries)
         yield from (part.astype("<i4", copy=False).tobytes() for _, part in _chunks(sizes))
         yield from _starts(sizes, dtype.itemsize, with_end=False)
     else:
-        yield CACHED_MAGIC + _CACHED_HEADER.pack(_VERSION, dtype_code(dtype), dtype.itemsize, n, n, n + 1)
+        yield CACHED_MAGIC + _CACHED_HEADER.pack(_VERSION, dtype_code(dtype), dtype.itemsize, n, n, entries)
         yield from _count_to(n)
         yield from _starts(sizes, 1, with_end=True)
         yield from (part.astype("<i8").tobytes() for _, part in _chunks(sizes))
-    yield from _count_to(n)
+    yield from _count_to(n) if counts is None else _starts(counts, 1, with_end=True)
 
 
 def _starts(sizes: np.ndarray, scale: int, *, with_end: bool) -> Iterator[bytes]:
@@ -323,6 +327,11 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.document_index) - 1
+
+    @property
+    def has_sentences(self) -> bool:
+        """Whether a document has other than one sequence."""
+        return self.num_documents != len(self) or bool((np.diff(self.document_index) != 1).any())
 
     def warm_up(self) -> None:
         """Read both files once, which puts them into the page cache."""

@@ -12,6 +12,7 @@ import numpy as np
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError, install_command
+from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import PreprocessSettings
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
@@ -44,11 +45,13 @@ class EncodedKey:
 
     Attributes:
         ids: Ids of all documents [all tokens].
-        lengths: Tokens of each document, int32 [documents].
+        lengths: Tokens of each document, int32 [documents], or of each sentence [sentences].
+        counts: Sentences of each document, int32 [documents]; None for whole documents.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
+    counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class BlockEncoder:
         self.tokenizer = tokenizer or job.settings.tokenizer.build()
         self.dtype = np.dtype(job.dtype)
         self.fix = load_ftfy() if job.settings.ftfy else None
+        sentences = job.settings.sentences
+        self.split = None if sentences is None else sentence_splitter(sentences)
         choice = choose_encoder(self.tokenizer, job.settings.accelerator, job.sample)
         self.encoder, self.note = choice.encoder, choice.note
 
@@ -123,10 +128,20 @@ class BlockEncoder:
     def _encode_key(self, texts: list[str]) -> EncodedKey:
         if self.fix is not None:
             texts = [fixed for text in texts if (fixed := self.fix(text))]
+        owners = None  # document of each sentence
+        if self.split is not None:
+            split = [self.split(text) for text in texts]
+            owners = np.repeat(np.arange(len(split)), [len(parts) for parts in split])
+            texts = [sentence for parts in split for sentence in parts]
         if not texts:
-            return EncodedKey(np.empty(0, self.dtype), np.empty(0, np.int32))
+            empty = None if owners is None else np.empty(0, np.int32)
+            return EncodedKey(np.empty(0, self.dtype), np.empty(0, np.int32), empty)
         ids, lengths = self.encoder.encode_flat(texts)
         self._check_one(texts, len(ids))
+        if owners is not None:
+            counts = np.bincount(owners[lengths > 0])
+            kept = lengths[lengths > 0].astype(np.int32)
+            return EncodedKey(ids.astype(self.dtype), kept, counts[counts > 0].astype(np.int32))
         lengths = lengths[lengths > 0]
         if self.job.settings.append_eod:
             return EncodedKey(*_closed(ids, lengths, self.tokenizer.eod, self.dtype))

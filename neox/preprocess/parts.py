@@ -141,7 +141,8 @@ def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], sta
 
 def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], key: str, joined: Sidecar) -> None:
     prefix = settings.prefix(key)
-    with IndexedDatasetBuilder(prefix, joined.settings["dtype"], impl=settings.impl) as builder:
+    sentences, dtype = settings.sentences is not None, joined.settings["dtype"]
+    with IndexedDatasetBuilder(prefix, dtype, impl=settings.impl, sentences=sentences) as builder:
         for part in parts:
             builder.merge(part.prefix(key))
     write_sidecar(prefix, replace(joined, crc32=builder.progress["crc32"]))

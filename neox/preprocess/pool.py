@@ -75,6 +75,8 @@ def _send_result(connection: Connection, result: EncodedBlock) -> None:
     for key in result.keys:
         connection.send_bytes(key.ids.data)
         connection.send_bytes(key.lengths.data)
+        if key.counts is not None:
+            connection.send_bytes(key.counts.data)
 
 
 def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> EncodedBlock:
@@ -82,9 +84,9 @@ def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> 
     header = orjson.loads(connection.recv_bytes())
     if "error" in header:
         raise TokenizerError(header["error"])
+    dtypes = [job.dtype, np.int32] + ([] if job.settings.sentences is None else [np.int32])
     keys = tuple(
-        EncodedKey(np.frombuffer(connection.recv_bytes(), job.dtype), np.frombuffer(connection.recv_bytes(), np.int32))
-        for _ in job.settings.keys
+        EncodedKey(*(np.frombuffer(connection.recv_bytes(), dtype) for dtype in dtypes)) for _ in job.settings.keys
     )
     bad = tuple(BadInput(block.file, line, offset, reason) for line, offset, reason in header["bad"])
     size = len(block.data)

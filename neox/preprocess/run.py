@@ -22,6 +22,7 @@ from neox.errors import DataError
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
 from neox.preprocess.pool import BlockPool, build_encoder
+from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import (
     PreprocessSettings,
     RunState,
@@ -134,6 +135,11 @@ class _Run:
             raise DataError("no inputs: give files or directories with --input, separated by commas")
         if settings.ftfy:
             load_ftfy()
+        if settings.sentences is not None:
+            for flag, value in (("--append-eod", settings.append_eod), ("--mask-before-token", settings.mask_before)):
+                if value:
+                    raise DataError(f"{flag} is for whole documents, not for sentences; leave it out")
+            sentence_splitter(settings.sentences)
         self.shares = share_memory(settings.workers, settings.memory_mb)
         self.accelerator: str | None = None
         self.not_strict = 0
@@ -218,7 +224,10 @@ class _Run:
         return RunState(), {key: self._builder(key, None) for key in self.settings.keys}
 
     def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
-        return IndexedDatasetBuilder(self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state)
+        sentences = self.settings.sentences is not None
+        return IndexedDatasetBuilder(
+            self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state, sentences=sentences
+        )
 
     def _blocks(self, start: RunState, order: deque[int], display: _Display) -> Iterator[LineBlock | BadInput]:
         """Read every input from `start` on; the number of each item's input is appended to `order`."""
@@ -274,7 +283,7 @@ class _Run:
                             budget.add(bad)
                         states = {}
                         for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
-                            builder.add_documents(encoded.ids, encoded.lengths)
+                            builder.add_documents(encoded.ids, encoded.lengths, encoded.counts)
                             states[key] = builder.progress
                         read = at.text_bytes + result.text_bytes
                         at = RunState("", file, result.end, budget.skipped, read, states)
@@ -338,5 +347,5 @@ class _Run:
             append_eod=self.settings.append_eod,
             inputs=self.files,
             settings={**self.description, **result, "key": key, **labels},
-            **builder.progress,
+            **{name: value for name, value in builder.progress.items() if name != "sequences"},
         )

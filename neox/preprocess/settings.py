@@ -80,6 +80,8 @@ class PreprocessSettings:
         keys: JSON keys of texts; each makes a dataset.
         append_eod: Whether to end each document with the end-of-document id.
         ftfy: Whether to repair broken Unicode.
+        sentences: How documents are split into sentences, one sequence each: by the rules of a language (`en`), or
+            `lines` for one sentence a line; None keeps documents whole.
         impl: Layout of the datasets.
         workers: Processes, at most one for each core; 0 means one for each core.
         memory_mb: Memory of all processes in MiB; 0 means 3 GiB and 256 MiB for each worker.
@@ -99,6 +101,7 @@ class PreprocessSettings:
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     ftfy: bool = False
+    sentences: str | None = None
     impl: Literal["mmap", "cached", "lazy"] = "mmap"
     workers: int = 0
     memory_mb: int = 0
@@ -121,8 +124,8 @@ class PreprocessSettings:
         return self.keys[1] if self.mask_before or self.chat is not None else None
 
     def prefix(self, key: str) -> str:
-        """Return the prefix of the dataset of a key."""
-        return f"{self.output_prefix}_{key}_document"
+        """Return the prefix of the dataset of a key, as Megatron-LM names it."""
+        return f"{self.output_prefix}_{key}_{'document' if self.sentences is None else 'sentence'}"
 
 
 @dataclass(frozen=True)
@@ -164,9 +167,11 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
     """Return everything that determines the result's bytes, as JSON; inputs by path, size and modification time."""
+    # absent where they are not used, so that the names of older runs stay the same
     labels: dict[str, Any] = {} if settings.chat is None else {"chat": asdict(settings.chat)}
     if settings.mask_before:
         labels["mask_before"] = list(settings.mask_before)
+    sentences = {} if settings.sentences is None else {"sentences": settings.sentences}
     return {
         **labels,
         "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
@@ -176,6 +181,7 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
         "append_eod": settings.append_eod,
         "ftfy": settings.ftfy,
         "impl": settings.impl,
+        **sentences,
     }
 
 
