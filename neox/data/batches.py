@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """Source of a batch's samples: `GPTDataset` or `BlendedDataset`."""
+    """Source of a batch's samples: `GPTDataset`, `SentencePairDataset`, or a `BlendedDataset` of them."""
 
     seq_length: int
     num_samples: int
@@ -32,7 +32,7 @@ class SampleSource(Protocol):
         """Return labels [len(indices), seq_length + 1] at the places of their tokens, below 0 where left out."""
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return samples `indices` [len(indices), seq_length + 1]."""
+        """Return samples `indices`: [len(indices), seq_length + 1], or rows of `SentencePairDataset`."""
 
 
 class BatchIterator:
@@ -157,6 +157,35 @@ class BatchIterator:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+
+
+class MaskedBatchIterator(BatchIterator):
+    """Endless iterator over the micro batches of masked language modelling: the fields of `MaskedLMBatch` by name."""
+
+    def __init__(
+        self,
+        split_rows: Callable[[np.ndarray], dict[str, np.ndarray]],
+        dataset: SampleSource,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Set up the iterator.
+
+        Args:
+            split_rows: Takes the rows of samples apart.
+            dataset: Source of the samples.
+            args: As of `BatchIterator`.
+            kwargs: As of `BatchIterator`.
+        """
+        super().__init__(dataset, *args, **kwargs)
+        self.split_rows = split_rows
+
+    def read(self, position: int) -> Batch:
+        """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
+        fields = self.split_rows(self.dataset.read(self.sample_numbers(position)))
+        self._check_ids(np.concatenate([fields["tokens"], fields["masked_ids"]], axis=1))
+        batch = {name: torch.from_numpy(np.ascontiguousarray(field)) for name, field in fields.items()}
+        return {**batch, "masked_weights": batch["masked_weights"].float()}
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:

@@ -11,7 +11,10 @@ import numpy as np
 
 from neox.data.gpt_dataset import GPTDataset
 from neox.data.index_maps import load_or_build
+from neox.data.sentence_pairs import SentencePairDataset
 from neox.errors import DataError
+
+Samples = GPTDataset | SentencePairDataset
 
 _LANES = 1024
 _WARM_UP = 512
@@ -28,13 +31,14 @@ class BlendedDataset:
     Attributes:
         datasets: The datasets.
         seq_length: Tokens of a sample's input.
+        row_width: Numbers of a row of `read`.
         num_samples: Number of samples that can be read.
         dataset_index: Dataset of each sample, uint8 [num_samples].
         dataset_sample_index: Number of each sample in its dataset, int64 [num_samples].
     """
 
     def __init__(
-        self, datasets: Sequence[GPTDataset], weights: Sequence[float], cache_dir: str | Path | None = None
+        self, datasets: Sequence[Samples], weights: Sequence[float], cache_dir: str | Path | None = None
     ) -> None:
         """Build or load the order of samples.
 
@@ -55,7 +59,8 @@ class BlendedDataset:
             raise DataError(f"datasets of a blend must have one seq_length, not {sorted(lengths)}")
         self.datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
-        self.dtype = np.result_type(*(dataset.indexed.dtype for dataset in datasets))
+        self.row_width = datasets[0].row_width
+        self.dtype = np.result_type(*(dataset.dtype for dataset in datasets))
         shares, size = np.asarray(weights, dtype=np.float64), sum(len(dataset) for dataset in datasets)
         key = hashlib.sha256(f"neox blend 1 {shares.tolist()} {size}".encode()).hexdigest()[:32]
         names = ("dataset_index", "dataset_sample_index")
@@ -78,21 +83,21 @@ class BlendedDataset:
         return any(dataset.has_labels for dataset in self.datasets)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return samples `indices` [len(indices), seq_length + 1], in a dtype that holds every dataset's ids."""
-        return self._rows(indices, GPTDataset.read, self.dtype)
+        """Return samples `indices` [len(indices), row_width], in a dtype that holds every dataset's ids."""
+        return self._rows(indices, lambda dataset, samples: dataset.read(samples), self.dtype)
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return labels of samples, int64 [len(indices), seq_length + 1], as `GPTDataset.read_labels`."""
-        return self._rows(indices, GPTDataset.read_labels, np.dtype(np.int64))
+        return self._rows(indices, lambda dataset, samples: dataset.read_labels(samples), np.dtype(np.int64))
 
     def _rows(
         self,
         indices: Sequence[int] | np.ndarray,
-        read: Callable[[GPTDataset, np.ndarray], np.ndarray],
+        read: Callable[[Samples, np.ndarray], np.ndarray],
         dtype: np.dtype,
     ) -> np.ndarray:
         chosen, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
-        rows = np.empty((len(chosen), self.seq_length + 1), dtype=dtype)
+        rows = np.empty((len(chosen), self.row_width), dtype=dtype)
         for number in np.unique(chosen):
             dataset, where = self.datasets[number], chosen == number
             wanted = samples[where]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from neox.config import NeoXConfig
 from neox.config.plan import RunPlan
 from neox.config.sections.data import DataConfig
-from neox.data.batches import BatchIterator
+from neox.data.batches import BatchIterator, MaskedBatchIterator
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.gpt_dataset import GPTDataset, split_documents
 from neox.data.indexed_dataset import IndexedDataset
+from neox.data.masking import MaskingVocabulary
 from neox.data.packing import Packing
+from neox.data.sentence_pairs import PairSettings, SentencePairDataset
 from neox.data.sidecar import check_fits, check_labels
 from neox.errors import DataError
 from neox.log import get_logger
@@ -21,7 +25,8 @@ from neox.tokenizer import Tokenizer, build_tokenizer
 
 _log = get_logger(__name__)
 
-Dataset = GPTDataset | BlendedDataset
+Samples = GPTDataset | SentencePairDataset
+Dataset = Samples | BlendedDataset
 
 
 class Datasets(NamedTuple):
@@ -65,6 +70,7 @@ def build_datasets(
     vocab_size: int,
     tokenizer_hash: str | None = None,
     cache_dir: str | Path | None = None,
+    masking: Masking | None = None,
 ) -> Datasets:
     """Open and check a run's data: `data_path` divided by `split`, or blends of the `*_data_paths`.
 
@@ -76,11 +82,12 @@ def build_datasets(
         vocab_size: Number of ids of the run.
         tokenizer_hash: `content_hash` of the run's tokenizer; None skips this comparison.
         cache_dir: Directory of the index maps (default: `index_maps/` beside the data).
+        masking: How samples of masked language modelling are made; None for causal ones.
 
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer.
     """
-    opener = _DatasetOpener(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir)
+    opener = _DatasetOpener(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking)
     if data.train_data_paths is None:
         if data.data_path is None:
             raise DataError(
@@ -136,12 +143,17 @@ def build_data_iterators(
         vocab_size=plan.vocab_size,
         tokenizer_hash=tokenizer.content_hash,
         cache_dir=cache_dir,
+        masking=_masking(config, tokenizer),
     )
     if datasets.train is None:
         raise DataError("there are no documents to train on: `split` needs a first part above 0, and train_iters too")
 
     def iterator(dataset: Dataset, start: int) -> BatchIterator:
-        return BatchIterator(
+        first = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
+        kind = (
+            partial(MaskedBatchIterator, first.split_rows) if isinstance(first, SentencePairDataset) else BatchIterator
+        )
+        return kind(
             dataset,
             batch.train_micro_batch_size_per_gpu,
             dp_rank=dp_rank,
@@ -166,6 +178,27 @@ def build_data_iterators(
     )
 
 
+class Masking(NamedTuple):
+    """How the samples of masked language modelling are made."""
+
+    settings: PairSettings
+    vocabulary: MaskingVocabulary
+
+
+def _masking(config: NeoXConfig, tokenizer: Tokenizer) -> Masking | None:
+    """Return how a run masks tokens; None for causal language modelling."""
+    data, model = config.data, config.model
+    predictions = model.predicted_tokens
+    if predictions is None:
+        return None
+    assert model.seq_length is not None
+    pairs = data.sentence_pairs if model.bert_binary_head else None
+    settings = PairSettings(
+        model.seq_length, predictions, pairs, data.mask_prob, data.short_seq_prob, data.whole_word_mask
+    )
+    return Masking(settings, MaskingVocabulary.of(tokenizer))
+
+
 @dataclass(frozen=True)
 class _DatasetOpener:
     """Opens the datasets of one run; the arguments are those of `build_datasets`."""
@@ -176,6 +209,7 @@ class _DatasetOpener:
     vocab_size: int
     tokenizer_hash: str | None
     cache_dir: str | Path | None
+    masking: Masking | None
 
     def open(self, prefix: str) -> IndexedDataset:
         """Open a dataset and check it against the run."""
@@ -187,8 +221,11 @@ class _DatasetOpener:
 
     def samples(
         self, indexed: IndexedDataset, documents: range, num_samples: int, labels: str | None = None
-    ) -> GPTDataset:
+    ) -> Samples:
         """Make samples of documents of a dataset, with the labels under a prefix."""
+        if self.masking is not None:
+            cache = self.index_cache(indexed.prefix)
+            return SentencePairDataset(indexed, documents, num_samples, *self.masking, self.seed, cache)
         opened = None
         if labels is not None:
             opened = self.open(labels)
@@ -204,18 +241,23 @@ class _DatasetOpener:
             labels=opened,
         )
 
+    def documents_of(self, indexed: IndexedDataset) -> int:
+        """Return how many documents samples are made of: gpt-neox takes sequences for documents."""
+        return len(indexed) if self.masking is None else indexed.num_documents
+
     def index_cache(self, prefix: str) -> Path:
         """Return the directory of a dataset's index maps."""
         return Path(self.cache_dir) if self.cache_dir is not None else Path(prefix).parent / "index_maps"
 
-    def split(self, prefix: str, split: str, counts: SampleCounts) -> list[GPTDataset | None]:
+    def split(self, prefix: str, split: str, counts: SampleCounts) -> list[Samples | None]:
         """Divide one dataset into train, validation and test."""
         indexed = self.open(prefix)
-        result: list[GPTDataset | None] = []
-        parts = split_documents(split, len(indexed))
+        result: list[Samples | None] = []
+        total = self.documents_of(indexed)
+        parts = split_documents(split, total)
         for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
             if num_samples and not documents:
-                _log.warning("split %r of %d documents leaves none for %s", split, len(indexed), name)
+                _log.warning("split %r of %d documents leaves none for %s", split, total, name)
             result.append(self.samples(indexed, documents, num_samples) if num_samples and documents else None)
         return result
 
@@ -235,14 +277,15 @@ class _DatasetOpener:
             return None
         parts = [self.open(path) for path in paths]
         if self.data.weight_by_num_documents:
-            shares = weights_by_documents([len(part) for part in parts], self.data.weighted_sampler_alpha)
+            documents = [self.documents_of(part) for part in parts]
+            shares = weights_by_documents(documents, self.data.weighted_sampler_alpha)
         else:
             if weights is not None and len(weights) != len(paths):
                 raise DataError(f"{name}_data_weights has {len(weights)} weights for {len(paths)} {name}_data_paths")
             shares = normalized(weights if weights is not None else [1.0] * len(paths))
         needed = samples_of_each(shares, num_samples)
         datasets = [
-            self.samples(part, range(len(part)), count, label)
+            self.samples(part, range(self.documents_of(part)), count, label)
             for part, count, label in zip(parts, needed, labels or [None] * len(parts), strict=True)
         ]
         _log.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))

@@ -98,6 +98,16 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.num_samples - 1
 
+    @property
+    def row_width(self) -> int:
+        """Ids of a row of `read`."""
+        return self.seq_length + 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the rows of `read`."""
+        return self.indexed.dtype
+
     def __getitem__(self, index: int) -> np.ndarray:
         """Return sample `index`, int64 [seq_length + 1]."""
         return np.asarray(self.read([index])[0], dtype=np.int64)

@@ -11,6 +11,8 @@ from neox.config.sections.base import OnlyWith, Section
 from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
+SentencePairs = Literal["nsp", "sop"]
+_MASKED = OnlyWith("objective", ("masked_lm",))
 
 
 class DataConfig(Section):
@@ -59,6 +61,19 @@ class DataConfig(Section):
     allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
     """Cut a document that is longer than a sample at its end; otherwise it is left out."""
 
+    mask_prob: Annotated[float, _MASKED] = Field(0.15, gt=0, lt=1)
+    """Share of the tokens of a sample that are masked, up to max_preds_per_seq. Megatron-LM's name."""
+
+    short_seq_prob: Annotated[float, _MASKED] = Field(0.1, ge=0, le=1)
+    """Share of the samples that are filled to a random length. Megatron-LM's name."""
+
+    whole_word_mask: Annotated[bool, _MASKED] = False
+    """Mask all pieces of a word together."""
+
+    sentence_pairs: Annotated[SentencePairs, _MASKED] = "nsp"
+    """What the second sentence of half of the samples is, with bert_binary_head: `nsp` one of another document (BERT),
+    `sop` the first one (Megatron-LM, ALBERT)."""
+
     data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
     """Format of the token files; `infer` reads it from the `.idx`."""
 
@@ -89,6 +104,8 @@ class TokenizerConfig(Section):
         "SPMTokenizer",
         "CharLevelTokenizer",
         "TiktokenTokenizer",
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
     ] = "GPT2BPETokenizer"
     """Kind of tokenizer; `HFTokenizer` reads a `tokenizer.json`."""
 
