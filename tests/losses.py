@@ -7,8 +7,9 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from neox.data.masked_batch import MaskedLMBatch
 from neox.model import GPT
-from neox.objectives import CausalLM
+from neox.objectives import CausalLM, MaskedLM
 
 
 def causal_lm_loss(model: GPT, tokens: Tensor, labels: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
@@ -21,3 +22,8 @@ def cross_entropy_reference(
     """Head and cross entropy with all logits at once: what `head_cross_entropy` is compared with."""
     losses = F.cross_entropy(F.linear(x, weight, bias).float(), labels, reduction="none")
     return (losses * token_weights).sum()
+
+
+def masked_lm_loss(model: GPT, batch: MaskedLMBatch) -> Tensor:
+    objective, values = MaskedLM(model.architecture.sentence_head), batch._asdict()
+    return model(**objective.inputs(values), loss=partial(objective.loss, targets=objective.targets(values)))

@@ -47,7 +47,8 @@ class HFWeights:
 
     def find(self, key: str) -> str | None:
         """Return the key under which a tensor is stored: `key`, or one without the base model's prefix, or an alias."""
-        aliases = (alias for alias, known in self.family.key_aliases.items() if known == key)
+        known = self.family.key_aliases.items()
+        aliases = (key.removesuffix(end) + alias for alias, end in known if key.endswith(end))
         candidates = (key, key.removeprefix(self.family.base_prefix), *aliases)
         return next((candidate for candidate in candidates if candidate in self.keys), None)
 

@@ -14,6 +14,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import AttentionImpl, NeoXConfig, RunPlan, resolve
 from neox.config.architecture import ARCHITECTURE_KEYS
 from neox.config.keys import UNSUPPORTED
+from neox.convert.hf_weights import read_json
 from neox.errors import ConversionError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
@@ -135,20 +136,22 @@ def compare_logits(
     )
 
 
-def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
-    """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S].
+def hf_model(directory: Path) -> Any:
+    """Load a Hugging Face directory in fp32 for evaluation, with the heads it was trained with.
 
     Raises:
         ConversionError: If `transformers` reports missing, unexpected or mismatched keys.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        load: Any = AutoModelForCausalLM.from_pretrained
+        (name,) = read_json(directory / "config.json")["architectures"]
+        auto: Any = AutoModelForPreTraining if name.endswith("ForPreTraining") else AutoModelForCausalLM
+        load: Any = auto.from_pretrained
         model, info = load(str(directory), output_loading_info=True, local_files_only=True)
     finally:
         hf_logging.set_verbosity(verbosity)
@@ -158,6 +161,12 @@ def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
         keys: Sequence[str] = sorted(map(str, info.get(kind) or ()))
         if keys and not (kind == "missing_keys" and model.config.tie_word_embeddings and len(keys) == 1):
             raise ConversionError(f"{directory}: transformers reports {kind.replace('_', ' ')}: {', '.join(keys[:10])}")
+    return model.float().eval()
+
+
+def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
+    """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S]; see `hf_model`."""
     with torch.inference_mode():
-        logits: Tensor = model.float().eval()(tokens).logits.float()
-        return logits
+        result = hf_model(directory)(tokens)
+        logits: Tensor = result.prediction_logits if "prediction_logits" in result else result.logits
+        return logits.float()

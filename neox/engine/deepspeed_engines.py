@@ -125,6 +125,18 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             if gradient is not None:
                 dist.all_reduce(gradient, group=group)
 
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; DeepSpeed would add the scores [K] of an evaluation to the last training step's loss."""
+        self.total_loss = None
+        return super().eval_batch(*args, **kwargs)
+
+    def _bcast_pipe_scalar(self, data: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Send an evaluation's scores [K] from the last stage to all; DeepSpeed expects one number."""
+        last = self._loss_stage_global_rank()
+        scores = torch.zeros(self.module.score_count, device=self.device) if data is None else data.detach().float()
+        dist.broadcast(scores, src=last, group=self.mpu.get_pipe_parallel_group())
+        return scores
+
     _INSTRUCTION_MAP = MappingProxyType(
         {
             **DeepSpeedPipelineEngine._INSTRUCTION_MAP,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,17 +113,18 @@ class Engine:
         return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped, timers, noise)
 
     @torch.no_grad()
-    def eval_batch(self, batches: Iterator[Batch]) -> float:
-        """Return the mean loss of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
+    def eval_batch(self, batches: Iterator[Batch]) -> list[float]:
+        """Return mean scores of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
         count = self.plan.batch.gradient_accumulation_steps
         if isinstance(self.deepspeed_engine, PipelineEngine):
             self._set_length(self.plan.batch_schedule.full_length)
-            return float(self.deepspeed_engine.eval_batch(self._stage_pairs(batches), num_micro_batches=count))
+            scores: Tensor = self.deepspeed_engine.eval_batch(self._stage_pairs(batches), num_micro_batches=count)
+            return scores.tolist()
         self.deepspeed_engine.eval()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros(self.objective.score_count, device=self.device)
         for _ in range(count):
-            total += self._loss(next(batches))
-        return self._mean(total / count)
+            total += self._computed(self.objective.scores, next(batches))
+        return self._means(total / count)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""
@@ -170,32 +171,35 @@ class Engine:
         count = self.deepspeed_engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
         for _ in range(count):
-            loss = self._loss(next(batches))
+            loss = self._computed(self.objective.loss, next(batches))
             total += loss.detach()
             self.deepspeed_engine.backward(loss)
             self.deepspeed_engine.step()
-        return self._mean(total / count)
+        return self._means(total.unsqueeze(0) / count)[0]
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _computed(self, function: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Return a micro batch's loss or scores, one of the objective's functions."""
         inputs = {name: self._on_device(value) for name, value in self.objective.inputs(batch).items()}
         targets = tuple(self._on_device(value) for value in self.objective.targets(batch))
-        loss: Tensor = self.deepspeed_engine(**inputs, loss=partial(self.objective.loss, targets=targets))
-        return loss
+        result: Tensor = self.deepspeed_engine(**inputs, loss=partial(function, targets=targets))
+        return result
 
     def _on_device(self, value: Tensor) -> Tensor:
         return value.to(self.device, non_blocking=True)
 
-    def _stage_pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    def _stage_pairs(
+        self, batches: Iterator[Batch]
+    ) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Give micro batches the form DeepSpeed's pipeline takes: the first stage's input, the last stage's targets."""
         for batch in batches:
-            (value,) = self.objective.inputs(batch).values()
-            yield value, self.objective.targets(batch)
+            values = tuple(self.objective.inputs(batch).values())
+            yield values if len(values) > 1 else values[0], self.objective.targets(batch)
 
-    def _mean(self, value: Tensor) -> float:
+    def _means(self, values: Tensor) -> list[float]:
         """Average over data ranks."""
         if self.grid.dp_size > 1:
-            dist.all_reduce(value, group=self.grid.dp_group)
-        return float(value) / self.grid.dp_size
+            dist.all_reduce(values, group=self.grid.dp_group)
+        return [value / self.grid.dp_size for value in values.tolist()]
 
     def _grad_norm(self, skipped: bool) -> float:
         if skipped:

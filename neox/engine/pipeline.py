@@ -17,7 +17,7 @@ from neox.architecture import WORD_EMBEDDINGS
 from neox.config import RunPlan
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.shared import share_parameters
-from neox.model import Block, Embedding, Head, LMHead, build_layer, run_blocks
+from neox.model import Block, Embedding, Head, LMHead, MaskedLMHead, build_layer, encoder_head, run_blocks
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 
@@ -46,12 +46,14 @@ class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
     def build(self, log: bool = False) -> nn.Module:
         layer = self._build_layer(self._index)
         if self.forward_fn is not None and isinstance(layer, Embedding):
-            layer.position_embeddings = None  # the head's copy holds the words alone
+            layer.keep_words()
         return layer
 
 
 class PipelineGPT(PipelineModule):  # type: ignore[misc]
-    """The stage of the network on this rank. One tensor is passed between stages: hidden states [B, S, H].
+    """The stage of the network on this rank. Hidden states [B, S, H] are passed between stages.
+
+    Samples of a bidirectional network are padded, so their lengths are passed, too.
 
     Initial weights equal those of the plain model.
 
@@ -82,32 +84,49 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
+        self._head_index, self.score_count = plan.layers.head.index, objective.score_count
+        self._is_last = self._local_stop == self._num_layers
+        if self._is_last and plan.architecture.bidirectional:  # beside the tied weight, which the list of layers holds
+            self.add_module(str(self._head_index), build(self._head_index))
         self._shared = self._share_over_stages(plan, grid)
         training = plan.config.training
         self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states, logits [B, S, V/tp] or a loss.
 
-        The last stage returns the loss if `targets` are set. It is computed here, because DeepSpeed prepares for a
-        backward pass when the gradient of this module's output arrives, and would clear gradients of the head that
-        came before.
+        The last stage returns the loss if `targets` are set; in evaluation the objective's scores. It is computed here,
+        because DeepSpeed prepares for a backward pass when the gradient of this module's output arrives, and would
+        clear gradients of the head that came before.
 
         Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
         own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
+
+        Args:
+            given: What enters the stage. Of a bidirectional network a tuple: tokens and token types, or hidden states;
+                and lengths.
         """
+        inputs, lengths = (given[:-1], given[-1]) if isinstance(given, tuple) else ((given,), None)
+        x = inputs[0]
         recompute = self._recompute_chunk if self.training and torch.is_grad_enabled() else 0
-        layers = self.forward_funcs if self.targets is None else self.forward_funcs[:-1]
+        layers = self.forward_funcs[: self._head_index - self._local_start]
         for is_blocks, neighbours in groupby(layers, lambda layer: isinstance(layer, Block)):
             if is_blocks:
-                x = run_blocks(list(neighbours), x, recompute=recompute)
+                x = run_blocks(list(neighbours), x, recompute=recompute, lengths=lengths)
                 continue
             for layer in neighbours:
-                x = layer(x)
-        return x if self.targets is None else self._objective.loss(x, self._head, self.targets)
+                x = layer(x, None, *inputs[1:]) if isinstance(layer, Embedding) else layer(x)
+        if not self._is_last:
+            return x if lengths is None else (x, lengths)
+        if self.targets is None:
+            return self._head.logits(x)
+        compute = self._objective.loss if self.training else self._objective.scores
+        return compute(x, self._head, self.targets)
 
     @property
     def _head(self) -> LMHead:
+        if isinstance(head := getattr(self, str(self._head_index), None), MaskedLMHead):
+            return encoder_head(self.tied_modules[TIE], head, getattr(self, str(self._head_index + 1), None))
         holder: Embedding | Head = self.tied_modules[TIE] if TIE in self.tied_modules else self.forward_funcs[-1]
         return holder.head
 
@@ -167,9 +186,9 @@ def _specs(plan: RunPlan, build: BuildLayer) -> list[Any]:
         entry = plan.layers[index]
         if entry.kind == "identity":
             return _identity
-        if not plan.architecture.tie_word_embeddings or entry.kind not in ("embedding", "head"):
+        if not plan.architecture.tie_word_embeddings or entry.kind not in ("embedding", "head", "masked_lm_head"):
             return _PlannedLayer(build, index)
-        return _TiedLayer(build, 0, Embedding.logits if entry.kind == "head" else None)
+        return _TiedLayer(build, 0, None if entry.kind == "embedding" else Embedding.logits)
 
     return [spec(entry.index) for entry in plan.layers]
 

@@ -130,7 +130,7 @@ class Family:
         read_config: Contents of `config.json` -> (architecture, settings). Raises ConversionError.
         tensors: Kind of layer -> our module's name -> its source.
         base_prefix: Prefix of keys that is missing in files of the model without its head.
-        key_aliases: Other key -> key, for keys that some versions of transformers write.
+        key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
     """
 
@@ -171,7 +171,9 @@ class Family:
 
     def head_keys(self) -> set[str]:
         """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""
-        keys = {f"{name}.weight" for source in self.tensors["head"].values() for name in source.modules}
+        kinds = ("weight", "bias") if "masked_lm_head" in self.tensors else ("weight",)
+        names = [name for source in self.tensors["head"].values() for name in source.modules]
+        keys = {f"{name}.{kind}" for name in names for kind in kinds}
         return keys | {alias for alias, key in self.key_aliases.items() if key in keys}
 
 

@@ -24,7 +24,7 @@ from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear,
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention with heads split over tensor ranks.
+    """Multi-head attention with heads split over tensor ranks, causal unless the network is bidirectional.
 
     The rows of the fused projection are laid out [heads, 3, D] as in NeoX, or all queries, all keys, all values of this
     rank where there are fewer heads of keys and values.
@@ -68,6 +68,7 @@ class SelfAttention(nn.Module):
             )
         self.grid = grid
         self.impl: AttentionImpl = impl
+        self.causal = not architecture.bidirectional
         self.heads_here, self.kv_heads_here = heads // grid.tp_size, kv_heads // grid.tp_size
         self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
@@ -97,7 +98,7 @@ class SelfAttention(nn.Module):
         x: Tensor,
         tables: Tables | None = None,
         cache: LayerCache | None = None,
-        same_document: Tensor | None = None,
+        visible: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return the heads' outputs, before the output projection `dense`: x [B, S, H] -> [B, S, N*D].
@@ -106,17 +107,17 @@ class SelfAttention(nn.Module):
             x: Hidden states.
             tables: Of the positions (`position_tables`); those of 0..S-1 if None.
             cache: Keys and values seen before, in generation.
-            same_document: Pairs (query, key) that see each other, bool [B, 1, S, S]; all earlier ones if None.
+            visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
             positions: Of the tokens, [S] or [B, S]; 0..S-1 if None.
         """
-        return self._recomputed("full_attn", self._attend, x, tables, cache, same_document, positions)
+        return self._recomputed("full_attn", self._attend, x, tables, cache, visible, positions)
 
     def _attend(
         self,
         x: Tensor,
         tables: Tables | None,
         cache: LayerCache | None,
-        same_document: Tensor | None,
+        visible: Tensor | None,
         positions: Tensor | None,
     ) -> Tensor:
         batch, length, _ = x.shape
@@ -131,7 +132,7 @@ class SelfAttention(nn.Module):
             pairs = self.pairs(positions, cache.positions)
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
-            mask = _both(same_document, self.pairs(positions, positions))
+            mask = _both(visible, self.pairs(positions, positions))
             keeps_scores = self.impl != "flash" or bias is not None
             out = self._recomputed("core_attn" if keeps_scores else "", self._core, q, k, v, mask, bias)
         return out.reshape(batch, length, self.heads_here * self.head_dim)
@@ -147,6 +148,7 @@ class SelfAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             dropout_p=dropout_p,
             dropout_context=self.grid.rng.fork(q.device) if dropout_p > 0.0 and self.grid.rng.enabled else None,
+            causal=self.causal,
             mask=mask,
             bias=bias,
         )

@@ -19,7 +19,7 @@ from neox.model.attention import ATTENTION
 from neox.model.cache import KVCache, LayerCache
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.positions import Tables
-from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs
+from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs, unpadded_keys
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions, reduce_over_tensor_ranks
 
 
@@ -102,17 +102,21 @@ class TransformerLayer(nn.Module):
         x: Tensor,
         tables: Tables | None = None,
         cache: LayerCache | None = None,
-        same_document: Tensor | None = None,
+        visible: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
         attention, mlp, p = self.attention, self.mlp, self.hidden_dropout
+        if self.residual == "post_norm":
+            attended = attention.dense(attention(x, tables, cache, visible, positions))
+            x = self.post_attention_layernorm(x + F.dropout(attended, p, self.training))
+            return self.post_feedforward_layernorm(x + F.dropout(mlp.dense_4h_to_h(mlp(x)), p, self.training))
         if self.residual == "sublayer_output_norm":
-            attended = attention.dense(attention(x, tables, cache, same_document, positions))
+            attended = attention.dense(attention(x, tables, cache, visible, positions))
             x = x + F.dropout(self.post_attention_layernorm(attended), p, self.training)
             return x + F.dropout(self.post_feedforward_layernorm(mlp.dense_4h_to_h(mlp(x))), p, self.training)
         normalised = self.input_layernorm(x)
-        attended = attention(normalised, tables, cache, same_document, positions)
+        attended = attention(normalised, tables, cache, visible, positions)
         if self.parallel_residual:
             if self.residual == "parallel":
                 normalised = self.post_attention_layernorm(x)
@@ -179,6 +183,7 @@ def run_blocks(
     cache: KVCache | None = None,
     document_starts: Tensor | None = None,
     recompute: int = 0,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Run neighbouring blocks: hidden states [B, S, H] -> [B, S, H]. Training, scoring and generation all do.
 
@@ -190,11 +195,13 @@ def run_blocks(
             documents. Not with a cache.
         recompute: Recompute so many blocks at a time in the backward pass, of those that are recomputed whole; 0
             keeps all activations.
+        lengths: Tokens of each sample that are no padding, [B], for a bidirectional network; all if None.
     """
     if not blocks:
         return x
     length = x.shape[1]
-    same_document = None if document_starts is None else same_document_pairs(document_starts)
+    visible = None if document_starts is None else same_document_pairs(document_starts)
+    visible = visible if lengths is None else unpadded_keys(lengths, length)
     keys = length if cache is None else cache.length + length
     positions = token_positions(x, cache, document_starts)
     attention = next((block.attention for block in blocks if isinstance(block, TransformerLayer)), None)
@@ -208,7 +215,7 @@ def run_blocks(
 
         def run(x: Tensor, chunk: Sequence[Block] = chunk) -> Tensor:
             for block in chunk:
-                x = block(x, tables, None, same_document, positions)
+                x = block(x, tables, None, visible, positions)
             return x
 
         x = chunk[0].grid.rng.checkpoint(run, x) if together else run(x)

@@ -10,6 +10,7 @@ from neox.config.plan import RunPlan
 from neox.log import get_logger
 from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head
+from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.model.soft_prompt import SoftPrompt
@@ -49,6 +50,10 @@ def build_layer(
         _add_adapters(layer, plan, index)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
+    elif entry.kind == "masked_lm_head":
+        layer = MaskedLMHead(network, vocab, grid, **options)
+    elif entry.kind == "sentence_head":
+        layer = SentenceHead(network, **options)
     elif entry.tied_to is not None:
         return nn.Identity()  # the embedding is the head
     else:

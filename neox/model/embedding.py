@@ -39,6 +39,9 @@ class LMHead(NamedTuple):
         logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
         bias: This rank's part of the logits' bias [V/tp], if they have one.
         row: Whether the hidden dimension is split.
+        prepare: What the head does to hidden states before the product: [..., H] -> [..., H]; None for nothing.
+        sentences: Hidden states [B, S, H] -> whether sentences follow each other, logits [B, 2]; None where a network
+            does not say.
     """
 
     grid: ParallelGrid
@@ -46,6 +49,8 @@ class LMHead(NamedTuple):
     logits: Callable[[Tensor], Tensor]
     bias: Tensor | None = None
     row: bool = False
+    prepare: Callable[[Tensor], Tensor] | None = None
+    sentences: Callable[[Tensor], Tensor] | None = None
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, token_weights: Tensor) -> Tensor:
         """Return the sum of token_weight x cross entropy in fp32, without all logits at once; see `head_cross_entropy`.
@@ -55,6 +60,7 @@ class LMHead(NamedTuple):
             labels: Ids of the vocabulary [B, S].
             token_weights: [B, S].
         """
+        hidden = hidden if self.prepare is None else self.prepare(hidden)
         hidden = (scatter_last_dim if self.row else copy_to_tensor_ranks)(hidden, self.grid)
         return head_cross_entropy(
             hidden.flatten(0, -2),
@@ -68,7 +74,7 @@ class LMHead(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of their positions added; factors of both, and dropout."""
+    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of positions and token types added; factors, norm, dropout."""
 
     def __init__(
         self,
@@ -86,15 +92,28 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, architecture.hidden_size, grid, **options)
         encoding = POSITIONS[architecture.positions].embedding
         self.position_embeddings = None if encoding is None else encoding(architecture, **options)
+        rows, hidden = architecture.token_types, architecture.hidden_size
+        self.tokentype_embeddings = nn.Embedding(rows, hidden, **options) if rows else None
+        self.norm = build_norm(architecture, **options) if architecture.embedding_norm else None
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout."""
+    def keep_words(self) -> None:
+        """Drop all but the words' vectors: a copy of this layer on the stage of a tied head needs nothing else."""
+        self.position_embeddings = self.tokentype_embeddings = self.norm = None
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout.
+
+        Token types are [B, S]; all are 0 if None.
+        """
         x = self.word_embeddings(tokens)
         x = x if self.multiplier == 1.0 else x * self.multiplier
         if self.position_embeddings is not None:
             positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
             vectors = self.position_embeddings(positions).to(x.dtype)
             x = x + (vectors if self.position_multiplier == 1.0 else vectors * self.position_multiplier)
+        if self.tokentype_embeddings is not None:
+            x = x + self.tokentype_embeddings(torch.zeros_like(tokens) if token_types is None else token_types)
+        x = x if self.norm is None else self.norm(x)
         return F.dropout(x, self.dropout, self.training)
 
     @property

@@ -53,29 +53,29 @@ class SpatialGatingUnit(nn.Module):
         self.proj = nn.Linear(length, length, **options)
         self.attn = TinyAttention(inner, architecture.gmlp_width, **options) if kind == "amlp" else None
 
-    def forward(self, x: Tensor, positions: Tensor, same_document: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         """Gate: [B, S, 2F/tp] -> [B, S, F/tp]; pairs in one document [B, 1, S, S], or None."""
         value, gate = x.chunk(2, dim=-1)
         whole = gather_last_dim(gate, self.grid)  # [B, S, F]
         attended = None
         if self.attn is not None:
-            attended = self.attn(torch.cat([gather_last_dim(value, self.grid), whole], dim=-1), same_document)
-        whole = self._over_positions(self.norm(whole), positions, same_document)
+            attended = self.attn(torch.cat([gather_last_dim(value, self.grid), whole], dim=-1), visible)
+        whole = self._over_positions(self.norm(whole), positions, visible)
         whole = whole if attended is None else whole + attended
         return value * scatter_last_dim(whole, self.grid)
 
-    def _over_positions(self, gate: Tensor, positions: Tensor, same_document: Tensor | None) -> Tensor:
+    def _over_positions(self, gate: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         length = gate.shape[1]
         if length > self.proj.weight.shape[0]:
             raise NeoXError(
                 f"the network gates over {self.proj.weight.shape[0]} positions (seq_length), and this sequence has "
                 f"{length}; give a shorter one"
             )
-        if same_document is None:
+        if visible is None:
             weight, bias = self.proj.weight[:length, :length].tril(), self.proj.bias[:length]
         else:  # positions count within each document
             weight = self.proj.weight[positions.unsqueeze(-1), positions.unsqueeze(-2)]  # [B, S, S]
-            weight, bias = weight.masked_fill(~same_document.squeeze(1), 0.0), self.proj.bias[positions]
+            weight, bias = weight.masked_fill(~visible.squeeze(1), 0.0), self.proj.bias[positions]
         return torch.matmul(weight, gate) + bias.unsqueeze(-1)
 
 
@@ -113,10 +113,10 @@ class GatedMLPLayer(nn.Module):
         x: Tensor,
         tables: object = None,
         cache: object = None,
-        same_document: Tensor | None = None,
+        visible: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
         assert cache is None, "refused by KVCache"
         positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-        return self.output_linear(self.sgu(self.activation(self.input_linear(self.norm(x))), positions, same_document))
+        return self.output_linear(self.sgu(self.activation(self.input_linear(self.norm(x))), positions, visible))

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +25,8 @@ class CausalLM:
     where attention must not cross documents.
     """
 
+    score_count = 1
+
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens [B, S], and where each token's document starts in its row [B, S], if the batch says so."""
         return {name: batch[name] for name in ("tokens", "document_starts") if name in batch}
@@ -38,6 +40,15 @@ class CausalLM:
         labels, mask = targets[0], targets[1].float()
         return head.cross_entropy(hidden, labels, mask / mask.sum().clamp(min=1.0))
 
-    def metrics(self, loss: float) -> dict[str, float]:
+    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the loss, [1]."""
+        return self.loss(hidden, head, targets).unsqueeze(0)
+
+    def metrics(self, scores: Sequence[float]) -> dict[str, float]:
         """Return the loss in nats per token and the perplexity, under gpt-neox's names."""
-        return {"lm_loss": loss, "lm_loss_ppl": math.exp(min(_LARGEST_LOSS, loss))}
+        return {"lm_loss": scores[0], "lm_loss_ppl": perplexity(scores[0])}
+
+
+def perplexity(loss: float) -> float:
+    """Return e^loss of a mean loss in nats, of e^20 at most."""
+    return math.exp(min(_LARGEST_LOSS, loss))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.model import LMHead
 from neox.objectives.causal_lm import CausalLM
+from neox.objectives.masked_lm import MaskedLM
 
 Batch = Mapping[str, Tensor]
 """One micro batch of a data rank by name; each objective says which names it reads."""
@@ -23,7 +24,7 @@ class Objective(Protocol):
     """
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the arguments of `GPT.hidden`; pipeline stages pass one tensor, so they take one argument only."""
+        """Return the arguments of `GPT.hidden`: integers, floating-point tensors would get gradients between stages."""
         ...
 
     def targets(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -43,11 +44,21 @@ class Objective(Protocol):
         """
         ...
 
-    def metrics(self, loss: float) -> dict[str, float]:
-        """Return what an evaluation reports for a mean loss, by name."""
+    @property
+    def score_count(self) -> int:
+        """Length of `scores`."""
+        ...
+
+    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return what an evaluation averages, [K] in fp32: the loss first. Arguments as those of `loss`."""
+        ...
+
+    def metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return what an evaluation reports for mean scores, by name."""
         ...
 
 
 def build_objective(plan: RunPlan) -> Objective:
-    """Return the objective of a run: causal language modelling."""
-    return CausalLM()
+    """Return the objective of a run: masked language modelling for a bidirectional network, else causal."""
+    network = plan.architecture
+    return MaskedLM(network.sentence_head) if network.bidirectional else CausalLM()

@@ -5,7 +5,7 @@ from types import MappingProxyType
 import torch
 
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs
+from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs, unpadded_keys
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS
@@ -43,4 +43,5 @@ __all__ = [
     "same_document_pairs",
     "sparse_pairs",
     "scale_mask_softmax",
+    "unpadded_keys",
 ]

@@ -1,7 +1,7 @@
-"""Causal attention of one layer: three implementations with one signature.
+"""Attention of one layer, causal or not: three implementations with one signature.
 
-A mask tensor is passed only if documents in one row are kept apart, or by kinds of attention that need one; a bias by
-positions that add to scores.
+A mask tensor is passed only if documents in one row are kept apart, if samples are padded, or by kinds of attention
+that need one; a bias by positions that add to scores.
 
 Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K, D head dim.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
+from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax
 
 AttentionImpl = Literal["eager", "fused", "flash"]
 
@@ -31,6 +31,7 @@ def core_attention(
     softmax_scale: float = 1.0,
     dropout_p: float = 0.0,
     dropout_context: AbstractContextManager[None] | None = None,
+    causal: bool = True,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -47,11 +48,12 @@ def core_attention(
             first and multiplies here, against overflow in fp16.
         dropout_p: Dropout probability of the attention weights.
         dropout_context: Entered around the dropout, to choose its random stream.
-        mask: Bool, [B or 1, N or 1, S, S]: the pairs (query, key) that see each other, causal itself; all earlier ones
-            if None. Not for "fused".
+        causal: Whether queries see earlier keys alone.
+        mask: Bool, [B or 1, N or 1, S or 1, S]: the pairs (query, key) that see each other, causal itself where
+            attention is; all (earlier) ones if None. Not for "fused", unless it is [B, 1, 1, S] and not causal.
         bias: Added to the scaled scores, [1, N, S, S], with -inf for later keys.
     """
-    assert mask is None or impl != "fused", "refused by the configuration's validation"
+    assert mask is None or impl != "fused" or not causal, "refused by the configuration's validation"
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D], [B, K, S, D]
     context = nullcontext() if dropout_context is None else dropout_context
@@ -64,7 +66,7 @@ def core_attention(
                 v,
                 attn_mask=mask,
                 dropout_p=dropout_p,
-                is_causal=mask is None,
+                is_causal=causal and mask is None,
                 scale=scale * softmax_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -73,9 +75,7 @@ def core_attention(
     scores = _grouped_matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
     if bias is not None:
         scores = scores + (bias if softmax_scale == 1.0 else bias / softmax_scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, MASKED_SCORE)
-    weights = scale_mask_softmax(scores, softmax_scale, kernel)
+    weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask)
     if dropout_p > 0.0:
         with context:
             weights = F.dropout(weights, dropout_p)
@@ -106,3 +106,8 @@ def same_document_pairs(document_starts: Tensor) -> Tensor:
     positions = torch.arange(document_starts.shape[1], device=document_starts.device)
     not_later = positions <= positions.unsqueeze(1)
     return ((positions >= document_starts.unsqueeze(-1)) & not_later).unsqueeze(1)
+
+
+def unpadded_keys(lengths: Tensor, length: int) -> Tensor:
+    """Return which keys of each sample are no padding: lengths [B] -> bool [B, 1, 1, S], for `length` S."""
+    return (torch.arange(length, device=lengths.device) < lengths.unsqueeze(1))[:, None, None, :]

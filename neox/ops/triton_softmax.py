@@ -1,7 +1,7 @@
-"""The fused kernel: scale, causal mask and softmax in one pass forward and one backward (Triton).
+"""The fused kernels: scale, causal or padding mask, and softmax in one pass forward and one backward (Triton).
 
-One program per row of scores: it reads only the positions up to its own, and writes zeros after them. Sums are fp32.
-Legend: B batch, N heads, S sequence.
+One program per row of scores. With the causal mask it reads only the positions up to its own, and writes zeros after
+them. Sums are fp32. Legend: B batch, N heads, S sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from neox.errors import NeoXError
+from neox.ops.softmax import MASKED_SCORE
 
 MAX_LENGTH = 2**16
 """A row is one block of registers: longer ones would spill."""
@@ -41,11 +42,63 @@ def _backward_kernel(weights: Any, grad: Any, out: Any, scale: Any, length: Any,
     tl.store(out + row * length + columns, dx.to(out.dtype.element_ty), mask=columns < length)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _padded_forward_kernel(
+    scores: Any, weights: Any, visible: Any, scale: Any, rows: Any, masked: Any, length: Any, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < length
+    seen = tl.load(visible + row // rows * length + columns, mask=inside, other=0)
+    x = tl.load(scores + row * length + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    x = tl.where(seen != 0, x, tl.where(inside, masked, -float("inf")))
+    x = tl.exp(x - tl.max(x, axis=0))
+    y = x / tl.sum(x, axis=0)
+    tl.store(weights + row * length + columns, y.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _padded_backward_kernel(
+    weights: Any, grad: Any, out: Any, visible: Any, scale: Any, rows: Any, length: Any, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < length
+    seen = tl.load(visible + row // rows * length + columns, mask=inside, other=0)
+    y = tl.load(weights + row * length + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(grad + row * length + columns, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.where(seen != 0, (dy - tl.sum(y * dy, axis=0)) * y * scale, 0.0)
+    tl.store(out + row * length + columns, dx.to(out.dtype.element_ty), mask=inside)
+
+
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     """Return softmax(scale x scores) with later positions at exactly 0: [B, N, S, S], fp16, bf16 or fp32.
 
     Raises NeoXError on a device or length the kernel cannot serve.
     """
+    _check(scores, scale)
+    return _CausalSoftmax.apply(scores, float(scale))
+
+
+def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """Return softmax(scale x scores) with keys masked that are not visible: [B, N, S, S], fp16, bf16 or fp32.
+
+    Args:
+        scores: Attention scores.
+        scale: Their factor.
+        visible: Which keys of each sample are no padding, bool [B, 1, 1, S]; None for all.
+
+    Raises:
+        NeoXError: On a device or length the kernel cannot serve.
+    """
+    _check(scores, scale)
+    batch, length = scores.shape[0], scores.shape[-1]
+    if visible is None:
+        visible = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=scores.device)
+    return _PaddedSoftmax.apply(scores, float(scale), visible.expand(batch, 1, 1, length).contiguous())
+
+
+def _check(scores: Tensor, scale: float) -> None:
     if scale <= 0.0:
         raise ValueError(f"scale must be positive, got {scale}")
     if scores.shape[-1] != scores.shape[-2]:
@@ -54,7 +107,6 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
         raise NeoXError(f"the fused softmax serves up to {MAX_LENGTH} positions, got {scores.shape[-1]}: use flash")
     if scores.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise NeoXError(f"the fused softmax needs a GPU, the scores are on {scores.device}: use impl='torch'")
-    return _CausalSoftmax.apply(scores, float(scale))
 
 
 def _launch(kernel: Any, like: Tensor, *args: Any) -> None:
@@ -80,3 +132,22 @@ class _CausalSoftmax(torch.autograd.Function):
         out = torch.empty_like(weights)
         _launch(_backward_kernel, weights, weights, grad.contiguous(), out, ctx.scale)
         return out, None
+
+
+class _PaddedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float, visible: Tensor) -> Tensor:
+        scores, visible = scores.contiguous(), visible.view(torch.uint8)
+        weights = torch.empty_like(scores)
+        rows = scores.shape[1] * scores.shape[2]  # of one sample
+        _launch(_padded_forward_kernel, scores, scores, weights, visible, scale, rows, MASKED_SCORE)
+        ctx.save_for_backward(weights, visible)
+        ctx.scale, ctx.rows = scale, rows
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weights, visible = ctx.saved_tensors
+        out = torch.empty_like(weights)
+        _launch(_padded_backward_kernel, weights, weights, grad.contiguous(), out, visible, ctx.scale, ctx.rows)
+        return out, None, None

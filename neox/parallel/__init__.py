@@ -19,6 +19,7 @@ from neox.parallel.layers import (
     mark_lr_factor,
     mark_split,
     shard,
+    shard_size,
 )
 from neox.parallel.rng import RNGTracker, derive_seed
 
@@ -41,4 +42,5 @@ __all__ = [
     "reduce_scatter_last_dim",
     "scatter_last_dim",
     "shard",
+    "shard_size",
 ]

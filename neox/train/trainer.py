@@ -140,7 +140,7 @@ class Trainer:
         self.rule.enforce(result, state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the mean loss over `eval_iters` batches and its perplexity, once per iteration.
+        """Report the mean scores over `eval_iters` batches and its perplexity, once per iteration.
 
         A signal ends the evaluation without a report.
 
@@ -152,18 +152,18 @@ class Trainer:
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
         started = time.perf_counter()
-        total = 0.0
+        totals = [0.0] * self.engine.objective.score_count
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
-            total += self.engine.eval_batch(batches)
+            totals = [total + score for total, score in zip(totals, self.engine.eval_batch(batches), strict=True)]
             report_progress()
-        loss = total / iterations
-        self.state.losses[name] = loss
+        scores = [total / iterations for total in totals]
+        self.state.losses[name] = scores[0]
         if name == "validation":
             self._evaluated = self.state.iteration
-        scalars = {f"{name}/{metric}": value for metric, value in self.engine.objective.metrics(loss).items()}
+        scalars = {f"{name}/{metric}": value for metric, value in self.engine.objective.metrics(scores).items()}
         self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
 
     def score_tasks(self) -> None:

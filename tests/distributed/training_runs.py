@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from neox.config import NeoXConfig, RunPlan, resolve
+from tests.masked_batches import masked_samples
 
 VOCAB, SEQ, GLOBAL_BATCH = 60, 16, 4
 
@@ -59,15 +60,17 @@ def batches(plan: RunPlan, dp_rank: int, start: int = 0) -> Iterator[dict[str, t
     micro = start
     while True:
         step, part = divmod(micro, accumulation)
-        samples = _step_samples(step, plan.batch.train_batch_size)
         first = (part * plan.grid.dp_size + dp_rank) * size
-        chosen = samples[first : first + size]
+        micro += 1
+        if plan.architecture.bidirectional:
+            yield {name: value[first : first + size] for name, value in masked_samples(plan, step).items()}
+            continue
+        chosen = _step_samples(step, plan.batch.train_batch_size)[first : first + size]
         yield {
             "tokens": chosen[:, :-1].contiguous(),
             "labels": chosen[:, 1:].contiguous(),
             "loss_mask": torch.ones(size, SEQ),
         }
-        micro += 1
 
 
 def _step_samples(step: int, count: int) -> torch.Tensor:

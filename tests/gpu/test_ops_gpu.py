@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from neox.model import GPT, head_cross_entropy, vocab_parallel_cross_entropy
-from neox.ops import core_attention, scale_mask_softmax
+from neox.ops import core_attention, scale_mask_softmax, unpadded_keys
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss, cross_entropy_reference
 from tests.plans import small_plan
@@ -38,6 +38,23 @@ def test_softmax_kernel_equals_the_reference(dtype: torch.dtype, length: int):
     assert fused.dtype == dtype
     assert not fused.triu(1).any()
     assert not fused_dx.triu(1).any()
+    torch.testing.assert_close(fused, weights, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+    torch.testing.assert_close(fused_dx, dx, atol=5 * BOUNDS[dtype], rtol=5 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("length", [1, 5, 128, 512, 1000])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_padded_softmax_kernel_equals_the_reference(dtype: torch.dtype, length: int):
+    scores, grad = drawn(3, 2, length, length, dtype=dtype) * 4, drawn(3, 2, length, length, seed=1, dtype=dtype)
+    visible = unpadded_keys(torch.tensor([length, max(1, length // 3), 1], device="cuda"), length)
+    results = []
+    for impl in ("torch", "triton"):
+        leaf = scores.clone().requires_grad_()
+        weights = scale_mask_softmax(leaf, 0.7, impl, causal=False, visible=visible)
+        weights.backward(grad)
+        results.append((weights.detach(), leaf.grad))
+    (weights, dx), (fused, fused_dx) = results
+    assert not fused.masked_select(~visible).any()
     torch.testing.assert_close(fused, weights, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
     torch.testing.assert_close(fused_dx, dx, atol=5 * BOUNDS[dtype], rtol=5 * BOUNDS[dtype])
 

@@ -58,5 +58,5 @@ def test_loss_and_gradients_are_those_of_the_logits(untied: bool):
 
 def test_metrics_are_the_loss_and_a_perplexity_that_does_not_overflow():
     objective = CausalLM()
-    assert objective.metrics(2.0) == {"lm_loss": 2.0, "lm_loss_ppl": pytest.approx(math.exp(2.0))}
-    assert math.isfinite(objective.metrics(1000.0)["lm_loss_ppl"])
+    assert objective.metrics([2.0]) == {"lm_loss": 2.0, "lm_loss_ppl": pytest.approx(math.exp(2.0))}
+    assert math.isfinite(objective.metrics([1000.0])["lm_loss_ppl"])

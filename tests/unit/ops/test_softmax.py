@@ -29,6 +29,15 @@ def test_reference_sums_in_fp32_under_bf16():
     torch.testing.assert_close(scale_mask_softmax(scores, 1.5), exact.bfloat16())
 
 
+def test_reference_masks_padding_and_gives_a_query_that_sees_nothing_equal_weights():
+    scores = torch.tensor([[[[0.0, 1.0, 9.0], [1.0, 0.0, 9.0]]]]).expand(2, -1, -1, -1)
+    visible = torch.tensor([[True, True, False], [False, False, False]])[:, None, None]
+    weights = scale_mask_softmax(scores, 1.0, causal=False, visible=visible)
+    seen = 1 / (1 + torch.e)
+    torch.testing.assert_close(weights[0, 0], torch.tensor([[seen, 1 - seen, 0.0], [1 - seen, seen, 0.0]]))
+    torch.testing.assert_close(weights[1, 0], torch.full((2, 3), 1 / 3))
+
+
 def test_kernel_on_a_cpu_is_an_error_and_not_a_fallback():
     if os.environ.get("TRITON_INTERPRET"):
         pytest.skip("under TRITON_INTERPRET the kernel does run on a CPU")
@@ -57,6 +66,18 @@ for dtype, atol in bounds.items():
         assert fused.dtype == dtype and not fused.triu(1).any() and not fused_dx.triu(1).any()
         torch.testing.assert_close(fused, weights, atol=atol, rtol=atol)
         torch.testing.assert_close(fused_dx, dx, atol=5 * atol, rtol=5 * atol)
+        visible = (torch.arange(length) < torch.tensor([length, max(1, length // 2)]).unsqueeze(1))[:, None, None]
+        for mask in (visible, None):
+            padded = []
+            for impl in ("torch", "triton"):
+                leaf = scores.expand(2, -1, -1, -1).clone().requires_grad_()
+                weights = scale_mask_softmax(leaf, 0.7, impl, causal=False, visible=mask)
+                weights.backward(grad.expand(2, -1, -1, -1))
+                padded.append((weights.detach(), leaf.grad))
+            (weights, dx), (fused, fused_dx) = padded
+            assert mask is None or not fused.masked_select(~mask).any() and not fused_dx.masked_select(~mask).any()
+            torch.testing.assert_close(fused, weights, atol=atol, rtol=atol)
+            torch.testing.assert_close(fused_dx, dx, atol=5 * atol, rtol=5 * atol)
 # Gradients by finite differences too, so that reference and kernel cannot share a mistake.
 x = torch.randn(1, 1, 5, 5, requires_grad=True)
 check = dict(eps=1e-2, atol=2e-3, rtol=1e-2)

@@ -1,0 +1,73 @@
+"""Masked language modelling: equal curves over layouts, evaluation, checkpoints at other degrees, 16 bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_layouts_curves import TOLERANCE
+from tests.distributed.test_reshard import relay_and_still, worst
+from tests.distributed.training_runs import batches, legal_layouts, tiny_plan
+from tests.plans import ENCODERS
+
+STEPS = 6
+
+
+def curves_and_scores(plans):
+    """Train each plan; return losses and gradient norms, and the scores of an evaluation at the end."""
+    from neox.engine import initialize_distributed, initialize_engine
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = batches(plan, grid.dp_rank)
+        results = [engine.train_batch(data) for _ in range(STEPS)]
+        scores = engine.eval_batch(batches(plan, grid.dp_rank, 1000 * plan.batch.gradient_accumulation_steps))
+        answers.append(([(r.loss, r.grad_norm) for r in results], engine.objective.metrics(scores)))
+    return answers
+
+
+def assert_equal(world, layouts, name, **keys):
+    keys = {**ENCODERS[name], **keys}
+    ((expected, scores),) = run_ranks(1, curves_and_scores, [tiny_plan(1, **keys)])[0]
+    plans = [tiny_plan(world, **layout, **keys) for layout in layouts]
+    answers = run_ranks(world, curves_and_scores, plans, timeout=500)
+    assert all(answer == answers[0] for answer in answers), "ranks report different numbers"
+    for layout, (curve, found) in zip(layouts, answers[0], strict=True):
+        for step, ((loss, norm), (loss_1, norm_1)) in enumerate(zip(curve, expected, strict=True)):
+            assert loss == pytest.approx(loss_1, rel=TOLERANCE), (world, layout, step)
+            assert norm == pytest.approx(norm_1, rel=1e-4), (world, layout, step)
+        assert found == pytest.approx(scores, rel=1e-4), layout
+    assert expected[-1][0] < expected[0][0] - 0.3
+    assert scores["lm_loss"] < expected[0][0]
+
+
+def test_curves_and_scores_are_equal():
+    assert_equal(2, [{"pp": 2}, {"mp": 2}, {"zero": 3}], "bert", checkpoint_activations=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_layouts_are_equal(world, name):
+    assert_equal(world, legal_layouts(world), name)
+
+
+def test_a_relay_of_layouts_is_an_undisturbed_run(tmp_path):
+    save, keys = str(tmp_path / "relay"), {**ENCODERS["bert"], "num_layers": 2}
+    layouts = [{"pp": 2}, {"mp": 2}, {"zero": 1}, {"pp": 2}]
+    relayed = [tiny_plan(2, **layout, save=save, load=save, **keys) for layout in layouts]
+    still = tiny_plan(2, zero=1, save=str(tmp_path / "still"), **keys)
+    got, expected = run_ranks(2, relay_and_still, relayed, still, timeout=300)[0]
+    assert worst([loss for loss, _ in got], [loss for loss, _ in expected]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_follow_fp32(precision):
+    keys = ENCODERS["megatron_bert"]
+    ((expected, _),) = run_ranks(1, curves_and_scores, [tiny_plan(1, **keys)])[0]
+    plans = [tiny_plan(2, **layout, precision=precision, **keys) for layout in ({"pp": 2}, {"mp": 2}, {"zero": 2})]
+    for curve, _ in run_ranks(2, curves_and_scores, plans, timeout=300)[0]:
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=2e-2)
