@@ -63,6 +63,11 @@ PUBLISHED_PARAMETERS = {
     "qwen/2.5-7B": 7_615_616_512,
     "qwen/3-0.6B": 596_049_920,
     "qwen/3-8B": 8_190_735_360,
+    # Counted by transformers, with both heads, at the published shapes and vocabularies.
+    "bert/base": 110_106_428,
+    "bert/large": 336_226_108,
+    "bert/megatron_345M": 334_723_458,
+    "bert/megatron_3-9B": 3_865_326_978,
 }
 
 
@@ -144,6 +149,8 @@ def test_parameter_counts_are_the_published_ones(name):
         ("mistral/7B", "mistral"),
         ("qwen/2.5-0.5B", "qwen2"),
         ("qwen/3-0.6B", "qwen3"),
+        ("bert/base", "bert"),
+        ("bert/megatron_345M", "megatron-bert"),
     ],
 )
 def test_a_model_of_a_family_has_its_form(name, family):
