@@ -29,6 +29,7 @@ from neox.config.resolve import solve_batch, solve_grid
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, other_optimizer
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, DataError, EvaluationError, GenerationError, TokenizerError, install_command
+from neox.launch.command_line import INFERENCE
 from neox.launch.hosts import available_memory, smallest_memory
 from neox.launch.placement import Placement
 
@@ -109,6 +110,11 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         tokenizer: The run's tokenizer; None where it is not known.
         dry_run: Whether to leave out the check of whole index files.
     """
+    if config.model.objective == "masked_lm":
+        return [
+            *missing_for_training(config),
+            config.problem("objective", "has no data: sentence pairs are not made yet"),
+        ]
     problems = [*missing_for_training(config), *missing_data(config)]
     prefixes = data_prefixes(config)
     if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
@@ -243,6 +249,11 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
         script: Name of the script, without `.py`.
         tokenizer: The run's tokenizer; None where it is not known.
     """
+    if config.model.objective == "masked_lm" and script in INFERENCE:
+        why = (
+            "has no next token: the network neither writes nor scores text; train.py evaluates it on its own objective"
+        )
+        return [config.problem("objective", why)]
     try:
         if script == "generate":
             from neox.generation.request import check_generation  # numpy, which a dry run without prompts does not need

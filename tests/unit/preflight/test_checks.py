@@ -22,6 +22,7 @@ from neox.preflight.checks import (
     login_problems,
     missing_data,
     missing_packages,
+    task_problems,
 )
 from neox.tokenizer import build_tokenizer
 
@@ -170,6 +171,13 @@ def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
     assert missing_data(config) == []
     blend = NeoXConfig.from_flat({"train_data_paths": [str(prefix), str(tmp_path / "none")]})
     assert [str(tmp_path / "none") in problem for problem in missing_data(blend)] == [True]
+
+
+def test_a_masked_language_model_neither_writes_nor_scores_text() -> None:
+    for script in ("generate", "evaluate"):
+        (problem,) = task_problems(config(objective="masked_lm"), script, None)
+        assert "`objective: masked_lm`" in problem
+    assert task_problems(config(objective="masked_lm"), "train", None) == []
 
 
 def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
