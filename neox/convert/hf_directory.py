@@ -223,7 +223,7 @@ def model_card(
     )
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {"fill-mask" if family.is_encoder else "text-generation"}
 tags:
 - {family.model_type}
 ---
@@ -240,9 +240,9 @@ A {family.title} language model of {parameters:,} parameters{trained}, exported 
 {checked}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {family.auto_class}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = {family.auto_class}.from_pretrained("{name}")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 """

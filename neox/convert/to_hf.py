@@ -95,8 +95,9 @@ def to_hf(
         settings = _settings(config, rows, source, export.dtype)
         hf = family.config_json(plan.architecture, settings)
         write_json(partial / "config.json", hf)
-        generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
-        write_json(partial / "generation_config.json", generation)
+        if not family.is_encoder:
+            generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
+            write_json(partial / "generation_config.json", generation)
         if source is not None:
             write_tokenizer(source, partial, max_length=plan.architecture.max_positions)
         if verify or (verify is None and layers.numel <= VERIFY_UP_TO_PARAMETERS):

@@ -16,6 +16,7 @@ from neox.config.architecture import ARCHITECTURE_KEYS
 from neox.config.keys import UNSUPPORTED
 from neox.convert.hf_weights import read_json
 from neox.errors import ConversionError
+from neox.families import FAMILIES
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from neox.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class Verification:
 
     def __str__(self) -> str:
         return (
-            f"largest logit difference {self.difference:.3g} (largest logit {self.largest:.3g}, same next token at "
+            f"largest logit difference {self.difference:.3g} (largest logit {self.largest:.3g}, same token at "
             f"{100 * self.same_argmax:.2f} % of {self.tokens} positions of {self.source})"
         )
 
@@ -124,11 +125,15 @@ def compare_logits(
 ) -> Verification:
     """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S]."""
     with torch.inference_mode():
-        ours = load_reference_model(reader, config)(tokens).float()
-        theirs = hf_logits(hf_directory, tokens)
-    ours = ours[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
+        model, exported = load_reference_model(reader, config), hf_model(hf_directory)(tokens)
+        hidden = model.hidden(tokens)
+        theirs = _token_logits(exported)
+        ours = model.logits(hidden).float()[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
+        difference = (ours - theirs).abs().max()
+        if (sentences := model.head.sentences) is not None:
+            difference = difference.maximum((sentences(hidden) - exported.seq_relationship_logits).abs().max())
     return Verification(
-        difference=(ours - theirs).abs().max().item(),
+        difference=difference.item(),
         largest=ours.abs().max().item(),
         same_argmax=(ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(),
         tokens=tokens.numel(),
@@ -142,16 +147,15 @@ def hf_model(directory: Path) -> Any:
     Raises:
         ConversionError: If `transformers` reports missing, unexpected or mismatched keys.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+    import transformers
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        (name,) = read_json(directory / "config.json")["architectures"]
-        auto: Any = AutoModelForPreTraining if name.endswith("ForPreTraining") else AutoModelForCausalLM
-        load: Any = auto.from_pretrained
+        auto = FAMILIES[read_json(directory / "config.json")["model_type"]].auto_class
+        load: Any = getattr(transformers, auto).from_pretrained
         model, info = load(str(directory), output_loading_info=True, local_files_only=True)
     finally:
         hf_logging.set_verbosity(verbosity)
@@ -167,6 +171,9 @@ def hf_model(directory: Path) -> Any:
 def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
     """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S]; see `hf_model`."""
     with torch.inference_mode():
-        result = hf_model(directory)(tokens)
-        logits: Tensor = result.prediction_logits if "prediction_logits" in result else result.logits
-        return logits.float()
+        return _token_logits(hf_model(directory)(tokens))
+
+
+def _token_logits(result: Any) -> Tensor:
+    logits: Tensor = result.prediction_logits if "prediction_logits" in result else result.logits
+    return logits.float()

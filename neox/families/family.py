@@ -145,6 +145,16 @@ class Family:
     key_aliases: Mapping[str, str]
     buffers: tuple[str, ...] = ()
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its models predict masked tokens instead of next ones."""
+        return "masked_lm_head" in self.tensors
+
+    @property
+    def auto_class(self) -> str:
+        """Name of transformers' class that loads its models with all heads."""
+        return "AutoModelForPreTraining" if self.is_encoder else "AutoModelForCausalLM"
+
     def config_json(self, architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
         """Return the contents of `config.json`."""
         names = {"architectures": [self.class_name], "model_type": self.model_type}
@@ -171,7 +181,7 @@ class Family:
 
     def head_keys(self) -> set[str]:
         """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""
-        kinds = ("weight", "bias") if "masked_lm_head" in self.tensors else ("weight",)
+        kinds = ("weight", "bias") if self.is_encoder else ("weight",)
         names = [name for source in self.tensors["head"].values() for name in source.modules]
         keys = {f"{name}.{kind}" for name in names for kind in kinds}
         return keys | {alias for alias, key in self.key_aliases.items() if key in keys}

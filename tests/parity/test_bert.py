@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from neox.architecture import LayerPlan
-from neox.config import NeoXConfig, yaml_keys
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig, load_config, yaml_keys
+from neox.convert import from_hf, to_hf
 from neox.convert.hf_weights import from_hf_layout
-from neox.convert.verification import single_rank_plan
+from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.data.masked_batch import MaskedLMBatch
+from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from tests.losses import masked_lm_loss
 from tests.masked_batches import masked_batch
+from tests.parity.test_hf_families import weights_of
+from tests.plans import ENCODERS, small_plan
 
 SIZES = {
     "vocab_size": 90,
@@ -152,3 +159,55 @@ def test_recomputation_and_the_masked_tokens_alone_change_nothing():
         torch.testing.assert_close(parameter.grad, gradient, atol=0.0, rtol=0.0)
     unused = batch._replace(masked_ids=torch.where(batch.masked_weights > 0, batch.masked_ids, 3))
     assert masked_lm_loss(ours, unused).item() == whole.item()
+
+
+@pytest.mark.parametrize("model_type", ["bert", pytest.param("megatron-bert", marks=pytest.mark.slow)])
+def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, model_type: str):
+    theirs = theirs_with(model_type).eval()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
+    loaded = load_config([imported.config_file])
+    reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, SIZES["vocab_size"]).layers)
+    assert imported.parameters == theirs.num_parameters()
+    ours = load_reference_model(reader, loaded)
+    batch = masked_batch(3, LENGTH, PREDICTED, 90)
+    kept = torch.arange(LENGTH) < batch.lengths.unsqueeze(1)
+    with torch.inference_mode():
+        wanted = theirs(batch.tokens, attention_mask=kept.long(), token_type_ids=batch.token_types)
+        hidden = ours.hidden(batch.tokens, token_types=batch.token_types, lengths=batch.lengths)
+        assert ours.head.sentences is not None
+        assert (ours.logits(hidden) - wanted.prediction_logits)[kept].abs().max() < 1e-5
+        assert (ours.head.sentences(hidden) - wanted.seq_relationship_logits).abs().max() < 1e-5
+    assert wanted.prediction_logits.std() > 0.05
+    result = to_hf(imported.checkpoint, loaded, tmp_path / "out", verify=True)
+    assert result.check is not None
+    assert result.check.difference < 1e-5
+    before, after = weights_of(tmp_path / "hf"), weights_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["architectures"] == [type(theirs).__name__]
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+
+
+def test_the_oldest_names_of_norms_and_copies_of_the_head_are_read(tmp_path):
+    theirs = theirs_with("bert").eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    old = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value.clone()
+        for key, value in theirs.state_dict().items()
+    }
+    assert {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"} <= old.keys()
+    save_file({**old, "bert.embeddings.position_ids": torch.arange(24)}, tmp_path / "hf" / "model.safetensors")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox")
+    assert imported.parameters == theirs.num_parameters()
+
+
+def test_what_has_no_form_here_is_refused_by_name():
+    with pytest.raises(ConversionError, match="is_decoder"):
+        FAMILIES["bert"].read_config({**SIZES, "is_decoder": True})
+    causal = small_plan().architecture
+    assert "bidirectional" in FAMILIES["bert"].problems(causal)
+    for model_type, family in FAMILIES.items():
+        if not family.is_encoder:
+            assert "bidirectional" in family.problems(small_plan(**ENCODERS["bert"]).architecture), model_type
