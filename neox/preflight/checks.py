@@ -111,10 +111,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         dry_run: Whether to leave out the check of whole index files.
     """
     if config.model.objective == "masked_lm":
-        return [
-            *missing_for_training(config),
-            config.problem("objective", "has no data: sentence pairs are not made yet"),
-        ]
+        return [*missing_for_training(config), config.problem("objective", "has no data: no pairs are made yet")]
     problems = [*missing_for_training(config), *missing_data(config)]
     prefixes = data_prefixes(config)
     if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
@@ -250,10 +247,7 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
         tokenizer: The run's tokenizer; None where it is not known.
     """
     if config.model.objective == "masked_lm" and script in INFERENCE:
-        why = (
-            "has no next token: the network neither writes nor scores text; train.py evaluates it on its own objective"
-        )
-        return [config.problem("objective", why)]
+        return [config.problem("objective", "neither writes nor scores text; train.py evaluates it on masked tokens")]
     try:
         if script == "generate":
             from neox.generation.request import check_generation  # numpy, which a dry run without prompts does not need

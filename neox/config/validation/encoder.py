@@ -39,9 +39,12 @@ def encoder_problems(config: NeoXConfig) -> Iterator[str]:
     for key, (off, why) in _CAUSAL_ALONE.items():
         if config.value(key) not in off:
             yield config.problem(key, f"does not work with {objective}: {why}; remove it")
-    if model.soft_prompt_tuning is not None and model.soft_prompt_tuning.enabled:
-        where = config.source_prefix("soft_prompt_tuning")
-        yield f"{where}`soft_prompt_tuning` does not work with {objective}; remove it"
+    for key, block in (
+        ("soft_prompt_tuning", model.soft_prompt_tuning),
+        ("curriculum_learning", config.schedule.curriculum_learning),  # cuts samples, and with them predictions
+    ):
+        if block is not None and block.enabled:
+            yield f"{config.source_prefix(key)}`{key}` does not work with {objective}; remove it"
     if model.pos_emb in ("alibi", "rpe"):
         yield config.problem(
             "pos_emb", f"counts distances to earlier tokens alone, so not with {objective}; use learned"

@@ -18,6 +18,20 @@ NOT_BIDIRECTIONAL = [
     ({"lora": {"r": 2}}, "lora"),
     ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),
+    ({"eval_tasks": ["lambada_openai"]}, "eval_tasks"),
+    (
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "curriculum_type": "seqlen",
+                "min_difficulty": 8,
+                "max_difficulty": 16,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+            }
+        },
+        "`curriculum_learning`",
+    ),
     ({"scaled_upper_triang_masked_softmax_fusion": True}, "scaled_masked_softmax_fusion"),
     ({"max_preds_per_seq": 17}, "max_preds_per_seq: 17"),
     ({"gpt_j_residual": True}, "gpt_j_residual"),
