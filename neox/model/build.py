@@ -81,7 +81,8 @@ def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOption
             layer_scaling=plan.config.model.apply_query_key_layer_scaling,
             **options,
         )
-        block.attention.recompute = part
+        if part != "full":  # else equal layers share one compiled graph
+            block.attention.recompute = part
     block.recomputed_whole = part == "full"
     return block
 

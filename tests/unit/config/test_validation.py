@@ -43,6 +43,20 @@ VIOLATIONS = [
         ("log_gradient_noise_scale", "rampup_batch_size"),
     ),
     ({"log_style": "megatron"}, ("log_style", "fleetx")),
+    ({"checkpoint_activations": True, "no_recompute_layers": [0, 4]}, ("no_recompute_layers", "has 4", "0 to 3")),
+    (
+        {"checkpoint_activations": True, "recompute_granularity": "selective", "checkpoint_num_layers": 2},
+        ("checkpoint_num_layers: 2", "recompute_granularity: selective"),
+    ),
+    (
+        {"checkpoint_activations": True, "recompute_granularity": "full_attn", "attention_config": ["gmlp"] * 4},
+        ("recompute_granularity", "gmlp"),
+    ),
+    (
+        {"checkpoint_activations": True, "recompute_granularity": "full_attn", "compile_layers": True},
+        ("recompute_granularity: full_attn", "compile_layers: true"),
+    ),
+    ({"recompute_granularity": "half"}, ("recompute_granularity", "full_attn")),
     ({"num_train_epochs": 2}, ("`num_train_epochs: 2.0`", "train_iters: 10", "keep one")),
     ({"train_epochs": 2}, ("num_train_epochs", "train_iters: 10")),
     ({"num_layers": None}, ("`num_layers` is missing",)),
