@@ -63,6 +63,10 @@ class LayerEntry:
         """Number of parameters over all tensor ranks, tied and shared copies not counted."""
         return sum(p.numel for p in self.parameters if p.shared_with is None)
 
+    def is_hidden(self, parameter: ParameterSpec) -> bool:
+        """Return whether one of its parameters is a matrix between hidden states: of a block, with drawn weights."""
+        return self.kind == "block" and parameter.init in ("weight", "output_weight")
+
 
 @dataclass(frozen=True)
 class LayerPlan:

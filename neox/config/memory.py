@@ -7,10 +7,12 @@ communication buffers and fragmentation; `fit.py` keeps a reserve for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
-from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, NORMS, POSITIONS, SPARSITY, LayerPlan
+from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, NORMS, POSITIONS, SPARSITY, LayerEntry, LayerPlan
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
@@ -128,7 +130,8 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     copies = {p for layer in here for p in layer.parameters if p.shared_with is not None}
     copied = sum(p.numel // setting.tp_size for p in copies if p.shared_with not in owners)
     held, trained = held + copied, trained + copied
-    weights, (_, gradients, optimizer) = state_bytes(held, setting)[0], state_bytes(trained, setting)
+    kept = _kept_per_parameter(here, setting.states)
+    weights, (_, gradients, optimizer) = state_bytes(held, setting, kept)[0], state_bytes(trained, setting, kept)
     return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
 
 
@@ -137,19 +140,37 @@ def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) 
     return max((stage_memory(layers, bounds, i, setting) for i in range(len(bounds) - 1)), key=lambda plan: plan.total)
 
 
-def state_bytes(parameters: int, setting: MemorySetting) -> tuple[int, int, int]:
+def _kept_per_parameter(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:
+    """Return the mean bytes that an optimizer keeps for a trained parameter of some layers."""
+    if all(state.axis is None and state.of == "all" for state in states):
+        return sum(state.bytes for state in states)
+    specs = [(layer, spec) for layer in layers for spec in layer.parameters if spec.trained]
+    kept = sum(
+        state.bytes * prod(shape)
+        for layer, spec in specs
+        for state in states
+        if (shape := state.shape(spec.shape, hidden=layer.is_hidden(spec))) is not None
+    )
+    return kept / max(1, sum(spec.numel for _, spec in specs))
+
+
+def state_bytes(parameters: int, setting: MemorySetting, kept: float) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer states on a GPU that holds so many parameters.
 
-    Optimizer states are its own, and the fp32 copy of the weights that every wrapper but plain fp32 keeps (ZeRO keeps
-    one in fp32 too).
+    Args:
+        parameters: Their number.
+        setting: The run.
+        kept: Bytes that the optimizer keeps for each.
+
+    Returns:
+        The last includes the fp32 copy of the weights that every wrapper but plain fp32 keeps (ZeRO one in fp32 too).
     """
     zero, dp, size = setting.zero, setting.dp_size, setting.bytes_per_number
     weights = size * parameters // (dp if zero >= 3 else 1)
-    copies = sum(state.bytes for state in setting.states)
-    copies += 0 if setting.precision == "fp32" and zero == 0 else 4
+    kept += 0 if setting.precision == "fp32" and zero == 0 else 4
     # bf16 stages use DeepSpeed's BF16_Optimizer, which divides its states over data ranks even with ZeRO-0.
     divided = zero >= 1 or (setting.precision == "bf16" and setting.pp_size > 1)
-    optimizer = copies * parameters // (dp if divided else 1)
+    optimizer = int(kept * parameters) // (dp if divided else 1)
     if zero >= 2:  # reduced in buckets, then only this rank's part is kept
         gradients = 4 * parameters // dp + size * min(parameters, 2 * setting.reduce_bucket)
     elif setting.precision == "bf16" and ((zero == 1 and setting.fp32_gradients) or setting.pp_size > 1):

@@ -236,7 +236,7 @@ def load_optimizer(engine: Engine, path: Path) -> None:
     """
     grid, ds_engine, optimizer = engine.grid, engine.deepspeed_engine, engine.optimizer
     settings = {"weight_decay", *engine.plan.config.optimizer.optimizer.params.options()}
-    configured = [{key: group[key] for key in settings} for group in optimizer.param_groups]
+    configured = [{key: group[key] for key in settings & group.keys()} for group in optimizer.param_groups]
     mp_rank = grid.pp_rank * grid.tp_size + grid.tp_rank
     optimizer_file = _own_optimizer_file(engine, path, mp_rank)
     client = load_file(_client_file(engine, path, mp_rank))

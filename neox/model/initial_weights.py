@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerEntry
 from neox.model.positions import reset_buffers
-from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_lr_factor, mark_split, shard
+from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_hidden, mark_lr_factor, mark_split, shard
 
 
 def draw(
@@ -87,6 +87,7 @@ def initialize_layer(
         mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
         target.requires_grad_(spec.trained)
         mark_decay(target, spec.is_matrix)
+        mark_hidden(target, entry.is_hidden(spec))
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
@@ -99,7 +100,7 @@ def initialize_layer(
         methods = {"weight": init_method, "output_weight": output_layer_init_method}
         method = methods.get(spec.init, spec.init)
         full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
-        if width_multiplier != 1.0 and entry.kind == "block" and spec.init in methods:
+        if width_multiplier != 1.0 and entry.is_hidden(spec):
             full *= width_multiplier**-0.5
             mark_lr_factor(target, 1.0 / width_multiplier)
         if scale != 1.0:

@@ -12,9 +12,22 @@ from neox.optim.adamw import AdamW
 from neox.optim.clipping import ClippedOptimizer, NormScope
 from neox.optim.groups import planned_groups
 from neox.optim.lion import Lion
-from neox.optim.torch_optimizers import SGD
+from neox.optim.madgrad import MADGRAD
+from neox.optim.muon import Muon
+from neox.optim.sm3 import SM3
+from neox.optim.torch_optimizers import SGD, Adafactor
 
-CLASSES: Mapping[str, type[ClippedOptimizer]] = MappingProxyType({"adam": AdamW, "lion": Lion, "sgd": SGD})
+CLASSES: Mapping[str, type[ClippedOptimizer]] = MappingProxyType(
+    {
+        "adam": AdamW,
+        "lion": Lion,
+        "sgd": SGD,
+        "madgrad": MADGRAD,
+        "sm3": SM3,
+        "adafactor": Adafactor,
+        "muon": Muon,
+    }
+)
 """The class of each optimizer in `neox.config`'s table `OPTIMIZERS`."""
 
 

@@ -33,7 +33,16 @@ def without_dynamo(method: Any) -> Any:
     return method
 
 
-class ClippedOptimizer(torch.optim.Optimizer):
+class WithoutDynamo(torch.optim.Optimizer):
+    """torch's base class without the wrappers that import torch._dynamo."""
+
+    add_param_group = without_dynamo(torch.optim.Optimizer.add_param_group)
+    load_state_dict = without_dynamo(torch.optim.Optimizer.load_state_dict)
+    state_dict = without_dynamo(torch.optim.Optimizer.state_dict)
+    zero_grad = without_dynamo(torch.optim.Optimizer.zero_grad)
+
+
+class ClippedOptimizer(WithoutDynamo):
     """An optimizer that clips by the global norm over all ranks of a model.
 
     A step whose norm is not finite is skipped. The norm is computed here with ZeRO 0, where DeepSpeed is wrong: it
@@ -50,11 +59,6 @@ class ClippedOptimizer(torch.optim.Optimizer):
         scope: Ranks and parameters of the norm; None computes no norm and does not clip.
         options: Arguments of the next class: `defaults`, or those of torch's optimizer that it also is.
     """
-
-    add_param_group = without_dynamo(torch.optim.Optimizer.add_param_group)
-    load_state_dict = without_dynamo(torch.optim.Optimizer.load_state_dict)
-    state_dict = without_dynamo(torch.optim.Optimizer.state_dict)
-    zero_grad = without_dynamo(torch.optim.Optimizer.zero_grad)
 
     def __init__(
         self, groups: list[dict[str, Any]], *, max_norm: float = 0.0, scope: NormScope | None = None, **options: Any

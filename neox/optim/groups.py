@@ -23,7 +23,11 @@ def decays(parameter: nn.Parameter) -> bool:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, *, scale: float = 1.0
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    *,
+    scale: float = 1.0,
+    hidden_apart: bool = False,
 ) -> list[dict[str, Any]]:
     """Split parameters into torch optimizer groups: first those with weight decay, then those without.
 
@@ -31,6 +35,7 @@ def parameter_groups(
         named_parameters: Parameters in the order that each group keeps; frozen ones are left out.
         weight_decay: Decay of the first group; the second has 0.
         scale: Factor of all learning rates.
+        hidden_apart: Whether hidden matrices (`mark_hidden`) have groups of their own, which have `hidden`.
 
     Returns:
         The groups that have members. Those of parameters with a factor of the learning rate (`mark_lr_factor`) come
@@ -41,10 +46,16 @@ def parameter_groups(
     factors = sorted({_factor(p) for p in parameters})
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for p in parameters if decays(p) == decayed and _factor(p) == factor],
+            "params": [
+                p
+                for p in parameters
+                if decays(p) == decayed and _factor(p) == factor and (hidden_apart and is_hidden(p)) == hidden
+            ],
             "weight_decay": weight_decay / (scale * factor) if decayed else 0.0,
         }
         | ({} if scale * factor == 1.0 else {"lr_factor": scale * factor})
+        | ({"hidden": True} if hidden else {})
+        for hidden in (True, False)
         for decayed in (True, False)
         for factor in factors
     ]
@@ -61,7 +72,14 @@ def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Param
     keys = plan.config.optimizer
     width = keys.width_multiplier(plan.architecture.hidden_size)
     scale = width**keys.optimizer.kind.gradient_degree
-    return parameter_groups(named_parameters, keys.applied_weight_decay, scale=scale)
+    return parameter_groups(
+        named_parameters, keys.applied_weight_decay, scale=scale, hidden_apart=keys.optimizer.kind.hidden_apart
+    )
+
+
+def is_hidden(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix between hidden states."""
+    return getattr(parameter, "hidden", False)
 
 
 def _factor(parameter: nn.Parameter) -> float:

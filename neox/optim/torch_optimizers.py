@@ -8,6 +8,7 @@ from torch import Tensor
 from neox.optim.clipping import ClippedOptimizer, without_dynamo
 
 _sgd_step = without_dynamo(torch.optim.SGD.step)
+_adafactor_step = without_dynamo(torch.optim.Adafactor.step)
 
 
 class SGD(ClippedOptimizer, torch.optim.SGD):
@@ -20,3 +21,15 @@ class SGD(ClippedOptimizer, torch.optim.SGD):
         """Update all parameters."""
         self.divide_gradients(divisor)
         _sgd_step(self)
+
+
+class Adafactor(ClippedOptimizer, torch.optim.Adafactor):
+    """torch's Adafactor (arXiv:1804.04235): means of squares of rows and columns, and steps relative to the weights.
+
+    Arguments are those of `ClippedOptimizer` and of `torch.optim.Adafactor`.
+    """
+
+    def update(self, divisor: Tensor | None) -> None:
+        """Update all parameters."""
+        self.divide_gradients(divisor)
+        _adafactor_step(self)

@@ -44,6 +44,12 @@ def mark_decay(parameter: nn.Parameter, decays: bool) -> nn.Parameter:
     return parameter
 
 
+def mark_hidden(parameter: nn.Parameter, hidden: bool) -> nn.Parameter:
+    """Mark whether a parameter is a matrix between hidden states, and return it; without a mark it is not."""
+    parameter.hidden = hidden  # type: ignore[attr-defined]
+    return parameter
+
+
 def mark_lr_factor(parameter: nn.Parameter, factor: float) -> nn.Parameter:
     """Mark a parameter with a factor of the learning rate, and return it; 1 without a mark."""
     parameter.lr_factor = factor  # type: ignore[attr-defined]

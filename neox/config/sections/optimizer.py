@@ -24,6 +24,7 @@ from neox.config.sections.optimizer_table import (
 )
 
 _MUP = OnlyWith("use_mup")
+ParamsClass = type[OptimizerParams]
 _NAMES = [*optimizer_names(), *(name.lower() for name in optimizer_names()), "cpu_adam", "cpu_lion"]
 
 
@@ -32,7 +33,8 @@ class OptimizerSettings(Section):
 
     type: str = Field("Adam", json_schema_extra={"enum": list(dict.fromkeys(_NAMES))})
     """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
-    `FusedAdam`, `HybridAdam`), `Lion`, `SGD`. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
+    `FusedAdam`, `HybridAdam`), `Lion`, `SGD`, `madgrad_wd`, `SM3`, `Adafactor` and `Muon`. The last three need whole
+    parameters: ZeRO 0 and model_parallel_size 1. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
     offload_optimizer."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
@@ -61,7 +63,7 @@ class OptimizerSettings(Section):
         return AdamParams() if kind is None else kind.model_validate(given)
 
     @classmethod
-    def params_class(cls, type_name: str | None = "Adam") -> type[OptimizerParams] | None:
+    def params_class(cls, type_name: str | None = "Adam") -> ParamsClass | None:
         """Return the section of an optimizer's numbers; None for an unknown one."""
         found = find_optimizer(type_name) if isinstance(type_name, str) else None
         return None if found is None else OPTIMIZERS[found].params

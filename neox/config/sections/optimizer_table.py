@@ -80,7 +80,65 @@ class SGDParams(DecayingParams):
     """Nesterov's momentum; needs momentum and no dampening."""
 
 
-AnyParams = AdamParams | LionParams | SGDParams
+class MadgradParams(DecayingParams):
+    """With `type: madgrad_wd`: numbers of MADGRAD (arXiv:2101.11075) with decoupled weight decay."""
+
+    momentum: float = Field(0.9, gt=0, lt=1)
+    """Share of the old weights in the new ones."""
+
+    eps: float = Field(1e-6, gt=0)
+    """Added to the cube root, and to the learning rate, as in gpt-neox."""
+
+
+class SM3Params(OptimizerParams):
+    """With `type: SM3`: numbers of SM3 (arXiv:1901.11150). It has no weight decay, as in gpt-neox."""
+
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Decay rate of an average of the steps; 0 keeps none."""
+
+    beta: float = Field(0.0, ge=0, lt=1)
+    """Decay rate of the sums of squares; 0 sums without decay, as in the paper."""
+
+    eps: float = Field(1e-30, gt=0)
+    """Added under the root."""
+
+
+class AdafactorParams(DecayingParams):
+    """With `type: Adafactor`: numbers of torch's Adafactor (arXiv:1804.04235)."""
+
+    beta2_decay: float = Field(-0.8, le=0)
+    """Power of the step in the decay rate of squares."""
+
+    eps: tuple[float | None, float] = (None, 1e-3)
+    """Smallest root of squares (null: the number format's), and smallest size of weights that steps are relative to."""
+
+    d: float = Field(1.0, ge=1)
+    """Root mean square above which a step is clipped."""
+
+
+class MuonParams(DecayingParams):
+    """With `type: Muon`: numbers of torch's Muon for matrices of blocks, and of AdamW for all others."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
+
+    nesterov: bool = True
+    """Nesterov's momentum."""
+
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations."""
+
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Size of Muon's steps: as large as AdamW's (arXiv:2502.16982), so that one lr serves both, or the original one."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+
+
+AnyParams = AdamParams | LionParams | SGDParams | MadgradParams | SM3Params | AdafactorParams | MuonParams
 
 
 @dataclass(frozen=True)
@@ -91,20 +149,26 @@ class State:
         name: Its name in the optimizer's state, and so in checkpoints.
         only_with: Number of the optimizer that is not 0 where the tensor exists; "" for none.
         axis: None if it has the parameter's shape; otherwise the one axis along which it has more than one element.
-        of: Parameters that have it.
+        of: Parameters that have it; `hidden` ones are blocks' matrices.
         bytes: Of an element.
     """
 
     name: str
     only_with: str = ""
     axis: int | None = None
-    of: Literal["all", "matrices", "vectors"] = "all"
+    of: Literal["all", "matrices", "vectors", "hidden", "others"] = "all"
     bytes: int = 4
 
-    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return its shape for a parameter of a shape; None if that has no such tensor."""
+    def shape(self, parameter: tuple[int, ...], *, hidden: bool | None = None) -> tuple[int, ...] | None:
+        """Return its shape for a parameter; None if that has no such tensor.
+
+        Args:
+            parameter: Shape of the parameter.
+            hidden: Whether it is hidden; None where that is not known.
+        """
         ndim = len(parameter)
-        if (self.of == "matrices" and ndim < 2) or (self.of == "vectors" and ndim > 1):
+        absent = {"matrices": ndim < 2, "vectors": ndim > 1, "hidden": hidden is False, "others": hidden is True}
+        if absent.get(self.of):
             return None
         if self.axis is None:
             return parameter
@@ -125,6 +189,7 @@ class OptimizerKind:
             under muP follow from it.
         elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
             work where they see whole parameters: without ZeRO and tensor ranks.
+        hidden_apart: Whether hidden parameters are updated in another way than all others.
     """
 
     names: tuple[str, ...]
@@ -134,6 +199,7 @@ class OptimizerKind:
     host_names: tuple[str, ...] = ()
     gradient_degree: float = 0.0
     elementwise: bool = True
+    hidden_apart: bool = False
 
     def states_with(self, params: OptimizerParams) -> tuple[State, ...]:
         """Return the tensors that it keeps with these numbers."""
@@ -165,11 +231,51 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             states=(State("momentum_buffer", only_with="momentum"),),
             gradient_degree=1.0,
         ),
+        "madgrad": OptimizerKind(
+            names=("madgrad_wd", "MADGRAD"),
+            params=MadgradParams,
+            states=(State("s"), State("grad_sum_sq"), State("x0")),
+            counts_steps=True,
+            gradient_degree=1 / 3,
+        ),
+        "sm3": OptimizerKind(
+            names=("SM3",),
+            params=SM3Params,
+            states=(
+                State("momentum_buffer", only_with="momentum"),
+                State("accumulator_0", axis=0),
+                State("accumulator_1", axis=1),
+            ),
+            elementwise=False,
+        ),
+        "adafactor": OptimizerKind(
+            names=("Adafactor",),
+            params=AdafactorParams,
+            states=(
+                State("row_var", axis=0, of="matrices"),
+                State("col_var", axis=1, of="matrices"),
+                State("variance", of="vectors"),
+            ),
+            counts_steps=True,
+            elementwise=False,
+        ),
+        "muon": OptimizerKind(
+            names=("Muon",),
+            params=MuonParams,
+            states=(
+                State("momentum_buffer", of="hidden"),
+                State("exp_avg", of="others"),
+                State("exp_avg_sq", of="others"),
+            ),
+            counts_steps=True,
+            elementwise=False,
+            hidden_apart=True,
+        ),
     }
 )
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; use Adam, with communication_data_type bf16 where communication is slow"
-_WITH_MUP = "set `use_mup: true` with Adam, Lion or SGD"
+_WITH_MUP = "set `use_mup: true` with Adam or SGD"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _GONE),

@@ -16,7 +16,7 @@ from neox.config.keys import REPLACEABLE, REPLACING, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
 from neox.config.validation.network import network_problems
-from neox.config.validation.optimizer import optimizer_problems
+from neox.config.validation.optimizer import optimizer_notes, optimizer_problems
 from neox.config.validation.run import run_problems
 from neox.config.validation.schedule import schedule_notes, schedule_problems
 
@@ -34,6 +34,7 @@ def notes_without_effect(config: NeoXConfig) -> list[str]:
     return [
         *_unsupported_notes(config),
         *_idle_notes(config),
+        *optimizer_notes(config),
         *schedule_notes(config),
         *_save_notes(config),
         *_replacement_notes(config),

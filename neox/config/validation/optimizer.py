@@ -5,24 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
+from neox.config.precision import choose_precision
 from neox.config.sections.model import MUP_INIT_METHODS
-from neox.config.sections.optimizer_table import AdamParams, DecayingParams, LionParams, SGDParams, plain_name
+from neox.config.sections.optimizer_table import (
+    AdafactorParams,
+    AdamParams,
+    DecayingParams,
+    LionParams,
+    MuonParams,
+    SGDParams,
+    plain_name,
+)
 
 
 def optimizer_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about the optimizer that are broken."""
     yield from _numbers(config)
     yield from _offload(config)
+    yield from _whole_parameters(config)
     yield from _mup(config)
+
+
+def optimizer_notes(config: NeoXConfig) -> list[str]:
+    """Return a note if weight decay was given to an optimizer without."""
+    if not config.given("weight_decay") or isinstance(config.optimizer.optimizer.params, DecayingParams):
+        return []
+    decay = config.describe_setting("weight_decay")
+    return [f"{decay} changes nothing with {config.describe_setting('optimizer.type')}, which has none, as in gpt-neox"]
 
 
 def _numbers(config: NeoXConfig) -> Iterator[str]:
     params, block = config.optimizer.optimizer.params, "optimizer.params"
-    if isinstance(params, AdamParams | LionParams):
+    if isinstance(params, AdamParams | LionParams | MuonParams):
         for i, beta in enumerate(params.betas):
             if not 0 <= beta < 1:
                 where = config.source_prefix(f"{block}.betas")
                 yield f"{where}`{block}.betas[{i}]: {beta}` must be in [0, 1)"
+    if isinstance(params, AdafactorParams) and min(value or 0.0 for value in params.eps) < 0:
+        yield config.problem(f"{block}.eps", "must not be negative")
     if isinstance(params, AdamParams) and params.adam_w_mode is False:
         yield config.problem(
             f"{block}.adam_w_mode", "does not work: weight decay is decoupled here, as in gpt-neox; remove it"
@@ -49,10 +69,35 @@ def _offload(config: NeoXConfig) -> Iterator[str]:
         )
 
 
+def _whole_parameters(config: NeoXConfig) -> Iterator[str]:
+    """An optimizer whose step depends on a parameter's shape works only where it sees whole parameters."""
+    kind, stage, degree = config.optimizer.optimizer.kind, "zero_optimization.stage", "model_parallel_size"
+    if kind.elementwise:
+        return
+    flat_bf16 = choose_precision(config, []) == "bf16" and config.parallelism.pipe_parallel_size > 1
+    cuts = {
+        stage: (config.value(stage) > 0, "ZeRO hands it flat pieces of them; use stage 0"),
+        degree: (config.value(degree) > 1, "tensor ranks hold parts of them; use 1"),
+        "pipe_parallel_size": (flat_bf16, "DeepSpeed's bf16 pipeline hands it flat pieces of them; use 1, or fp16"),
+    }
+    for key, (cut, why) in cuts.items():
+        if cut:
+            yield config.problem(
+                "optimizer.type",
+                f"does not work with {config.describe_setting(key)}: its step depends on the shape of whole "
+                f"parameters, and {why}, or another optimizer, such as Adam or Lion",
+            )
+
+
 def _mup(config: NeoXConfig) -> Iterator[str]:
     optimizer, model = config.optimizer, config.model
     if not optimizer.use_mup:
         return
+    params = optimizer.optimizer.params
+    if isinstance(params, MuonParams) and params.adjust_lr_fn == "original":
+        yield config.problem(
+            "optimizer.params.adjust_lr_fn", "has steps that follow the width by itself, which use_mup does; remove it"
+        )
     if optimizer.mup_base_hidden_size is None:
         yield config.problem("use_mup", "needs `mup_base_hidden_size`, the hidden_size that lr was tuned at")
     for key in ("init_method", "output_layer_init_method"):

@@ -8,6 +8,8 @@ from torch import nn
 
 from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.optim import CLASSES, NormScope, build_optimizer
+from neox.optim.groups import is_hidden
+from neox.parallel import mark_hidden
 from tests.plans import small_plan
 
 STEPS = 4
@@ -19,6 +21,7 @@ def example() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
     for p in model.parameters():
         nn.init.normal_(p, generator=generator)
+    mark_hidden(model[0].weight, True)
     steps = [
         {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()} for _ in range(STEPS)
     ]
@@ -55,6 +58,7 @@ def groups_of(model: nn.Module) -> list[dict]:
 TORCH = {
     "adam": ({"betas": [0.8, 0.95]}, lambda g: torch.optim.AdamW(g, lr=0.01, betas=(0.8, 0.95))),
     "sgd": ({}, lambda g: torch.optim.SGD(g, lr=0.01)),
+    "adafactor": ({"d": 2.0}, lambda g: torch.optim.Adafactor(g, lr=0.01, d=2.0)),
     "sgd with momentum": (
         {"momentum": 0.9, "nesterov": True},
         lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.9, nesterov=True),
@@ -87,12 +91,60 @@ def test_lion_is_the_papers_program():
         torch.testing.assert_close(moved[name].double(), p, rtol=1e-6, atol=1e-7)
 
 
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    (ours, steps), (reference, _) = example(), example()
+    moved = run(ours, built(ours, "Muon", clip=0.5, betas=[0.8, 0.95]), steps)
+    matrices, others = groups_of(reference)
+    muon = torch.optim.Muon([matrices], lr=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([others], lr=0.01, betas=(0.8, 0.95))
+    for gradients in steps:
+        for name, p in reference.named_parameters():
+            p.grad = gradients[name].clone()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        muon.step()
+        adamw.step()
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(moved[name], p.detach(), rtol=1e-3, atol=1e-4)  # Muon multiplies in bf16
+
+
+def test_sm3_of_a_vector_is_adagrad_and_of_a_matrix_bounds_its_sums():
+    """Algorithm SM3-II of the paper, element by element."""
+    (ours, steps), (reference, _) = example(), example()
+    moved = run(ours, built(ours, "sm3", momentum=0.9), steps)
+    for name, p in reference.named_parameters():
+        weights, average = p.detach().double(), torch.zeros_like(p, dtype=torch.float64)
+        rows, columns = torch.zeros(p.shape[0]).double(), torch.zeros(p.shape[-1]).double()
+        for gradients in steps:
+            g = gradients[name].double()
+            if p.dim() == 1:
+                rows = bound = rows + g**2
+            else:
+                bound = torch.minimum(rows[:, None], columns[None, :]) + g**2
+                rows, columns = bound.max(1).values, bound.max(0).values
+            average = 0.9 * average + 0.1 * g / bound.sqrt()
+            weights = weights - 0.01 * average
+        torch.testing.assert_close(moved[name].double(), weights, rtol=1e-6, atol=1e-7)
+
+
+def test_madgrad_is_the_papers_algorithm():
+    (ours, steps), (reference, _) = example(), example()
+    moved = run(ours, built(ours, "MADGRAD_WD"), steps)
+    for name, p in reference.named_parameters():
+        x, lr = p.detach().double(), 0.01 + 1e-6
+        x0, s, v = x, torch.zeros_like(x), torch.zeros_like(x)
+        for k, gradients in enumerate(steps):
+            g, weight = gradients[name].double(), lr * (k + 1) ** 0.5
+            s, v = s + weight * g, v + weight * g**2
+            x = 0.9 * x * (1 - lr * (0.1 if p.dim() > 1 else 0.0)) + 0.1 * (x0 - s / (v ** (1 / 3) + 1e-6))
+        torch.testing.assert_close(moved[name].double(), x, rtol=1e-6, atol=1e-6)
+
+
 def test_classes_have_the_tables_keys():
     assert CLASSES.keys() == OPTIMIZERS.keys()
 
 
 # Numbers with which every state exists.
-ALL_STATES = {"sgd": {"momentum": 0.9}}
+ALL_STATES = {"sgd": {"momentum": 0.9}, "sm3": {"momentum": 0.9}}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -102,7 +154,7 @@ def test_states_are_the_tables(name):
     run(model, optimizer, steps)
     for p in model.parameters():
         kept = {key: tuple(value.shape) for key, value in optimizer.state[p].items() if key != "step"}
-        wanted = {state.name: state.shape(tuple(p.shape)) for state in OPTIMIZERS[name].states}
+        wanted = {s.name: s.shape(tuple(p.shape), hidden=is_hidden(p)) for s in OPTIMIZERS[name].states}
         assert kept == {key: shape for key, shape in wanted.items() if shape is not None}
         assert ("step" in optimizer.state[p]) == OPTIMIZERS[name].counts_steps
 
@@ -120,7 +172,7 @@ def test_a_saved_state_goes_on(name):
         assert torch.equal(moved[key], expected[key]), key
 
 
-@pytest.mark.parametrize(("name", "hidden", "others"), [("Adam", 0.25, 1.0), ("SGD", 1.0, 4.0)])
+@pytest.mark.parametrize(("name", "hidden", "others"), [("Adam", 0.25, 1.0), ("SGD", 1.0, 4.0), ("Muon", 0.25, 1.0)])
 def test_learning_rates_under_mup(name, hidden, others):
     from neox.model import build_layer
     from neox.parallel import ParallelGrid
