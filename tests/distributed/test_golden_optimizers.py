@@ -26,8 +26,8 @@ RUNS = {
 }
 
 
-def initial_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Draw the weights that gpt-neox starts from: it seeds with seed + 2718, and builds every layer twice."""
+def initial_weights(seed: int, *, builds: int) -> dict[str, torch.Tensor]:
+    """Draw the weights that gpt-neox starts from: it seeds with seed + 2718, and v2.0 builds every layer twice."""
     small, wang = math.sqrt(2 / (5 * HIDDEN)), 2 / LAYERS / math.sqrt(HIDDEN)
     drawn = {"sequential.0.word_embeddings.weight": ((ROWS, HIDDEN), small)}
     whole = {}
@@ -44,7 +44,7 @@ def initial_weights(seed: int) -> dict[str, torch.Tensor]:
     drawn[f"sequential.{LAYERS + 4}.final_linear.weight"] = ((ROWS, HIDDEN), small)
     whole |= _norm(f"sequential.{LAYERS + 3}.norm")
     generator = torch.Generator().manual_seed(seed + 2718)
-    for _ in range(2):
+    for _ in range(builds):
         for name, (shape, std) in drawn.items():
             whole[name] = torch.empty(shape).normal_(0.0, std, generator=generator)
     return whole
@@ -57,9 +57,10 @@ def _norm(name: str) -> dict[str, torch.Tensor]:
 def golden_plan(name: str, directory: Path) -> RunPlan:
     """The recorded run: the first golden one with other numbers, from a checkpoint of its initial weights."""
     seed, optimizer, _ = RUNS[name]
+    weights = initial_weights(seed, builds=2 if name.startswith("v2") else 1)
     start = directory / "start" / "global_step0"
     start.mkdir(parents=True)
-    torch.save({"module": initial_weights(seed)}, start / "mp_rank_00_model_states.pt")
+    torch.save({"module": weights}, start / "mp_rank_00_model_states.pt")
     flat = yaml.safe_load((GOLDEN / BASE / f"{BASE}.yml").read_text().replace("True", "true"))
     for key in ("save", "extra_save_iters", "checkpoint_factor"):
         flat.pop(key)

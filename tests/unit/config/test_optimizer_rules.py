@@ -1,0 +1,87 @@
+"""Rules of the optimizer: names, numbers, and where those that need whole parameters work."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.config import NeoXConfig, resolve
+from neox.config.sections.optimizer_table import OPTIMIZERS, REFUSED, find_optimizer, optimizer_of_states
+from neox.errors import ConfigError
+from tests.plans import SIZES
+
+REFUSALS = [
+    ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type: 'OneBitAdam'", "no longer")),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, ("betas[1]: 1.0",)),
+    (
+        {"optimizer": {"params": {"weight_decay": 0.1}}, "weight_decay": 0.01},
+        ("weight_decay: 0.1", "weight_decay: 0.01"),
+    ),
+    ({"optimizer": {"params": {"adam_w_mode": False}}}, ("decoupled",)),
+    ({"optimizer": {"type": "lyon"}}, ("optimizer.type: 'lyon'", "did you mean Lion?")),
+    ({"optimizer": {"type": "sgd", "params": {"momentun": 0.9}}}, ("no key `momentun`", "did you mean `momentum`?")),
+    ({"optimizer": {"type": "sgd", "params": {"momentum": 1.5}}}, ("optimizer.params.momentum: 1.5", "less than 1")),
+    ({"optimizer": {"type": "sgd", "params": {"nesterov": True}}}, ("nesterov: true", "momentum")),
+    ({"optimizer": {"type": "sm3", "params": {"weight_decay": 0.1}}}, ("no key `weight_decay`",)),
+    ({"optimizer": {"type": "Adafactor", "params": {"eps": [None, -1]}}}, ("optimizer.params.eps", "negative")),
+    (
+        {"optimizer": {"type": "SM3"}, "zero_optimization": {"stage": 1}},
+        ("optimizer.type: SM3", "zero_optimization.stage: 1", "stage 0", "Adam or Lion"),
+    ),
+    ({"optimizer": {"type": "muon"}, "model_parallel_size": 2}, ("type: muon", "model_parallel_size: 2")),
+    (
+        {"optimizer": {"type": "Adafactor"}, "precision": "bf16", "pipe_parallel_size": 2},
+        ("type: Adafactor", "pipe_parallel_size: 2"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
+def test_what_does_not_work_is_refused(change, words):
+    with pytest.raises(ConfigError) as refused:
+        resolve(NeoXConfig.from_flat({**SIZES, **change}), 4, 100)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_weight_decay_without_effect_is_noted():
+    notes = resolve(NeoXConfig.from_flat({**SIZES, "optimizer": {"type": "sm3"}, "weight_decay": 0.1}), 1, 100).notes
+    assert any("weight_decay: 0.1" in note and "changes nothing" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("name", ["Adam", "adamw", "FusedAdam", "CPU_ADAM", "sm3", "madgrad_wd", "SGD", "lion", "MUON"])
+def test_names_are_understood_in_any_case(name):
+    config = NeoXConfig.from_flat({**SIZES, "optimizer": {"type": name}})
+    kind = config.optimizer.optimizer.kind
+    assert find_optimizer(name) in OPTIMIZERS
+    assert type(config.optimizer.optimizer.params) is kind.params
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_known_ones_that_are_not_supported_say_what_to_use(name):
+    with pytest.raises(ConfigError, match="Adam"):
+        NeoXConfig.from_flat({**SIZES, "optimizer": {"type": name}})
+
+
+def test_states_name_their_optimizer():
+    for name, kind in OPTIMIZERS.items():
+        assert optimizer_of_states({state.name for state in kind.states} | {"step"}) == name
+    assert optimizer_of_states(set()) == "adam"
+    assert optimizer_of_states({"exp_avg", "another"}) is None
+
+
+def test_memory_follows_the_states():
+    """Bytes of states per parameter, in fp32 without ZeRO."""
+    kept = {}
+    for name, kind in OPTIMIZERS.items():
+        flat = {**SIZES, "hidden_size": 256, "optimizer": {"type": kind.names[0]}}
+        plan = resolve(NeoXConfig.from_flat(flat), 1, 100)
+        kept[name] = plan.memory.optimizer / plan.layers.numel
+    assert {name: kept[name] for name in ("adam", "lion", "sgd", "madgrad")} == {
+        "adam": 8,
+        "lion": 4,
+        "sgd": 0,
+        "madgrad": 12,
+    }
+    assert 0 < kept["sm3"] < 0.1
+    assert 0 < kept["adafactor"] < 0.1
+    assert 4 < kept["muon"] < 5
