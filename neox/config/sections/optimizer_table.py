@@ -275,10 +275,12 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
 )
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; use Adam, with communication_data_type bf16 where communication is slow"
+_EIGHT_BIT = "states of 8 bits are not supported; Lion keeps half of what Adam keeps, Adafactor next to nothing"
 _WITH_MUP = "set `use_mup: true` with Adam or SGD"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _GONE),
+        **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit"), _EIGHT_BIT),
         **dict.fromkeys(("muadam", "muadamw", "musgd"), _WITH_MUP),
     }
 )

@@ -62,7 +62,7 @@ def _offload(config: NeoXConfig) -> Iterator[str]:
     settings, key = config.optimizer.optimizer, "zero_optimization.offload_optimizer"
     if plain_name(settings.type) not in map(plain_name, settings.kind.host_names):
         return
-    if config.value(f"{key}.device") in (None, "none") and not config.value("zero_optimization.cpu_offload"):
+    if not config.deepspeed.zero_optimization.offloads_optimizer:
         yield config.problem(
             "optimizer.type",
             f"updates states in the hosts' memory; set `{key}: {{device: cpu}}`, or use {settings.kind.names[0]}",
