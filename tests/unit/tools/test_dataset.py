@@ -1,5 +1,6 @@
 """tools/dataset.py: what it says of golden data, and what it makes of it."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -196,3 +197,28 @@ def test_count_names_sources(tool, tmp_path):
 def test_a_missing_tokenizer_file_is_said(tool, tmp_path):
     with pytest.raises(TokenizerError):
         tool("show", DATA, "--vocab-file", tmp_path / "none.json")
+
+
+def test_labels_are_shown_verified_and_split_as_their_tokens_are(tool, described, tmp_path):
+    data, prefix = IndexedDataset(described), tmp_path / "labels"
+    targets = np.where(np.arange(data.num_tokens) % 3 == 2, data.tokens.astype(np.int32), -100)
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        builder.add_documents(targets, data.sizes)
+    sidecar = Sidecar("HFTokenizer", "abc", 50, 0, True, **builder.progress, settings={"labels": True})
+    write_sidecar(prefix, sidecar)
+    assert tool("verify", prefix)[0] == 0
+    write_sidecar(prefix, dataclasses.replace(sidecar, settings={}))
+    code, text = tool("verify", prefix)
+    assert code == 1
+    assert "-100, in document 0" in text
+    text = tool("show", described, "--labels", prefix, "--documents", "1,2")[1]
+    assert text.splitlines()[:3] == ["--- document 1: 2 tokens, 1 in the loss", f"- {data[1][0]}", f"+ {data[1][1]}"]
+    for name in (described, prefix):
+        assert tool("split", name, "--output-prefix", f"{name}_part", "--split", "50,50", "--seed", 3)[0] == 0
+    for part in ("train", "valid"):
+        tokens, labels = (IndexedDataset(f"{name}_part_{part}") for name in (described, prefix))
+        assert tokens.sizes.tolist() == labels.sizes.tolist()
+        counted = labels.tokens >= 0
+        assert (tokens.tokens[counted] == labels.tokens[counted]).all()
+    with pytest.raises(DataError, match="are not the labels"):
+        tool("show", DATA, "--labels", prefix)
