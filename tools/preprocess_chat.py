@@ -6,7 +6,8 @@ r"""Convert conversations to token datasets with labels, of which only the answe
 writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
 `train_label_data_paths`. A line is `{"messages": [{"role": "user", "content": ...}, ...]}`, or with --jsonl-keys prompt
 response `{"prompt": ..., "response": ...}`. The tokenizer's own chat template makes the text. Labels are the tokens of
-answers, and -100 elsewhere. The same command resumes an interrupted run.
+answers, and -100 elsewhere. The same command resumes an interrupted run; on several machines it is `python deepy.py
+preprocess_chat.py -H hostfile ...`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ import _checkout  # noqa: F401
 from preprocess_data import add_running, input_paths, print_report
 
 from neox.arguments import ScriptParser
-from neox.errors import TokenizerError, run_script
+from neox.errors import ConfigError, TokenizerError, run_script
 from neox.log import setup_logging
-from neox.preprocess import ChatSettings, PreprocessSettings, RankInfo, TokenizerSpec, preprocess_on_rank
+from neox.preprocess import (
+    ChatSettings,
+    PreprocessSettings,
+    RankInfo,
+    TokenizerSpec,
+    check_settings,
+    preprocess_on_rank,
+)
 from neox.tokenizer import TOKENIZER_FILE
-from neox.tokenizer.chat import read_chat_template
+from neox.tokenizer.chat import ChatRenderer, read_chat_template
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,16 +82,12 @@ def vocab_file(args: argparse.Namespace) -> Path:
     return file
 
 
-def main() -> int:
-    """Run the tool."""
-    p = parser()
-    args = p.parse_args()
+def settings_of(args: argparse.Namespace) -> PreprocessSettings:
+    """Return the settings of a run from the flags. Raises NeoXError for flags or a template that cannot be."""
     if len(args.jsonl_keys) > 2:
-        p.error("--jsonl-keys takes the key of messages, or those of prompt and answer")
+        raise ConfigError("--jsonl-keys takes the key of messages, or those of prompt and answer")
     if args.no_mask and args.only_last:
-        p.error("--no-mask and --only-last exclude each other")
-    setup_logging()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
+        raise ConfigError("--no-mask and --only-last exclude each other: leave one out")
     vocab = vocab_file(args)
     chat = ChatSettings(
         template=read_chat_template(vocab, args.chat_template),
@@ -92,7 +96,8 @@ def main() -> int:
         only_last=args.only_last,
         count_all=args.no_mask,
     )
-    settings = PreprocessSettings(
+    ChatRenderer(chat.template)  # refuses what is no template
+    return PreprocessSettings(
         inputs=input_paths(args.input),
         output_prefix=args.output_prefix,
         tokenizer=TokenizerSpec(args.tokenizer_type, str(vocab), None, True),
@@ -108,6 +113,19 @@ def main() -> int:
         log_interval=args.log_interval,
         chat=chat,
     )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise NeoXError for what cannot work: what `deepy.py` asks before it starts ranks."""
+    check_settings(settings_of(args))
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    setup_logging()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
+    settings = settings_of(args)
     print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
     return 0
 

@@ -284,9 +284,10 @@ class _DatasetOpener:
                 raise DataError(f"{name}_data_weights has {len(weights)} weights for {len(paths)} {name}_data_paths")
             shares = normalized(weights if weights is not None else [1.0] * len(paths))
         needed = samples_of_each(shares, num_samples)
+        own_labels: Sequence[str | None] = labels or [None] * len(parts)
         datasets = [
             self.samples(part, range(self.documents_of(part)), count, label)
-            for part, count, label in zip(parts, needed, labels or [None] * len(parts), strict=True)
+            for part, count, label in zip(parts, needed, own_labels, strict=True)
         ]
         _log.info("%s: %s", name, ", ".join(f"{p} {100 * s:.2f} %" for p, s in zip(paths, shares, strict=True)))
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))

@@ -14,7 +14,9 @@ from neox.launch.spec import code_root
 
 # Scripts that only run a model, on any number of ranks.
 INFERENCE = ("generate", "evaluate")
-_SCRIPTS = ("train.py", "generate.py", "evaluate.py", "preprocess_data.py")
+# Tools that divide their work over ranks, without a configuration.
+TOOLS = ("preprocess_data", "preprocess_chat")
+_SCRIPTS = ("train.py", "generate.py", "evaluate.py", *(f"{name}.py" for name in TOOLS))
 
 _FLAGS_OF_KEYS = (
     "hostfile",

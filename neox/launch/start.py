@@ -44,7 +44,6 @@ from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
 
-TOOLS = frozenset({"preprocess_data"})
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _SECRETS_SECONDS = 15
 _MAX_PARALLEL = 128

@@ -29,7 +29,7 @@ from neox.config.precision import settle_precision
 from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
-from neox.launch.command_line import INFERENCE, find_lone_tool, find_script, parse_arguments
+from neox.launch.command_line import INFERENCE, TOOLS, find_lone_tool, find_script, parse_arguments
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
@@ -38,7 +38,6 @@ from neox.launch.placement import Placement, choose_hosts, host_groups, place_ra
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
 from neox.launch.start import (
-    TOOLS,
     chosen_launcher,
     launch,
     launch_tool,

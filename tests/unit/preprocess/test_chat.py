@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from neox.data import IndexedDataset, read_sidecar
 from neox.data.verify import verify_dataset
-from neox.errors import DataError, TokenizerError
+from neox.errors import DataError, NeoXError, TokenizerError
 from neox.preprocess import ChatSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate, read_chat_template
@@ -152,6 +153,29 @@ def test_a_tokenizer_that_ignores_special_tokens_is_refused(model: Path) -> None
     run = settings(model, [{"messages": as_messages(CHATS[0])}])
     with pytest.raises(TokenizerError, match="special tokens"):
         preprocess(replace(run, tokenizer=replace(run.tokenizer, special_in_text=False)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--no-mask", "--only-last"], "exclude each other"),
+        (["--jsonl-keys", "a", "b", "c"], "prompt and answer"),
+        (["--chat-template", "{0}/bad.jinja"], "line 1"),
+        (["--chat-template", "{0}/none.jinja"], "none.jinja"),
+        (["--input", "{0}/none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_ranks_start(
+    model: Path, flags: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings(model, [])
+    (model.parent / "bad.jinja").write_text("{% if %}")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "preprocess_chat.py"))
+    line = "--input {0}/in.jsonl --output-prefix {0}/out --tokenizer-path {0}/model"
+    words = [word.format(model.parent) for word in [*line.split(), *flags]]
+    with pytest.raises(NeoXError, match=reason):
+        tool["check"](tool["parser"]().parse_args(words))
 
 
 def test_gpt_neoxs_command_and_what_it_made(model: Path) -> None:
