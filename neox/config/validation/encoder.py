@@ -21,6 +21,11 @@ _CAUSAL_ALONE = {
     "reset_attention_mask": ((False,), "its samples are pairs of sentences"),
     "eod_mask_loss": ((False,), "masked tokens alone are in its loss"),
     "scaled_upper_triang_masked_softmax_fusion": ((False,), "that kernel is causal; use scaled_masked_softmax_fusion"),
+    "pack_impl": (("packed",), "its samples are pairs of sentences"),
+    **{
+        f"{split}_label_data_paths": ((None,), "masked tokens alone are in its loss")
+        for split in ("train", "valid", "test")
+    },
     "eval_tasks": ((None, ()), "tasks score next tokens"),
     "checkpoint_validation_with_forward_pass": ((False,), "that check is for causal networks"),
 }

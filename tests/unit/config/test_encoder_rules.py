@@ -19,6 +19,8 @@ NOT_BIDIRECTIONAL = [
     ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),
     ({"eval_tasks": ["lambada_openai"]}, "eval_tasks"),
+    ({"pack_impl": "unpacked"}, "pack_impl: unpacked"),
+    ({"train_data_paths": ["a"], "train_label_data_paths": ["b"]}, "train_label_data_paths: ['b']"),
     (
         {
             "curriculum_learning": {
