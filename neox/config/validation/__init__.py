@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from neox.config.architecture import described_kinds
+from neox.config.architecture import attention_impls, described_kinds
 from neox.config.keys import REPLACEABLE, REPLACING, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
@@ -99,10 +99,15 @@ def _given_fields(block: BaseModel, prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def _attention_notes(config: NeoXConfig) -> Iterator[str]:
-    """Yield that `attention_config` describes more blocks than there are."""
+    """Yield that `attention_config` describes more blocks than there are, or leaves nothing to recompute."""
     layers = config.model.num_layers or 0
     if (described := len(described_kinds(config.model.attention_config, layers))) > layers:
         yield f"{config.describe_setting('attention_config')} describes {described} layers: the first {layers} are used"
+    training = config.training
+    recomputed = training.checkpoint_activations and training.part_to_recompute == "core_attn"
+    if recomputed and config.model.pos_emb != "rpe" and {*attention_impls(config)} == {"flash"}:
+        key = config.describe_setting("recompute_granularity")
+        yield f"{key} changes nothing: flash attention, which every layer has, keeps no scores to release"
 
 
 def _save_notes(config: NeoXConfig) -> Iterator[str]:

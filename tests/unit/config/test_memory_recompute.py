@@ -42,6 +42,9 @@ def test_flash_attention_keeps_no_scores():
     flash = {"attention_config": [[["flash"], "all"]]}
     assert recomputed(recompute_granularity="core_attn", **flash) == activations(**flash)
     assert recomputed(recompute_granularity="full_attn", **flash) < activations(**flash)
+    keys = {"checkpoint_activations": True, "recompute_granularity": "selective"}
+    assert any("recompute_granularity: selective" in note for note in plan_of(**SIZES, **flash, **keys).notes)
+    assert not any("recompute_granularity" in note for note in plan_of(**SIZES, **keys).notes)
 
 
 def test_blocks_that_keep_their_activations_count_whole():
