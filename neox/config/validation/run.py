@@ -119,13 +119,6 @@ def _recompute(config: NeoXConfig) -> Iterator[str]:
         yield f"{where}`no_recompute_layers` has {outside[0]}; layers are 0 to {layers - 1}"
     if training.part_to_recompute == "full":
         return
-    if training.compile_layers:
-        compiled = config.describe_setting("compile_layers")
-        yield config.problem(
-            "recompute_granularity",
-            f"does not work with {compiled}, which chooses itself what of a layer is computed again; use full, or "
-            "remove one of them",
-        )
     if training.checkpoint_num_layers > 1:
         yield config.problem(
             "checkpoint_num_layers",
