@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
 from neox.config.neox_config import section_classes, yaml_text
 from neox.config.sections.base import any_of, conditions_of, status_of
+from neox.config.sections.optimizer import OptimizerConfig
+from neox.config.sections.optimizer_table import OPTIMIZERS
 
 PAGE = Path("configs/neox_arguments.md")
 SCHEMA = Path("configs/neox_config.schema.json")
@@ -84,6 +86,25 @@ def blocks_of(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
                 yield from ((f"{key}.{inner}", block) for inner, block in blocks_of(part))
 
 
+def optimizer_rows() -> Iterator[str]:
+    """Yield the table of optimizers: names, what each keeps, and where it works."""
+    yield "| `optimizer.type`, in any case | keeps for each parameter, beside fp32 weights | works |"
+    yield "|---|---|---|"
+    for kind in OPTIMIZERS.values():
+        kept = [
+            state.name
+            + (f" of {state.of}" if state.of != "all" else "")
+            + (f", a number for each index of axis {state.axis}" if state.axis is not None else "")
+            + (f" (with {state.only_with})" if state.only_with else "")
+            for state in kind.states
+        ]
+        names = ", ".join(f"`{name}`" for name in kind.names)
+        if kind.host_names:
+            names += f"; with offload_optimizer also {', '.join(f'`{name}`' for name in kind.host_names)}"
+        where = "ZeRO 0 to 3, any degrees" if kind.elementwise else "on whole parameters: ZeRO 0, model_parallel_size 1"
+        yield f"| {names} | {'; '.join(kept)} | {where} |"
+
+
 def page() -> str:
     """Return the Markdown page."""
     lines = [_HEAD]
@@ -91,6 +112,8 @@ def page() -> str:
         lines += [f"## {name}", "", (cls.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | since | status | meaning |", "|---|---|---|---|---|---|"]
         lines += [*section_rows(name, cls), ""]
+        if cls is OptimizerConfig:
+            lines += [*optimizer_rows(), ""]
         statuses: dict[str, str] = {}  # of blocks' keys: a refused block's are refused
         for path, block in blocks_of(cls):
             lines += [f"### {path}", "", (block.__doc__ or "").strip(), ""]

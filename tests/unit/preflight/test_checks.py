@@ -92,6 +92,11 @@ def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
     untouched = torch.optim.AdamW([torch.zeros(1)]).state_dict()  # before the first step, without moments
     torch.save({"optimizer": untouched}, client)  # without ZeRO the state is in there
     assert checkpoint_problems(config(**load), training=True) == []
+    lion = {**load, "optimizer": {"type": "Lion"}}
+    (problem,) = checkpoint_problems(config(**lion), training=True)
+    for words in ("Adam (exp_avg, exp_avg_sq)", "Lion cannot go on with", "`no_load_optim: true`", "`finetune: true`"):
+        assert words in problem
+    assert checkpoint_problems(config(**lion, no_load_optim=True), training=True) == []
 
     file = path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for key, refused in ((b"param_slice_mappings", False), (b"local_sub_partitions_of_fp32_groups", True)):
