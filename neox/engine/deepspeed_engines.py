@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
+from deepspeed.runtime.utils import has_inf_or_nan
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -40,7 +41,13 @@ _NEVER = 2**31
 
 
 class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeed's engine for the whole network on each rank (or its tensor-parallel part); ZeRO 0 to 3."""
+    """DeepSpeed's engine for the whole network on each rank (or its tensor-parallel part); ZeRO 0 to 3.
+
+    Attributes:
+        step_loss: The step's mean loss over micro batches and data ranks, on the device before the update is queued.
+    """
+
+    step_loss: Tensor
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Leave weights out of DeepSpeed's files."""
@@ -52,6 +59,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Build DeepSpeed's optimizer for bf16, with the methods of ours."""
         wrapper: BF16Optimizer = super()._configure_bf16_optimizer(optimizer)
         wrapper.__class__ = BF16Optimizer
+        return wrapper
+
+    def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Any:
+        """Build DeepSpeed's optimizer for fp16, and bf16 with ZeRO 0, which waits for the device at each gradient."""
+        wrapper = super()._configure_fp16_optimizer(optimizer, dtype)
+        wrapper.overflow_checker.has_overflow_serial = _any_not_finite
         return wrapper
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +100,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             return
         for parameter in _parameters(self.optimizer):
             parameter.grad = None
+
+
+def _any_not_finite(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any gradient holds an infinity or a NaN."""
+    found = [has_inf_or_nan(p.grad) for p in parameters if p.grad is not None]
+    return bool(torch.stack(found).any()) if found else False
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -137,11 +156,28 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         dist.broadcast(scores, src=last, group=self.mpu.get_pipe_parallel_group())
         return scores
 
+    def _optimizer_step(self) -> None:
+        """Agree on the step's loss, and update; DeepSpeed does so in the other order, and the host waits for both."""
+        loss = torch.zeros((), device=self.device)
+        if self.is_last_stage():
+            loss += self.total_loss / self.gradient_accumulation_steps()
+            if self.dp_world_size > 1:
+                dist.all_reduce(loss, group=self.mpu.get_data_parallel_group())
+                loss /= self.dp_world_size
+        dist.broadcast(loss, self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
+        self.step_loss = loss
+        self._exec_optimizer_step()
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return what `_optimizer_step` has computed."""
+        return self.step_loss
+
     _INSTRUCTION_MAP = MappingProxyType(
         {
             **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
             schedule.ForwardPass: _forward_pass,
             schedule.ReduceTiedGrads: _reduce_tied_gradients,
+            schedule.OptimizerStep: _optimizer_step,
         }
     )
 
@@ -268,6 +304,8 @@ def runtime_json(plan: RunPlan) -> dict[str, Any]:
         config["wall_clock_breakdown"] = False
     if not plan.config.given("steps_per_print"):
         config["steps_per_print"] = _NEVER
+    # They wait for the device before and after each micro batch; ours measure steps.
+    config["timers"] = {"throughput": {"enabled": plan.config.deepspeed.wall_clock_breakdown}}
     if plan.precision == "bf16":
         # Without it a NaN gradient is applied (ZeRO 2) in bf16; fp16 and fp32 always check.
         config["bf16"] = {"check_grad_overflow": True, **config.get("bf16", {})}

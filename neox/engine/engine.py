@@ -16,6 +16,7 @@ from torch import Tensor
 from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.engine.noise_scale import NoiseScale
+from neox.engine.step_values import StepValues
 from neox.engine.timers import StepTimers
 from neox.errors import TrainingError
 from neox.objectives import Batch, Objective, build_objective
@@ -82,6 +83,10 @@ class Engine:
         if keys.log_gradient_noise_scale:
             steps, on_cpu = keys.gradient_noise_scale_n_batches, keys.gradient_noise_scale_cpu_offload
             self._noise_scale = NoiseScale(optimizer, batch=plan.batch.train_batch_size, steps=steps, on_cpu=on_cpu)
+        self._values = StepValues(device, 2)
+        optimizer.register_step_pre_hook(self._before_update)
+        # For what only hosts know: they need not wait for their devices to agree on it.
+        self._hosts = dist.new_group(backend="gloo") if device.type == "cuda" and grid.world_size > 1 else None
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next micro batches, as many and as long as the plan's batch schedule says.
@@ -103,14 +108,18 @@ class Engine:
             self._timers.take()  # of evaluations
         with _readable_scaler_failure(self.iteration + 1):
             if isinstance(self.deepspeed_engine, PipelineEngine):
-                loss = float(self.deepspeed_engine.train_batch(self._stage_pairs(batches)))
+                self.deepspeed_engine.train_batch(self._stage_pairs(batches))
             else:
-                loss = self._train_plain(batches)
+                self._train_plain(batches)
         self.iteration += 1
         was_skipped = self.deepspeed_engine.skipped_steps > skipped
         timers = self._timers.take() if self._timers is not None else {}
         noise = self._noise_scale.value if self._noise_scale is not None else None
-        return StepResult(loss, self._grad_norm(was_skipped), loss_scale, lr, was_skipped, timers, noise)
+        values = self._values.take()  # none where DeepSpeed skips the update
+        loss, norm = values or (float(self.deepspeed_engine.step_loss), math.inf)
+        if self.optimizer.scope is not None:
+            norm = self.optimizer.last_norm
+        return StepResult(loss, math.inf if was_skipped else norm, loss_scale, lr, was_skipped, timers, noise)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> list[float]:
@@ -124,14 +133,14 @@ class Engine:
         total = torch.zeros(self.objective.score_count, device=self.device)
         for _ in range(count):
             total += self._computed(self.objective.scores, next(batches))
-        return self._means(total / count)
+        return self._mean(total / count).tolist()
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""
         if self.grid.world_size == 1:
             return flag
-        answer = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        answer = torch.tensor(int(flag))
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._hosts)
         return bool(answer)
 
     @property
@@ -165,17 +174,18 @@ class Engine:
             self.deepspeed_engine.reset_activation_shape()
         self._length = length
 
-    def _train_plain(self, batches: Iterator[Batch]) -> float:
+    def _train_plain(self, batches: Iterator[Batch]) -> None:
         if not self.deepspeed_engine.module.training:  # a walk over all modules
             self.deepspeed_engine.train()
         count = self.deepspeed_engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
-        for _ in range(count):
+        for number in range(1, count + 1):
             loss = self._computed(self.objective.loss, next(batches))
             total += loss.detach()
             self.deepspeed_engine.backward(loss)
+            if number == count:
+                self.deepspeed_engine.step_loss = self._mean(total / count)
             self.deepspeed_engine.step()
-        return self._means(total.unsqueeze(0) / count)[0]
 
     def _computed(self, function: Callable[..., Tensor], batch: Batch) -> Tensor:
         """Return a micro batch's loss or scores, one of the objective's functions."""
@@ -185,28 +195,34 @@ class Engine:
         return result
 
     def _on_device(self, value: Tensor) -> Tensor:
-        return value.to(self.device, non_blocking=True)
+        """Copy to the device; from pinned memory, as the host waits for a copy from any other."""
+        pinned = value.pin_memory() if self.device.type == "cuda" and value.device.type == "cpu" else value
+        return pinned.to(self.device, non_blocking=True)
 
     def _stage_pairs(
         self, batches: Iterator[Batch]
     ) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Give micro batches the form DeepSpeed's pipeline takes: the first stage's input, the last stage's targets."""
+        first, last = self.grid.pp_rank == 0, self.grid.pp_rank == self.grid.pp_size - 1
         for batch in batches:
-            values = tuple(self.objective.inputs(batch).values())
-            yield values if len(values) > 1 else values[0], self.objective.targets(batch)
+            inputs, targets = tuple(self.objective.inputs(batch).values()), self.objective.targets(batch)
+            values = tuple(map(self._on_device, inputs)) if first else inputs
+            yield (
+                values if len(values) > 1 else values[0],
+                tuple(map(self._on_device, targets)) if last else targets,
+            )
 
-    def _means(self, values: Tensor) -> list[float]:
-        """Average over data ranks."""
+    def _mean(self, value: Tensor) -> Tensor:
+        """Average over data ranks, in place."""
         if self.grid.dp_size > 1:
-            dist.all_reduce(values, group=self.grid.dp_group)
-        return [value / self.grid.dp_size for value in values.tolist()]
+            dist.all_reduce(value, group=self.grid.dp_group)
+            value /= self.grid.dp_size
+        return value
 
-    def _grad_norm(self, skipped: bool) -> float:
-        if skipped:
-            return math.inf
-        if self.optimizer.scope is not None:
-            return self.optimizer.last_norm
-        return float(self.deepspeed_engine.get_global_grad_norm())
+    def _before_update(self, *_: object) -> None:
+        """Queue the copies of this step's loss and gradient norm; called before each part of the update."""
+        norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
+        self._values.put(self.deepspeed_engine.step_loss, 0.0 if norm is None else norm)
 
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
