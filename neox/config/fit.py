@@ -101,7 +101,7 @@ def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
 
 def _setting(plan: RunPlan, *, on_cpu: bool) -> MemorySetting:
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-    return replace(setting, few_logits=on_cpu)
+    return replace(setting, on_cpu=on_cpu)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from neox.config.stages import held_parameters
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
 _REDUCE_BUCKET = 500_000_000
-# Logits that the cross entropy converts to fp32 at once.
-_LOSS_CHUNK = 2**27
+# Logits that head and cross entropy hold at once, on a GPU and on a CPU.
+_LOSS_CHUNK, _CPU_LOSS_CHUNK = 2**27, 2**21
+# DeepSpeed's defaults of ZeRO 3: elements updated at once, and gathered at once.
+_SUB_GROUP, _LIVE_PARAMETERS = 1_000_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class MemorySetting:
         hidden_dropout: Whether hidden states are dropped.
         reduce_bucket: Elements that ZeRO reduces at once.
         predicted: Tokens of a sample that go through the head.
-        few_logits: Whether one tensor rank alone computes head and loss in small chunks, as on a CPU.
+        buckets: Buffers of so many elements.
+        sub_group: Elements that ZeRO 3 updates at once.
+        live: Elements of gathered weights that ZeRO 3 holds at once.
+        on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
         states: What the optimizer keeps for each parameter.
         kept: Part of a layer's activations that is kept, beside its input.
     """
@@ -72,7 +77,10 @@ class MemorySetting:
     reduce_bucket: int
     predicted: int
     states: tuple[State, ...]
-    few_logits: bool = False
+    buckets: int
+    sub_group: int
+    live: int
+    on_cpu: bool = False
     recomputed: RecomputedPart = "full"
     keeping: tuple[int, ...] = ()
     noise_scale: bool = False
@@ -113,6 +121,9 @@ def memory_setting(
         keeping=training.no_recompute_layers or (),
         noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
         kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
+        buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
+        sub_group=zero.sub_group_size or _SUB_GROUP,
+        live=_LIVE_PARAMETERS if zero.stage3_max_live_parameters is None else zero.stage3_max_live_parameters,
     )
 
 
@@ -132,7 +143,10 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     held, trained = held + copied, trained + copied
     kept = _kept_per_parameter(here, setting.states)
     weights, (_, gradients, optimizer) = state_bytes(held, setting, kept)[0], state_bytes(trained, setting, kept)
-    return MemoryPlan(weights, gradients, optimizer, activation_bytes(layers, bounds, stage, setting))
+    working = activation_bytes(layers, bounds, stage, setting)
+    if setting.zero == 3 and setting.dp_size > 1:
+        working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
+    return MemoryPlan(weights, gradients, optimizer, max(working, step_bytes(trained, setting)))
 
 
 def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
@@ -168,24 +182,40 @@ def state_bytes(parameters: int, setting: MemorySetting, kept: float) -> tuple[i
     zero, dp, size = setting.zero, setting.dp_size, setting.bytes_per_number
     weights = size * parameters // (dp if zero >= 3 else 1)
     kept += 0 if setting.precision == "fp32" and zero == 0 else 4
-    # bf16 stages use DeepSpeed's BF16_Optimizer, which divides its states over data ranks even with ZeRO-0.
-    divided = zero >= 1 or (setting.precision == "bf16" and setting.pp_size > 1)
-    optimizer = int(kept * parameters) // (dp if divided else 1)
-    if zero >= 2:  # reduced in buckets, then only this rank's part is kept
-        gradients = 4 * parameters // dp + size * min(parameters, 2 * setting.reduce_bucket)
-    elif setting.precision == "bf16" and ((zero == 1 and setting.fp32_gradients) or setting.pp_size > 1):
-        # Accumulated ones, and the half-precision gradients of one backward pass unless they are released in it.
-        gradients = (4 if setting.fp32_gradients else size) * parameters
-        gradients += 0 if setting.immediate else size * parameters
-    else:
+    optimizer = int(kept * parameters) // (dp if zero >= 1 or _in_bf16_optimizer(setting) else 1)
+    accumulated = (4 if setting.fp32_gradients else size) * parameters
+    if _in_bf16_optimizer(setting):
+        # And the half-precision gradients of one backward pass, unless they are released in it.
+        gradients = accumulated + (0 if setting.immediate else size * parameters)
+    elif zero == 0:
         gradients = size * parameters
-    if zero == 1 and dp > 1 and not setting.fp32_gradients:
-        gradients += size * min(parameters, setting.reduce_bucket)
-    if zero == 0 and setting.precision == "fp16":
-        gradients += 4 * parameters  # cast to fp32 for the step
+    else:
+        bucket = min(parameters, setting.reduce_bucket) if setting.on_cpu else setting.reduce_bucket
+        # With ZeRO 2 and 3 they are reduced in buckets, then only this rank's part is kept.
+        gradients = (accumulated // dp if zero >= 2 else accumulated) + size * bucket * setting.buckets
     if setting.noise_scale:
         gradients += 4 * parameters
     return weights, gradients, optimizer
+
+
+def step_bytes(parameters: int, setting: MemorySetting) -> int:
+    """Return bytes that the update needs beside the states: the gradients again, in fp32; activations are gone then."""
+    if _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
+        return 0
+    if setting.zero == 0:
+        return 4 * parameters
+    mine, size = parameters // setting.dp_size, setting.bytes_per_number
+    if setting.zero == 3:
+        return 4 * min(mine, setting.sub_group)
+    # ZeRO 1 and 2 join this rank's part, and convert it. ZeRO 1 releases the other ranks' parts first.
+    joined = 4 * mine if setting.fp32_gradients or size == 4 else (size + 4) * mine
+    return joined if setting.zero == 2 else max(0, joined - size * (parameters - mine))
+
+
+def _in_bf16_optimizer(setting: MemorySetting) -> bool:
+    """Whether DeepSpeed updates by its BF16_Optimizer, which divides its states over data ranks even with ZeRO 0."""
+    accumulates = (setting.zero == 1 and setting.fp32_gradients) or (setting.zero == 0 and setting.pp_size > 1)
+    return setting.precision == "bf16" and accumulates
 
 
 def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
@@ -272,21 +302,27 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
         released = sum(parts) if setting.recomputed == "full_attn" else parts[1]
         count = sum(block not in setting.keeping for block in blocks)
         kept, working = kept - count * released, min(count, 1) * released
-    total = in_flight * kept + working
+    total = in_flight * kept
     if POSITIONS[layers.architecture.positions].biases_scores and not _trains_bias(layers):  # one for all blocks
         heads = layers.architecture.num_attention_heads // setting.tp_size
         total += in_flight * heads * setting.sequence**2 * size
     if setting.pp_size > 1:
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
-    if layers.head.kind in kinds:
-        logits = setting.micro * setting.predicted * layers.padded_vocab_size // setting.tp_size
-        total += 2 * boundary  # the final norm's input and output
-        if (
-            setting.few_logits and setting.tp_size == 1 and not layers.architecture.bidirectional
-        ):  # the gradient of the head's weight in fp32, and scaled
-            total += 8 * layers.padded_vocab_size * layers.architecture.hidden_size
-        else:  # logits, their gradient, and the fp32 chunk of the cross entropy, twice
-            total += 2 * size * logits + 8 * min(logits, _LOSS_CHUNK)
-    else:
-        total += one_layer // 2  # gradients of the layer at work
-    return total
+    # The backward pass begins with the head; then the blocks are at work, one after the other, with their gradients.
+    at_head = 2 * boundary + _head_bytes(layers, setting) if layers.head.kind in kinds else 0
+    return total + max(at_head, working + one_layer // 2)
+
+
+def _head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes of head and cross entropy, which hold the logits of a chunk of tokens at once.
+
+    Kept until the backward pass: the gradients of the hidden states, and of the head's weight in fp32. Beside them
+    either a chunk's logits are held, or the weight's gradient in the weight's type.
+    """
+    size, hidden = setting.bytes_per_number, layers.architecture.hidden_size
+    tokens, vocabulary = setting.micro * setting.predicted, layers.padded_vocab_size // setting.tp_size
+    most = _CPU_LOSS_CHUNK if setting.on_cpu else _LOSS_CHUNK
+    # On a CPU its gradient is not computed in place.
+    chunk = min(tokens, max(1, most // vocabulary)) * vocabulary * (2 * size if setting.on_cpu else size)
+    weight = vocabulary * hidden
+    return tokens * hidden * size + 4 * weight + max(chunk, weight * size if size < 4 else 0)

@@ -86,7 +86,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Estimated bytes on the fullest GPU."""
+    """Estimated bytes on the fullest GPU.
+
+    Attributes:
+        weights: Of this rank.
+        gradients: With the buffers of their reduction.
+        optimizer: Its states, and fp32 copies of weights.
+        activations: The most of what is held for a time: activations and logits, or what the update needs.
+    """
 
     weights: int
     gradients: int

@@ -129,7 +129,7 @@ def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None)
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     wanted = plan.config.training.checkpoint_num_layers if recompute else 0
     on_cpu = device is not None and device.shared
-    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted, few_logits=on_cpu))
+    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted, on_cpu=on_cpu))
 
 
 def imbalance(plan: RunPlan) -> float:

@@ -154,7 +154,7 @@ class TestHosts:
 class TestFit:
     @pytest.mark.parametrize(
         ("name", "world", "gib"),
-        [("13B", 8, 24), ("13B", 8, 12), ("6-7B", 8, 24), ("pythia/160M", 1, 12), ("20B", 8, 24), ("175B", 96, 12)],
+        [("13B", 8, 24), ("13B", 8, 12), ("6-7B", 8, 24), ("pythia/160M", 1, 8), ("20B", 8, 24), ("175B", 96, 12)],
     )
     def test_what_is_proposed_resolves_and_fits(self, name, world, gib):
         plan = shipped(name, world)
@@ -168,10 +168,10 @@ class TestFit:
 
     def test_sentence(self):
         assert problem_of(shipped("20B", 96), 80) is None
-        sentence = problem_of(shipped("pythia/160M", 1), 12)
+        sentence = problem_of(shipped("pythia/160M", 1), 8)
         assert "does not fit" in sentence
         assert "--set train_micro_batch_size_per_gpu=" in sentence
-        assert "on 2 of these with the same settings" in problem_of(shipped("6-7B", 1), 80)
+        assert "on 2 of these with " in problem_of(shipped("6-7B", 1), 80)
 
     def test_nothing_fits(self):
         assert "nor with more ranks" in problem_of(shipped("175B", 96), 3)

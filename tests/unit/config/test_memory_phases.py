@@ -1,0 +1,77 @@
+"""What is held for a time: head and loss, the update's copies, buffers of reductions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from neox.config import memory
+from neox.config.memory import memory_setting, stage_memory, state_bytes, step_bytes
+from neox.model.cross_entropy import CHUNK_ELEMENTS
+from tests.plans import SIZES, plan_of, small_plan
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def setting_of(plan, **changes):
+    return replace(memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention), **changes)
+
+
+def test_chunks_are_the_heads():
+    assert (CHUNK_ELEMENTS["cuda"], CHUNK_ELEMENTS["cpu"]) == (memory._LOSS_CHUNK, memory._CPU_LOSS_CHUNK)
+
+
+def test_whole_logits_are_never_held():
+    """A vocabulary beside which the rest is small: the estimate does not grow with tokens x vocabulary."""
+    plan = plan_of(
+        1,
+        50_000,
+        **{
+            **SIZES,
+            **BF16,
+            "zero_optimization": {"stage": 1},
+            "seq_length": 2048,
+            "attention_config": [[["flash"], "all"]],
+        },
+    )
+    bounds = [0, len(plan.layers)]
+    small, large = (
+        stage_memory(plan.layers, bounds, 0, setting_of(plan, micro=micro)).activations for micro in (8, 64)
+    )
+    assert large - small < 56 * 2048 * plan.padded_vocab_size
+    weight = plan.padded_vocab_size * 64
+    assert small > (4 + 2) * weight  # the head's gradient in fp32, then in bf16
+
+
+@pytest.mark.parametrize(
+    ("keys", "per_parameter"),
+    [
+        ({**BF16, "zero_optimization": {"stage": 1}}, 2 + 4 + 12),
+        ({**BF16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True, "immediate_grad_update": False}}, 20),
+        ({**BF16, "pipe_parallel_size": 2}, 2 + 2 + 12),
+        (BF16, 2 + 2 + 12),
+        ({}, 16),
+    ],
+)
+def test_bytes_of_a_parameter(keys, per_parameter):
+    plan = small_plan(2 if "pipe_parallel_size" in keys else 1, **keys)
+    assert sum(state_bytes(1000, setting_of(plan))) == 1000 * per_parameter
+
+
+def test_the_update_needs_gradients_in_fp32():
+    plan = small_plan(2, fp16={"enabled": True}, zero_optimization={"stage": 1})
+    assert step_bytes(1000, setting_of(plan, zero=2)) == (4 + 2) * 500
+    assert step_bytes(1000, setting_of(plan)) == (4 + 2) * 500 - 2 * 500  # the other rank's part is released
+    assert step_bytes(1000, setting_of(plan, zero=0)) == 4000
+    assert step_bytes(1000, setting_of(plan, zero=3, sub_group=100)) == 400
+    assert step_bytes(1000, setting_of(plan, precision="bf16", zero=1, fp32_gradients=True)) == 0
+
+
+def test_overlapped_reductions_have_two_buffers():
+    keys = {"fp16": {"enabled": True}}
+    plain, overlapped = (
+        small_plan(2, **keys, zero_optimization={"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": on})
+        for on in (False, True)
+    )
+    assert overlapped.memory.gradients - plain.memory.gradients == 2 * 1000
