@@ -1,4 +1,4 @@
-"""Background saves (`async_save`): state is copied to CPU memory, then written and committed while training goes on."""
+"""Background saves (`async_save`): state is copied to CPU memory, written and committed while training goes on."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class BackgroundSaves:
         writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim, deferred=True)
         iteration = engine.iteration
         staged = stage_files(engine, save, writer)
+        engine.hold_next_update(writer.copies)
         stall = time.perf_counter() - started
 
         def finish() -> None:

@@ -57,16 +57,27 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     if device.type == "cpu":
         _prepare_cpu()
     if not dist.is_initialized():
-        # The launcher notices a hang first and shows every rank's stack; this timeout is for other launchers.
-        timeout = timedelta(seconds=plan.config.training.hang_timeout + 60)
         backend = choose_backend(plan.config.runner.distributed_backend, device)
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(
+            dist_backend=backend, timeout=_patience(plan), auto_mpi_discovery=False, verbose=False
+        )
     else:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     for name in invented:  # a child process must not take this process's port for its own
         os.environ.pop(name, None)
     grid = ParallelGrid.build(plan.grid)
     return grid, device
+
+
+def limit_collectives(plan: RunPlan) -> None:
+    """Let every process group give up after the same time: torch gives those made later 10 minutes (NCCL) or 30."""
+    for group in tuple(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(_patience(plan), group)
+
+
+def _patience(plan: RunPlan) -> timedelta:
+    """Return how long collectives wait. The launcher notices a hang first, and shows every rank's stack."""
+    return timedelta(seconds=plan.config.training.hang_timeout + 60)
 
 
 def check_deepspeed(version: str) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
+from neox.engine.distributed import limit_collectives
+from neox.engine.host_copies import HostCopies
 from neox.engine.noise_scale import NoiseScale
 from neox.engine.step_values import StepValues
 from neox.engine.timers import StepTimers
@@ -84,9 +86,11 @@ class Engine:
             steps, on_cpu = keys.gradient_noise_scale_n_batches, keys.gradient_noise_scale_cpu_offload
             self._noise_scale = NoiseScale(optimizer, batch=plan.batch.train_batch_size, steps=steps, on_cpu=on_cpu)
         self._values = StepValues(device, 2)
+        self._copies: HostCopies | None = None
         optimizer.register_step_pre_hook(self._before_update)
         # For what only hosts know: they need not wait for their devices to agree on it.
         self._hosts = dist.new_group(backend="gloo") if device.type == "cuda" and grid.world_size > 1 else None
+        limit_collectives(plan)
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next micro batches, as many and as long as the plan's batch schedule says.
@@ -149,6 +153,10 @@ class Engine:
         if self.plan.precision != "fp16":
             return 1.0
         return float(self.deepspeed_engine.optimizer.loss_scale)
+
+    def hold_next_update(self, copies: HostCopies) -> None:
+        """Let the next update begin after these copies of the state."""
+        self._copies = copies
 
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
@@ -221,6 +229,9 @@ class Engine:
 
     def _before_update(self, *_: object) -> None:
         """Queue the copies of this step's loss and gradient norm; called before each part of the update."""
+        if self._copies is not None:
+            self._copies.hold()
+            self._copies = None
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
         self._values.put(self.deepspeed_engine.step_loss, 0.0 if norm is None else norm)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import FILE as LOGITS
 from neox.engine.forward_check import fixed_logits
+from neox.engine.host_copies import HostCopies, snapshot
 from neox.engine.reshard import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
@@ -57,6 +57,7 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         self.name = "layer-files"
         self.with_optimizer, self.deferred = with_optimizer, deferred
         self.failure: CheckpointError | None = None
+        self.copies = HostCopies()
         self._queue: list[tuple[Path, Any]] = []
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -73,7 +74,7 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
     def put(self, path: Path, value: Any) -> None:
         """Write a file, or queue a copy of its content."""
         if self.deferred:
-            self._queue.append((path, snapshot(value)))
+            self._queue.append((path, snapshot(value, self.copies)))
             return
         try:
             save_file(path, value)
@@ -89,6 +90,7 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
 
     def write_queued(self) -> None:
         """Write what is queued, and release each copy once it is on disk. Raises CheckpointError."""
+        self.copies.wait()
         while self._queue:
             save_file(*self._queue.pop(0))
 
@@ -99,30 +101,6 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Do nothing: `commit_files` commits."""
         return True
-
-
-def snapshot(value: Any, seen: dict[int, Tensor] | None = None) -> Any:
-    """Copy a state dict into CPU memory; a tensor that occurs twice is copied once.
-
-    Args:
-        value: Tensors and plain values in dictionaries, lists and tuples.
-        seen: Copies made so far, by id of the tensor.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = value.detach().to("cpu", copy=True)
-        return seen[id(value)]
-    if type(value) in (list, tuple):
-        return type(value)(snapshot(item, seen) for item in value)
-    if type(value) is dict:
-        return {key: snapshot(item, seen) for key, item in value.items()}
-    if isinstance(value, Mapping):  # OrderedDict and similar types stay what they are
-        copied: Any = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = snapshot(item, seen)
-        return copied
-    return copy.deepcopy(value)
 
 
 def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:

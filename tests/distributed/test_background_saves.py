@@ -103,11 +103,11 @@ def test_background_saves_and_stored_logits(tmp_path):
 def test_a_snapshot_keeps_the_values_and_the_sharing():
     from collections import OrderedDict
 
-    from neox.engine.saving import snapshot
+    from neox.engine.host_copies import HostCopies, snapshot
 
     tensor = torch.arange(4.0)
     state = {"a": tensor, "b": [tensor, (1, "x")], "c": OrderedDict(d=tensor[1:3])}
-    copied = snapshot(state)
+    copied = snapshot(state, HostCopies())
     tensor.zero_()
     assert copied["a"].tolist() == [0, 1, 2, 3]
     assert copied["a"] is copied["b"][0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
-from neox.engine.saving import snapshot
+from neox.engine.host_copies import HostCopies, snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
@@ -135,7 +135,7 @@ def as_gpt_neox_writes(path, **changed):
     for file in path.glob("mp_rank_*"):
         state = {key: value for key, value in load_file(file).items() if key not in ("layout", ORDER)}
         file.unlink()  # still mapped
-        save_file(file, snapshot({**state, **changed}))
+        save_file(file, snapshot({**state, **changed}, HostCopies()))
 
 
 def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
