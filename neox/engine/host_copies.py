@@ -18,8 +18,8 @@ class HostCopies:
     """Copies of tensors in CPU memory: of a GPU's in pinned memory, by a stream of its own.
 
     The GPU goes on with the forward and backward pass meanwhile. What overwrites the tensors calls `hold` before, and
-    who reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds sizes up to powers of two
-    unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
+    who reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds sizes up to powers of
+    two unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,38 @@
+"""The checks of `tests/gpu` on a CPU, so that on a GPU only the GPU is new."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.spawn import run_ranks
+from tests.gpu import engine_checks as checks
+
+
+def everyday():
+    """The checks of what most runs do, one after the other in one process, as on a GPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        checks.losses_follow_the_plain_loop("bf16", 1)
+        checks.updates_wait_for_copies()
+        checks.a_resumed_run_goes_on(Path(directory, "run"))
+        checks.generates_what_the_cpu_does(Path(directory, "text"))
+
+
+def the_rest():
+    """Every precision and ZeRO stage, and dropout with recomputation."""
+    for precision in checks.PRECISIONS:
+        for zero in range(4):
+            checks.losses_follow_the_plain_loop(precision, zero)
+    checks.recomputation_repeats_dropout()
+    with tempfile.TemporaryDirectory() as directory:
+        for precision, zero in (("fp32", 0), ("fp16", 2), ("bf16", 3)):
+            checks.a_resumed_run_goes_on(Path(directory, f"{precision}-{zero}"), precision, zero)
+
+
+def test_everyday_checks():
+    run_ranks(1, everyday)
+
+
+@pytest.mark.slow
+def test_all_checks():
+    run_ranks(1, the_rest, timeout=500)

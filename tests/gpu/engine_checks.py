@@ -1,0 +1,129 @@
+"""What the engine must do on any one device: each check runs on a GPU where there is one, and on a CPU else.
+
+Numbers are compared with a plain loop in fp32 on the CPU. Bit-exactness is claimed on CPUs alone; these bounds are for
+all devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from neox.config import RunPlan
+from neox.engine import BackgroundSaves, Engine, initialize_distributed, initialize_engine, open_engine
+from neox.engine.host_copies import HostCopies
+from neox.generation.decoding import decode
+from neox.generation.load import load_model
+from neox.generation.request import SamplingParams
+from neox.model import GPT
+from neox.optim import LRSchedule, NormScope, build_optimizer
+from neox.parallel import ParallelGrid
+from tests.distributed.training_runs import batches, tiny_plan
+from tests.losses import causal_lm_loss
+
+STEPS = 4
+BOUNDS = {"fp32": 2e-4, "fp16": 5e-3, "bf16": 2e-2}
+PRECISIONS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}, "bf16": {"precision": "bf16"}}
+
+
+def plain_curve(steps: int = STEPS) -> list[float]:
+    """Losses of a plain loop: four micro batches, clipping, AdamW, schedule."""
+    plan, grid = tiny_plan(1), ParallelGrid.single()
+    model = GPT(plan, grid)
+    optimizer = build_optimizer(plan, model.named_parameters(), NormScope(None, lambda _: True))
+    schedule, data, losses = LRSchedule(plan, optimizer), batches(plan, 0), []
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(plan.batch.gradient_accumulation_steps):
+            batch = next(data)
+            loss = causal_lm_loss(model, batch["tokens"], batch["labels"], batch["loss_mask"])
+            (loss / plan.batch.gradient_accumulation_steps).backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(total / plan.batch.gradient_accumulation_steps)
+    return losses
+
+
+def build(plan: RunPlan) -> Engine:
+    """Return an engine with initial weights."""
+    return initialize_engine(plan, *initialize_distributed(plan))
+
+
+def curve(engine: Engine, steps: int = STEPS) -> list[float]:
+    """Return the losses of the engine's next steps."""
+    data = batches(engine.plan, 0, engine.iteration * engine.plan.batch.gradient_accumulation_steps)
+    return [engine.train_batch(data).loss for _ in range(steps)]
+
+
+def close(ours: list[float], expected: list[float], precision: str) -> None:
+    """Compare losses within the bound of a precision."""
+    bound = BOUNDS[precision]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=bound, atol=0)
+
+
+def losses_follow_the_plain_loop(precision: str, zero: int, **keys: object) -> None:
+    """The curve of a precision and a ZeRO stage."""
+    plan = tiny_plan(1, zero=zero, **PRECISIONS[precision], **keys)
+    close(curve(build(plan)), plain_curve(), precision)
+
+
+def recomputation_repeats_dropout() -> None:
+    """Equal curves with and without recomputation, and another one without dropout."""
+    keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    kept, again = (curve(build(tiny_plan(1, checkpoint_activations=on, **keys))) for on in (False, True))
+    close(again, kept, "fp32")
+    assert abs(kept[0] - plain_curve(1)[0]) > 1e-3
+
+
+def a_resumed_run_goes_on(directory: Path, precision: str = "bf16", zero: int = 1) -> None:
+    """Save in the background after two steps, train on, and resume: the copies are of the moment of the save."""
+    keys = {**PRECISIONS[precision], "zero": zero, "save": str(directory), "async_save": True}
+    whole = build(tiny_plan(1, **keys))
+    curve(whole, 2)
+    saves = BackgroundSaves(whole)
+    saves.start(directory)
+    rest = curve(whole, 2)  # changes what is being written
+    saves.wait()
+    assert [report.iteration for report in saves.take_reports()] == [2]
+    plan = tiny_plan(1, **keys, load=str(directory))
+    resumed = open_engine(plan, *initialize_distributed(plan))
+    assert resumed.iteration == 2
+    close(curve(resumed, 2), rest, "fp32")
+
+
+def updates_wait_for_copies() -> None:
+    """The update after a background save is queued behind its copies."""
+    engine = build(tiny_plan(1, zero=1, precision="bf16"))
+    weights = next(engine.deepspeed_engine.module.parameters())
+    before, seen = weights.detach().clone(), []
+
+    class Copies(HostCopies):
+        def hold(self) -> None:
+            seen.append(torch.equal(weights, before))
+
+    engine.hold_next_update(Copies())
+    data = batches(engine.plan, 0)
+    for _ in range(3):  # the first step's learning rate is 0
+        engine.train_batch(data)
+    assert seen == [True]
+    assert not torch.equal(weights, before)
+
+
+def generates_what_the_cpu_does(directory: Path) -> None:
+    """Greedy continuations of a saved model on this device and on the CPU, in fp32."""
+    engine = build(tiny_plan(1, save=str(directory)))
+    curve(engine, 2)
+    saves = BackgroundSaves(engine)
+    saves.start(directory)
+    saves.wait()
+    params, codec = SamplingParams(max_new_tokens=6), SimpleNamespace(eod=59, decode=str)
+    texts = []
+    for device in (torch.device("cpu"), engine.device):
+        plan = tiny_plan(1)
+        model = load_model(plan, directory / "global_step2", ParallelGrid.single(), device)
+        texts.append([result.tokens for result in decode(model, [[1, 2, 3], [4, 5]], params, codec)])
+    assert texts[0] == texts[1]

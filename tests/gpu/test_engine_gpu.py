@@ -1,0 +1,41 @@
+"""The engine on a GPU, in one process: precisions and ZeRO stages, recomputation, compilation, saves, generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import engine_checks as checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("precision", checks.PRECISIONS)
+def test_losses_follow_the_plain_loop(precision: str, zero: int):
+    checks.losses_follow_the_plain_loop(precision, zero)
+
+
+def test_recomputation_repeats_dropout():
+    checks.recomputation_repeats_dropout()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_train(recompute: bool):
+    checks.losses_follow_the_plain_loop("bf16", 1, compile_layers=True, checkpoint_activations=recompute)
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)])
+def test_a_resumed_run_goes_on(tmp_path, precision: str, zero: int):
+    checks.a_resumed_run_goes_on(tmp_path, precision, zero)
+
+
+def test_updates_wait_for_copies():
+    checks.updates_wait_for_copies()
+
+
+def test_generates_what_the_cpu_does(tmp_path):
+    checks.generates_what_the_cpu_does(tmp_path)
