@@ -56,7 +56,7 @@ def test_whole_logits_are_never_held():
 )
 def test_bytes_of_a_parameter(keys, per_parameter):
     plan = small_plan(2 if "pipe_parallel_size" in keys else 1, **keys)
-    assert sum(state_bytes(1000, setting_of(plan))) == 1000 * per_parameter
+    assert sum(state_bytes(1000, setting_of(plan), 8)) == 1000 * per_parameter
 
 
 def test_the_update_needs_gradients_in_fp32():
