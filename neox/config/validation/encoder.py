@@ -21,6 +21,7 @@ _CAUSAL_ALONE = {
     "reset_attention_mask": ((False,), "its samples are pairs of sentences"),
     "eod_mask_loss": ((False,), "masked tokens alone are in its loss"),
     "scaled_upper_triang_masked_softmax_fusion": ((False,), "that kernel is causal; use scaled_masked_softmax_fusion"),
+    "num_train_epochs": ((None,), "the samples of a pass are not known before they are made; give train_iters"),
     "pack_impl": (("packed",), "its samples are pairs of sentences"),
     **{
         f"{split}_label_data_paths": ((None,), "masked tokens alone are in its loss")

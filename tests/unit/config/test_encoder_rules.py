@@ -19,6 +19,7 @@ NOT_BIDIRECTIONAL = [
     ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),
     ({"eval_tasks": ["lambada_openai"]}, "eval_tasks"),
+    ({"num_train_epochs": 2, "train_iters": None}, "num_train_epochs: 2"),
     ({"pack_impl": "unpacked"}, "pack_impl: unpacked"),
     ({"train_data_paths": ["a"], "train_label_data_paths": ["b"]}, "train_label_data_paths: ['b']"),
     (
