@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,35 @@ class NormScope:
 
     group: dist.ProcessGroup | None
     counts: Callable[[Tensor], bool]
+
+
+# Elements of parameters that are updated together, where a step needs temporary tensors of their size.
+_PIECE = 2**24
+
+
+def pieces(*tensors: list[Tensor], largest: int = _PIECE) -> Iterator[list[list[Tensor]]]:
+    """Cut lists of tensors into flat parts, so that temporary tensors of their size stay small.
+
+    Args:
+        tensors: Lists of equal lengths, of contiguous tensors; the first of each have one shape, ...
+        largest: Elements in the parts that are yielded together.
+
+    Yields:
+        Lists of views, in the order of the arguments.
+    """
+    batch: list[list[Tensor]] = []
+    size = 0
+    for same in zip(*tensors, strict=True):
+        flat = [tensor.view(-1) for tensor in same]
+        for start in range(0, flat[0].numel(), largest):
+            part = [tensor[start : start + largest] for tensor in flat]
+            if batch and size + part[0].numel() > largest:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch, size = [], 0
+            batch.append(part)
+            size += part[0].numel()
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)]
 
 
 def without_dynamo(method: Any) -> Any:
@@ -95,7 +124,7 @@ class ClippedOptimizer(WithoutDynamo):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                self.update_group(group, parameters, [p.grad for p in parameters])
+                self.update_group(group, parameters, [p.grad.contiguous() for p in parameters])
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update a group's parameters, all on one device and of one type, with gradients that are clipped."""

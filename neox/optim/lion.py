@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.clipping import ClippedOptimizer, NormScope, pieces
 
 
 class Lion(ClippedOptimizer):
@@ -34,11 +34,12 @@ class Lion(ClippedOptimizer):
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update a group's parameters."""
-        momentum, (share, decay) = self.states(parameters, "exp_avg"), group["betas"]
-        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
-        directions = torch._foreach_mul(momentum, share)
-        torch._foreach_add_(directions, gradients, alpha=1.0 - share)
-        torch._foreach_sign_(directions)
-        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
-        torch._foreach_mul_(momentum, decay)
-        torch._foreach_add_(momentum, gradients, alpha=1.0 - decay)
+        share, decay = group["betas"]
+        for weights, slopes, momentum in pieces(parameters, gradients, self.states(parameters, "exp_avg")):
+            torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+            directions = torch._foreach_mul(momentum, share)
+            torch._foreach_add_(directions, slopes, alpha=1.0 - share)
+            torch._foreach_sign_(directions)
+            torch._foreach_add_(weights, directions, alpha=-group["lr"])
+            torch._foreach_mul_(momentum, decay)
+            torch._foreach_add_(momentum, slopes, alpha=1.0 - decay)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.clipping import ClippedOptimizer, NormScope, pieces
 
 
 class MADGRAD(ClippedOptimizer):
@@ -42,16 +42,17 @@ class MADGRAD(ClippedOptimizer):
             if "x0" not in self.state[p]:
                 self.state[p] |= {"step": torch.zeros(()), "x0": p.clone()}
         states = [self.state[p] for p in parameters]
-        sums, squares = self.states(parameters, "s"), self.states(parameters, "grad_sum_sq")
-        lr, share = group["lr"] + group["eps"], 1.0 - group["momentum"]
-        weight = lr * (float(states[0]["step"]) + 1.0) ** 0.5
-        torch._foreach_mul_(parameters, 1.0 - lr * group["weight_decay"])
-        torch._foreach_add_(sums, gradients, alpha=weight)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=weight)
-        roots = torch._foreach_pow(squares, 1.0 / 3.0)
-        torch._foreach_add_(roots, group["eps"])
-        targets = torch._foreach_addcdiv([state["x0"] for state in states], sums, roots, value=-1.0)
-        torch._foreach_mul_(parameters, group["momentum"])
-        torch._foreach_add_(parameters, targets, alpha=share)
+        kept = (self.states(parameters, name) for name in ("x0", "s", "grad_sum_sq"))
+        lr, momentum = group["lr"] + group["eps"], group["momentum"]
+        scale = lr * (float(states[0]["step"]) + 1.0) ** 0.5
+        for weights, slopes, starts, sums, squares in pieces(parameters, gradients, *kept):
+            torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
+            torch._foreach_add_(sums, slopes, alpha=scale)
+            torch._foreach_addcmul_(squares, slopes, slopes, value=scale)
+            roots = torch._foreach_pow(squares, 1.0 / 3.0)
+            torch._foreach_add_(roots, group["eps"])
+            targets = torch._foreach_addcdiv(starts, sums, roots, value=-1.0)
+            torch._foreach_mul_(weights, momentum)
+            torch._foreach_add_(weights, targets, alpha=1.0 - momentum)
         for state in states:
             state["step"] += 1

@@ -120,7 +120,7 @@ class MuonParams(DecayingParams):
     """With `type: Muon`: numbers of torch's Muon for matrices of blocks, and of AdamW for all others."""
 
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of Muon's momentum."""
+    """Decay rate of Muon's momentum. The matrix of queries, keys and values is one matrix."""
 
     nesterov: bool = True
     """Nesterov's momentum."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from neox.optim import NormScope, parameter_groups
 from neox.optim.adamw import AdamW
+from neox.optim.clipping import pieces
 
 
 def tiny():
@@ -18,6 +19,19 @@ def tiny():
 def optimizer_of(model, max_norm, counts=lambda p: True):
     groups = parameter_groups(model.named_parameters(), 0.1)
     return AdamW(groups, max_norm=max_norm, scope=NormScope(None, counts), lr=0.1)
+
+
+def test_pieces_are_views_of_everything_and_small():
+    lists = [[torch.arange(7.0) + n, torch.zeros(2, 3) + n, torch.zeros(0), torch.ones(2) + n] for n in range(2)]
+    seen = []
+    for first, second in pieces(*lists, largest=4):
+        assert sum(part.numel() for part in first) <= 4
+        assert [p.shape for p in first] == [p.shape for p in second]
+        seen.append(torch.cat(first))
+        for part in second:
+            part.fill_(-1.0)
+    assert torch.equal(torch.cat(seen), torch.cat([tensor.reshape(-1) for tensor in lists[0]]))
+    assert all((tensor == -1.0).all() for tensor in lists[1])
 
 
 def test_matrices_decay_and_vectors_do_not():
