@@ -17,6 +17,9 @@ from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
 
+DRAWN_ON_DEVICE = 10**9
+"""Parameters from which on initial weights are drawn on their device: a CPU core draws a billion in ten seconds."""
+
 
 def build_layer(
     plan: RunPlan,
@@ -115,6 +118,7 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
         width_multiplier=plan.config.optimizer.width_multiplier(plan.architecture.hidden_size),
         scale=plan.config.optimizer.mup_init_scale if plan.config.optimizer.use_mup else 1.0,
         prompt_range=prompt.init_range if prompt else 0.0,
+        on_device=plan.layers.numel >= DRAWN_ON_DEVICE,
     )
 
 

@@ -1,7 +1,8 @@
 """Initial weights: NeoX's distributions, drawn so that they depend on (seed, layer index, parameter name) alone.
 
-Each full tensor is drawn on the CPU in fp32 from a generator of its own and then sliced, so that every layout of pipe,
-tensor and data ranks starts from the same model, and at most one full tensor is in memory.
+Each full tensor is drawn in fp32 from a generator of its own and then sliced, so that every layout of pipe, tensor and
+data ranks starts from the same model, and at most one full tensor is in memory. It is drawn on the CPU, whose numbers
+are the same everywhere; for big networks on the GPU, whose numbers are those of its kind.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_hidden, ma
 def draw(
     method: str, shape: tuple[int, ...], generator: torch.Generator, *, std: float, layers: int, hidden: float
 ) -> Tensor:
-    """Draw a weight [out, in] in fp32 on the CPU by one of NeoX's methods.
+    """Draw a weight [out, in] in fp32 on the generator's device by one of NeoX's methods.
 
     std: `init_method_std`; layers: number of blocks; hidden: hidden size. small_init: arXiv:1910.05895; wang_init:
     Mesh-Transformer-JAX; scaled_normal: GPT-2; xavier: Glorot and Bengio 2010; orthogonal: arXiv:1312.6120.
     """
-    weight = torch.empty(shape, dtype=torch.float32)
+    weight = torch.empty(shape, dtype=torch.float32, device=generator.device)
     deviations = {
         "normal": std,
         "scaled_normal": std / math.sqrt(2.0 * layers),
@@ -62,6 +63,7 @@ def initialize_layer(
     width_multiplier: float = 1.0,
     scale: float = 1.0,
     prompt_range: float = 0.5,
+    on_device: bool = False,
 ) -> None:
     """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros.
 
@@ -79,6 +81,7 @@ def initialize_layer(
             1 / sqrt(m) of them, and 1 / m of the learning rate.
         scale: Factor of everything drawn.
         prompt_range: A soft prompt is uniform up to it on both sides of zero.
+        on_device: Draw on the parameters' device.
     """
     parameters = dict(layer.named_parameters())
     for spec in entry.parameters:
@@ -91,11 +94,15 @@ def initialize_layer(
         if spec.init in ("ones", "zeros"):
             target.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
-        generator = torch.Generator().manual_seed(
+        generator = torch.Generator(target.device if on_device else "cpu").manual_seed(
             derive_seed(seed, "weights", spec.shared_with or entry.index, spec.name)
         )
         if spec.init == "prompt":
-            target.copy_(torch.empty(spec.shape).uniform_(-prompt_range, prompt_range, generator=generator))
+            target.copy_(
+                torch.empty(spec.shape, device=generator.device).uniform_(
+                    -prompt_range, prompt_range, generator=generator
+                )
+            )
             continue
         methods = {"weight": init_method, "output_weight": output_layer_init_method}
         method = methods.get(spec.init, spec.init)

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.spawn import run_ranks
 from tests.gpu import engine_checks as checks
@@ -36,3 +37,7 @@ def test_everyday_checks():
 @pytest.mark.slow
 def test_all_checks():
     run_ranks(1, the_rest, timeout=500)
+
+
+def test_big_networks_repeat_their_weights():
+    checks.big_networks_repeat_their_weights(torch.device("cpu"))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
+import neox.model.build
 from neox.config import RunPlan
 from neox.engine import BackgroundSaves, Engine, initialize_distributed, initialize_engine, open_engine
 from neox.engine.host_copies import HostCopies
@@ -127,3 +129,14 @@ def generates_what_the_cpu_does(directory: Path) -> None:
         model = load_model(plan, directory / "global_step2", ParallelGrid.single(), device)
         texts.append([result.tokens for result in decode(model, [[1, 2, 3], [4, 5]], params, codec)])
     assert texts[0] == texts[1]
+
+
+def big_networks_repeat_their_weights(device: torch.device) -> None:
+    """Weights that are drawn on a device are the same each time, and of the same spread as a CPU's."""
+    plan, grid = tiny_plan(1), ParallelGrid.single()
+    usual = GPT(plan, grid, device=device)
+    with mock.patch.object(neox.model.build, "DRAWN_ON_DEVICE", 0):
+        first, second = (GPT(plan, grid, device=device) for _ in range(2))
+    for name, weight in first.named_parameters():
+        assert torch.equal(weight, second.get_parameter(name)), name
+        torch.testing.assert_close(weight.std(), usual.get_parameter(name).std(), rtol=0.2, atol=1e-6)

@@ -39,3 +39,7 @@ def test_updates_wait_for_copies():
 
 def test_generates_what_the_cpu_does(tmp_path):
     checks.generates_what_the_cpu_does(tmp_path)
+
+
+def test_big_networks_repeat_their_weights():
+    checks.big_networks_repeat_their_weights(torch.device("cuda"))
