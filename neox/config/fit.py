@@ -91,12 +91,38 @@ def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
     if not training:
         return inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
     stage = plan.grid.coordinates(rank)[0]
-    return stage_memory(plan.layers, plan.stage_bounds, stage, _setting(plan, on_cpu=True)).total
+    memory = stage_memory(plan.layers, plan.stage_bounds, stage, _setting(plan, on_cpu=True))
+    return memory.total + memory.host
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
     """Return the estimate of the fullest rank in training on its device."""
     return fullest_stage(plan.layers, plan.stage_bounds, _setting(plan, on_cpu=device.shared))
+
+
+def needed_bytes(memory: MemoryPlan, device: Device) -> int:
+    """Return the bytes of an estimate that a device holds: on CPUs also what is offloaded to main memory."""
+    return memory.total + (memory.host if device.shared else 0)
+
+
+def host_problem(plan: RunPlan, ranks: int, host: str, available: int | None) -> str | None:
+    """Return a message if the states that so many GPU ranks of a host offload do not fit in its main memory.
+
+    Args:
+        plan: The plan.
+        ranks: Ranks on the host.
+        host: Its name.
+        available: Bytes that the host has available, unless `host_memory_gib` says how many to count with.
+    """
+    needed = ranks * (plan.memory.host + PROCESS_BYTES)
+    if plan.config.runner.host_memory_gib is not None:
+        available = int(plan.config.runner.host_memory_gib * GIB)
+    if not plan.memory.host or available is None or needed <= available:
+        return None
+    return (
+        f"{host}: {ranks} ranks offload {gib(plan.memory.host)} each, {gib(needed)} with their processes, to main "
+        f"memory of which {gib(available)} are available; use more hosts, or offload less"
+    )
 
 
 def _setting(plan: RunPlan, *, on_cpu: bool) -> MemorySetting:
@@ -133,7 +159,7 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
 
     If it does not fit, search the nearest settings that do: on these devices, then on 2, 4, ... 64 times as many.
     """
-    usable, needed = device.usable, memory_on(plan, device).total
+    usable, needed = device.usable, needed_bytes(memory_on(plan, device), device)
     if needed <= usable:
         return Fit(True, needed, plan.grid.world_size)
     start = _setting(plan, on_cpu=device.shared)
@@ -154,7 +180,7 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
     growth = 1
     while growth <= (1 if device.shared else _MOST_GROWTH):
         wider = replace(start, dp_size=start.dp_size * growth, accumulation=max(1, start.accumulation // growth))
-        found = _search(wider, plan.architecture, lambda setting: memory(setting).total <= usable)
+        found = _search(wider, plan.architecture, lambda setting: needed_bytes(memory(setting), device) <= usable)
         if found is not None:
             return Fit(False, needed, plan.grid.world_size * growth, _changes(start, found), memory(found))
         growth *= 2
@@ -202,6 +228,12 @@ def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySe
             yield replace(fewer, tp_size=setting.tp_size * 2)
         if setting.zero <= 1 and setting.pp_size * 2 <= layers:
             yield replace(fewer, pp_size=setting.pp_size * 2)
+    if setting.zero and not setting.offload and not setting.on_cpu:  # slow: states cross the bus at each step
+        yield replace(setting, offload=1)
+    if setting.offload and setting.zero in (1, 2) and setting.pp_size == 1:
+        yield replace(setting, zero=setting.zero + 1)
+    if setting.offload == 1 and setting.zero == 3:
+        yield replace(setting, offload=2)
 
 
 def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
@@ -222,6 +254,8 @@ def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, st
         changes.append(("recompute_granularity", after.recomputed))
     if after.keeping != before.keeping:
         changes.append(("no_recompute_layers", "null"))
+    offloads = ("offload_optimizer", "offload_param")[before.offload : after.offload]
+    changes += [(f"zero_optimization.{key}.device", "cpu") for key in offloads]
     if after.attention != before.attention:
         changes.append(("attention_config", '[[["flash"], "all"]]'))
     return tuple(changes)
@@ -286,7 +320,9 @@ def _fit_message(fit: Fit, device: Device, world: int) -> str:
         return f"{found}, nor with {more}nearby settings; use {way_out}, or more memory"
     changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
     more = f" on {fit.world} of these" if fit.world != world else ""
-    return f"{found}; {gib(fit.memory_then.total)}{more} with {changes or 'the same settings'}"
+    host = f" and {gib(fit.memory_then.host)} of main memory" if fit.memory_then.host and not device.shared else ""
+    then = gib(needed_bytes(fit.memory_then, device))
+    return f"{found}; {then}{host}{more} with {changes or 'the same settings'}"
 
 
 def _of_usable(needed: int, device: Device) -> str:

@@ -56,6 +56,7 @@ class MemorySetting:
         sub_group: Elements that ZeRO 3 updates at once.
         live: Elements of gathered weights that ZeRO 3 holds at once.
         on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
+        offload: What is in host memory: 0 nothing, 1 optimizer states, 2 weights too.
         states: What the optimizer keeps for each parameter.
         kept: Part of a layer's activations that is kept, beside its input.
     """
@@ -80,6 +81,7 @@ class MemorySetting:
     buckets: int
     sub_group: int
     live: int
+    offload: int
     on_cpu: bool = False
     recomputed: RecomputedPart = "full"
     keeping: tuple[int, ...] = ()
@@ -124,6 +126,7 @@ def memory_setting(
         buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
         sub_group=zero.sub_group_size or _SUB_GROUP,
         live=_LIVE_PARAMETERS if zero.stage3_max_live_parameters is None else zero.stage3_max_live_parameters,
+        offload=zero.offloads_optimizer + zero.offloads_weights,
     )
 
 
@@ -146,7 +149,8 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     working = activation_bytes(layers, bounds, stage, setting)
     if setting.zero == 3 and setting.dp_size > 1:
         working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
-    return MemoryPlan(weights, gradients, optimizer, max(working, step_bytes(trained, setting)))
+    host = host_bytes(held, trained, setting, kept)
+    return MemoryPlan(weights, gradients, optimizer, max(working, step_bytes(trained, setting)), host)
 
 
 def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
@@ -193,14 +197,17 @@ def state_bytes(parameters: int, setting: MemorySetting, kept: float) -> tuple[i
         bucket = min(parameters, setting.reduce_bucket) if setting.on_cpu else setting.reduce_bucket
         # With ZeRO 2 and 3 they are reduced in buckets, then only this rank's part is kept.
         gradients = (accumulated // dp if zero >= 2 else accumulated) + size * bucket * setting.buckets
+        if setting.offload:  # reduced fp32 gradients of bf16 weights still are on the GPU with ZeRO 1 and 2, others not
+            gradients += (setting.fp32_gradients and zero == 1) * (4 * parameters // dp)
+            gradients -= (zero == 3 or (zero == 2 and not setting.fp32_gradients)) * (accumulated // dp)
     if setting.noise_scale:
         gradients += 4 * parameters
-    return weights, gradients, optimizer
+    return (0 if setting.offload > 1 else weights), gradients, (0 if setting.offload else optimizer)
 
 
 def step_bytes(parameters: int, setting: MemorySetting) -> int:
     """Return bytes that the update needs beside the states: the gradients again, in fp32; activations are gone then."""
-    if _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
+    if setting.offload or _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
         return 0
     if setting.zero == 0:
         return 4 * parameters
@@ -215,7 +222,21 @@ def step_bytes(parameters: int, setting: MemorySetting) -> int:
 def _in_bf16_optimizer(setting: MemorySetting) -> bool:
     """Whether DeepSpeed updates by its BF16_Optimizer, which divides its states over data ranks even with ZeRO 0."""
     accumulates = (setting.zero == 1 and setting.fp32_gradients) or (setting.zero == 0 and setting.pp_size > 1)
-    return setting.precision == "bf16" and accumulates
+    return setting.precision == "bf16" and accumulates and not setting.offload
+
+
+def host_bytes(held: int, trained: int, setting: MemorySetting, kept: float) -> int:
+    """Return bytes in main memory of a rank's offloaded states; arguments are those of `state_bytes`."""
+    if not setting.offload:
+        return 0
+    size, accumulates = setting.bytes_per_number, 4 if setting.fp32_gradients else setting.bytes_per_number
+    each = 4 + 4 + kept  # fp32 weights and gradients
+    if setting.zero == 3:
+        each += accumulates
+    else:  # the updated weights, and what gradients are accumulated in unless a GPU does it
+        each += size + (size if setting.zero == 2 and setting.accumulation > 1 and not setting.fp32_gradients else 0)
+    weights = size * held if setting.offload > 1 else 0
+    return int(each * trained + weights) // setting.dp_size
 
 
 def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:

@@ -93,16 +93,18 @@ class MemoryPlan:
         gradients: With the buffers of their reduction.
         optimizer: Its states, and fp32 copies of weights.
         activations: The most of what is held for a time: activations and logits, or what the update needs.
+        host: In main memory of the GPU's host: states and weights that are offloaded.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Sum of all parts on the GPU."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

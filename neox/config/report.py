@@ -184,6 +184,9 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     memory = memory_on(plan, device)
     parts = ", ".join(f"{name} {gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
     yield f"memory    {gib(memory.total)} on the fullest rank: {parts}, activations {gib(memory.activations)}"
+    if memory.host:
+        where = "these are CPUs, whose memory that is: offload saves nothing" if device.shared else "main memory"
+        yield f"          offloaded: {gib(memory.host)} of each rank ({where})"
     if verbose:
         without, recomputed = (memory_with(plan, recompute=on, device=device) for on in (False, True))
         chosen = "with" if plan.config.training.checkpoint_activations else "without"

@@ -24,7 +24,7 @@ from neox.config import (
     host_device,
     plan_as_dict,
 )
-from neox.config.fit import memory_on
+from neox.config.fit import host_problem, memory_on, needed_bytes
 from neox.config.precision import settle_precision
 from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
@@ -191,7 +191,9 @@ class _Run:
             self.forwarded,
             save=self.save if script.stem == "train" else None,
             hang_timeout=self.config.training.hang_timeout,
-            rank_bytes=memory_on(plan, device).total if plan and device and script.stem == "train" else None,
+            rank_bytes=needed_bytes(memory_on(plan, device), device)
+            if plan and device and script.stem == "train"
+            else None,
         )
 
     def _commands(self, spec: LaunchSpec) -> dict[str, Any]:
@@ -238,14 +240,18 @@ def _capabilities(reports: Sequence[HostReport]) -> Capabilities:
 
 
 def _check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport]) -> None:
-    """Compare the CPU ranks of every host with its main memory. Raises LaunchError where they need more."""
+    """Compare CPU ranks, and what GPU ranks offload, with every host's main memory. Raises LaunchError."""
     if Path(spec.script).stem not in ("train", *INFERENCE):
         return
     training = Path(spec.script).stem == "train"
     for number, report in enumerate(reports):
-        if report.answer["accelerators"] == 0:
+        name, available = report.host.name, report.answer["memory"]
+        if report.answer["accelerators"] and training:
+            if problem := host_problem(plan, len(report.host.slots), name, available):
+                raise LaunchError(f"nothing was started: {problem}")
+        elif report.answer["accelerators"] == 0:
             ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
-            device = host_device(plan, ranks, report.host.name, report.answer["memory"], training=training)
+            device = host_device(plan, ranks, name, available, training=training)
             if problems := memory_problems(plan, device, training=training):
                 raise LaunchError(f"nothing was started: {problems[0]}")
 

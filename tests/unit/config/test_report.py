@@ -17,7 +17,16 @@ from neox.config import (
     plan_as_dict,
     resolve,
 )
-from neox.config.fit import GIB, PROCESS_BYTES, check_fit, memory_on, rank_bytes, usable_bytes
+from neox.config.fit import (
+    GIB,
+    PROCESS_BYTES,
+    check_fit,
+    host_problem,
+    memory_on,
+    needed_bytes,
+    rank_bytes,
+    usable_bytes,
+)
 from neox.config.report import figures, imbalance, memory_with, stage_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -142,6 +151,23 @@ class TestHosts:
         assert there.activations < logits < plan.memory.activations
         assert there.weights == plan.memory.weights
 
+    def test_offloaded_states_need_main_memory_of_gpu_hosts(self, tiny):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        plans = [
+            resolve(NeoXConfig.from_flat({**tiny, "hidden_size": 1024, "zero_optimization": block}), 4, 100)
+            for block in ({"stage": 3}, zero, {**zero, "offload_param": {"device": "cpu"}})
+        ]
+        resident, optimizer, everything = (plan.memory for plan in plans)
+        assert resident.host == optimizer.optimizer == everything.optimizer == everything.weights == 0
+        assert everything.total < optimizer.total < resident.total
+        assert everything.host - optimizer.host == resident.weights
+        enough = 4 * (optimizer.host + PROCESS_BYTES)
+        assert host_problem(plans[0], 4, "worker", 0) is None
+        assert host_problem(plans[1], 4, "worker", enough) is None
+        assert "worker: 4 ranks offload" in str(host_problem(plans[1], 4, "worker", enough - 1))
+        there = host_device(plans[1], [0], "here", 2**40, training=True)
+        assert needed_bytes(memory_on(plans[1], there), there) > optimizer.host
+
     def test_the_way_out_of_a_host_is_not_more_ranks(self, tiny):
         plan = resolve(NeoXConfig.from_flat({**tiny, "hidden_size": 8192}), 1, 100)
         device = host_device(plan, [0], "here", GIB, training=True)
@@ -154,7 +180,15 @@ class TestHosts:
 class TestFit:
     @pytest.mark.parametrize(
         ("name", "world", "gib"),
-        [("13B", 8, 24), ("13B", 8, 12), ("6-7B", 8, 24), ("pythia/160M", 1, 8), ("20B", 8, 24), ("175B", 96, 12)],
+        [
+            ("13B", 8, 24),
+            ("13B", 8, 12),
+            ("6-7B", 8, 24),
+            ("pythia/160M", 1, 8),
+            ("20B", 8, 24),
+            ("175B", 96, 12),
+            ("6-7B", 1, 40),
+        ],
     )
     def test_what_is_proposed_resolves_and_fits(self, name, world, gib):
         plan = shipped(name, world)
@@ -171,7 +205,9 @@ class TestFit:
         sentence = problem_of(shipped("pythia/160M", 1), 8)
         assert "does not fit" in sentence
         assert "--set train_micro_batch_size_per_gpu=" in sentence
-        assert "on 2 of these with " in problem_of(shipped("6-7B", 1), 80)
+        offloaded = problem_of(shipped("6-7B", 1), 80)
+        assert "of main memory" in offloaded
+        assert "--set zero_optimization.offload_optimizer.device=cpu" in offloaded
 
     def test_nothing_fits(self):
         assert "nor with more ranks" in problem_of(shipped("175B", 96), 3)
