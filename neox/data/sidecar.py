@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from neox.config.sections.data import DataConfig
 from neox.data.indexed_dataset import IndexedDataset, bin_path, idx_path, json_path
+from neox.data.packing import usable_documents
 from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger
@@ -164,7 +166,8 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
 def data_problems(
     prefixes: Mapping[str, str],
     labelled: Mapping[str, str],
-    data_impl: str,
+    data: DataConfig,
+    seq_length: int | None,
     tokenizer: Tokenizer,
     *,
     open_files: bool,
@@ -174,7 +177,8 @@ def data_problems(
     Args:
         prefixes: Prefix of each dataset -> the configuration key that names it.
         labelled: Prefix of labels -> that of the dataset whose labels they are.
-        data_impl: Required layout, as in `IndexedDataset`.
+        data: Data section of the configuration.
+        seq_length: Tokens of a sample's input.
         tokenizer: The run's tokenizer.
         open_files: Whether to read each `.idx` too, which takes a moment for very many documents.
 
@@ -188,10 +192,15 @@ def data_problems(
             continue
         try:
             if open_files:
-                opened = IndexedDataset(prefix, data_impl)
+                opened = IndexedDataset(prefix, data.data_impl)
                 check_fits(opened, vocab_size=size, tokenizer_hash=digest)
+                texts, labels = opened, None
                 if prefix in labelled and idx_path(labelled[prefix]).is_file():
-                    check_labels(IndexedDataset(labelled[prefix], data_impl), opened)
+                    texts, labels = IndexedDataset(labelled[prefix], data.data_impl), opened
+                    check_labels(texts, labels)
+                if data.pack_impl != "packed" and seq_length is not None:
+                    everything = range(len(texts))
+                    usable_documents(texts, labels, everything, seq_length, allow_chopped=data.allow_chopped)
             elif (sidecar := read_sidecar(prefix)) is not None:
                 check_tokenizer(sidecar, prefix, vocab_size=size, tokenizer_hash=digest)
         except DataError as error:

@@ -117,8 +117,8 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     if tokenizer is not None and any(Path(prefix + ".idx").exists() for prefix in prefixes):
         from neox.data import sidecar  # numpy, which a dry run without data does not need
 
-        labelled, impl = _labelled_data(config), config.data.data_impl
-        found = sidecar.data_problems(prefixes, labelled, impl, tokenizer, open_files=not dry_run)
+        labelled, length = _labelled_data(config), config.model.seq_length
+        found = sidecar.data_problems(prefixes, labelled, config.data, length, tokenizer, open_files=not dry_run)
         problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
     return problems
 

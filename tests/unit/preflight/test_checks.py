@@ -187,14 +187,18 @@ def test_a_masked_language_model_neither_writes_nor_scores_text() -> None:
 
 def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in ("text", "label")]
-    for prefix, sizes in zip(prefixes, ([2, 3], [3, 2]), strict=True):
+    for prefix, sizes in zip(prefixes, ([3, 4], [4, 3]), strict=True):
         with IndexedDatasetBuilder(prefix, np.int32) as builder:
-            builder.add_documents(np.arange(5), sizes)
+            builder.add_documents(np.arange(7), sizes)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
     keys = {"train_data_paths": prefixes[:1], "train_label_data_paths": prefixes[1:], "train_iters": 1}
     (problem,) = data_problems(config(**keys), tokenizer, dry_run=False)
     assert problem.startswith("--set: train_label_data_paths: ")
-    assert "3 tokens in sequence 0, and the data has 2" in problem
+    assert "4 tokens in sequence 0, and the data has 3" in problem
+    whole = {"train_data_paths": prefixes[:1], "train_iters": 1, "pack_impl": "unpacked", "allow_chopped": False}
+    assert data_problems(config(**whole, seq_length=2), tokenizer, dry_run=False) == []
+    (problem,) = data_problems(config(**whole, seq_length=1), tokenizer, dry_run=False)
+    assert "allow_chopped is false" in problem
     keys["train_label_data_paths"] = [str(tmp_path / "none")]
     (problem,) = data_problems(config(**keys), tokenizer, dry_run=False)
     assert "none.bin" in problem
