@@ -20,24 +20,37 @@ MAX_LENGTH = 2**16
 """A row is one block of registers: longer ones would spill."""
 
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_GROUP = 16
+"""Columns that are read or left out together: masks that are equal over a group let a thread read 16 bytes at once."""
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(scores: Any, weights: Any, scale: Any, length: Any, BLOCK: tl.constexpr) -> None:
+def _forward_kernel(
+    scores: Any, weights: Any, scale: Any, length: Any, BLOCK: tl.constexpr, GROUP: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    seen = columns <= row % length
-    x = tl.load(scores + row * length + columns, mask=seen, other=-float("inf")).to(tl.float32) * scale
+    last = row % length
+    read = (columns // GROUP * GROUP <= last) & (columns < length)
+    x = tl.load(scores + row * length + columns, mask=read, other=0.0).to(tl.float32) * scale
+    x = tl.where(columns <= last, x, -float("inf"))
     x = tl.exp(x - tl.max(x, axis=0))
     y = x / tl.sum(x, axis=0)
     tl.store(weights + row * length + columns, y.to(weights.dtype.element_ty), mask=columns < length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward_kernel(weights: Any, grad: Any, out: Any, scale: Any, length: Any, BLOCK: tl.constexpr) -> None:
+def _backward_kernel(
+    weights: Any, grad: Any, out: Any, scale: Any, length: Any, BLOCK: tl.constexpr, GROUP: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    seen = columns <= row % length
-    y = tl.load(weights + row * length + columns, mask=seen, other=0.0).to(tl.float32)
-    dy = tl.load(grad + row * length + columns, mask=seen, other=0.0).to(tl.float32)
+    read = (columns // GROUP * GROUP <= row % length) & (columns < length)
+    # Weights of later positions are 0, so that what is read of their gradients counts for nothing, unless not finite.
+    y = tl.load(weights + row * length + columns, mask=read, other=0.0).to(tl.float32)
+    dy = tl.load(grad + row * length + columns, mask=read, other=0.0).to(tl.float32)
+    dy = tl.where(columns <= row % length, dy, 0.0)
     dx = (dy - tl.sum(y * dy, axis=0)) * y * scale
     tl.store(out + row * length + columns, dx.to(out.dtype.element_ty), mask=columns < length)
 
@@ -77,7 +90,8 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     Raises NeoXError on a device or length the kernel cannot serve.
     """
     _check(scores, scale)
-    return _CausalSoftmax.apply(scores, float(scale))
+    weights: Tensor = _softmax(scores.contiguous(), float(scale))
+    return weights
 
 
 def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None) -> Tensor:
@@ -105,33 +119,45 @@ def _check(scores: Tensor, scale: float) -> None:
         raise ValueError(f"scores must be square in the last two dimensions, got {tuple(scores.shape)}")
     if scores.shape[-1] > MAX_LENGTH:
         raise NeoXError(f"the fused softmax serves up to {MAX_LENGTH} positions, got {scores.shape[-1]}: use flash")
-    if scores.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if scores.device.type != "cuda" and not _INTERPRETED:
         raise NeoXError(f"the fused softmax needs a GPU, the scores are on {scores.device}: use impl='torch'")
 
 
-def _launch(kernel: Any, like: Tensor, *args: Any) -> None:
+def _launch(kernel: Any, like: Tensor, *args: Any, **constants: int) -> None:
     length = like.shape[-1]
     block = triton.next_power_of_2(length)
     warps = min(16, max(1, block // 512))
-    kernel[(like.numel() // length,)](*args, length, BLOCK=block, num_warps=warps)
+    kernel[(like.numel() // length,)](*args, length, BLOCK=block, num_warps=warps, **constants)
 
 
-class _CausalSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        scores = scores.contiguous()
-        weights = torch.empty_like(scores)
-        _launch(_forward_kernel, scores, scores, weights, scale)
-        ctx.save_for_backward(weights)
-        ctx.scale = scale
-        return weights
+# Operators of torch's library: torch.compile leaves them whole, so that a block around them is one graph.
+@torch.library.custom_op("neox::causal_softmax", mutates_args=())
+def _softmax(scores: Tensor, scale: float) -> Tensor:
+    weights = torch.empty_like(scores)
+    _launch(_forward_kernel, scores, scores, weights, scale, GROUP=_GROUP)
+    return weights
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (weights,) = ctx.saved_tensors
-        out = torch.empty_like(weights)
-        _launch(_backward_kernel, weights, weights, grad.contiguous(), out, ctx.scale)
-        return out, None
+
+@torch.library.custom_op("neox::causal_softmax_backward", mutates_args=())
+def _softmax_backward(weights: Tensor, grad: Tensor, scale: float) -> Tensor:
+    out = torch.empty_like(weights)
+    _launch(_backward_kernel, weights, weights, grad.contiguous(), out, scale, GROUP=_GROUP)
+    return out
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (weights,) = ctx.saved_tensors
+    return _softmax_backward(weights, grad, ctx.scale), None
+
+
+_softmax.register_fake(lambda scores, scale: torch.empty_like(scores))
+_softmax_backward.register_fake(lambda weights, grad, scale: torch.empty_like(weights))
+_softmax.register_autograd(_backward, setup_context=_keep)
 
 
 class _PaddedSoftmax(torch.autograd.Function):
