@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from neox.architecture import Architecture, LayerPlan
+from neox.architecture import POSITIONS, Architecture, LayerPlan
 from neox.config.architecture import layer_plan, padded_vocabulary
 from neox.config.memory import MemorySetting, fullest_stage, memory_setting, stage_memory
 from neox.config.plan import MemoryPlan, RunPlan
@@ -22,6 +22,8 @@ RESERVE_PART = 0.05
 PROCESS_BYTES = GIB // 4
 # Dense bf16 peak of one H100 SXM, assumed where peak_theoretical_tflops is not given.
 ASSUMED_PEAK_TFLOPS = 989.0
+# Largest heads that torch's flash kernels serve.
+_FLASH_HEAD_DIM = 256
 _MOST_CHANGES = 6
 _MOST_TRIED = 300
 _MOST_GROWTH = 64
@@ -259,6 +261,26 @@ def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, st
     if after.attention != before.attention:
         changes.append(("attention_config", '[[["flash"], "all"]]'))
     return tuple(changes)
+
+
+def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
+    """Yield what flash attention would save where a GPU's run asks for the fused softmax, which keeps all scores."""
+    network = plan.architecture
+    served = network.head_dim <= _FLASH_HEAD_DIM and not POSITIONS[network.positions].biases_scores
+    if device.shared or plan.precision == "fp32" or not served:
+        return
+    if "fused" not in plan.attention or set(network.attention) != {"global"}:
+        return
+    fused = _setting(plan, on_cpu=False)
+    flash = replace(fused, attention="flash")
+    now, then, kept = (
+        fullest_stage(plan.layers, plan.stage_bounds, setting).total
+        for setting in (fused, flash, replace(flash, recompute=0))
+    )
+    sizes = f"{gib(then)} instead of {gib(now)}"
+    if fused.recompute and kept <= device.usable:
+        sizes += f", and {gib(kept)} without checkpoint_activations, which fits"
+    yield f'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores: {sizes}'
 
 
 def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from neox.architecture import training_flops_per_token
-from neox.config.fit import Device, check_fit, gib, gpu_device, inference_bytes, memory_on, memory_problem
+from neox.config.fit import Device, check_fit, flash_advice, gib, gpu_device, inference_bytes, memory_on, memory_problem
 from neox.config.learning_rate import schedule_of
 from neox.config.memory import fullest_stage, memory_setting, stage_memory
 from neox.config.neox_config import NeoXConfig, section_classes
@@ -71,7 +71,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         },
         "figures": asdict(figures(plan, device)),
         "save_iterations": len(plan.save_iterations),
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *flash_advice(plan, device)],
         "derived": {name: {"value": value, "from": rule} for name, (value, rule) in derived_values(plan).items()},
         "values": {key: {"value": _plain(value), "from": source} for key, value, source in all_values(plan.config)},
         "deepspeed": _plain(plan.deepspeed),
@@ -95,7 +95,7 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
     else:
         lines += _inference_lines(plan, device)
     lines += _source_lines(plan, verbose=verbose)
-    lines += labelled("note", plan.notes)
+    lines += labelled("note", [*plan.notes, *(flash_advice(plan, device) if training else ())])
     if training and verbose:
         lines += labelled("deepspeed", json.dumps(_plain(plan.deepspeed), indent=2).splitlines())
     return "\n".join(lines)

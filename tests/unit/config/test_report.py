@@ -90,6 +90,20 @@ class TestText:
         ):
             assert expected in text, expected
 
+    def test_flash_is_recommended_in_place_of_the_fused_softmax(self, tiny):
+        plan = shipped("20B", 96)
+        assert '[["flash"], "all"]' in format_plan(plan)
+        assert any("without checkpoint_activations, which fits" in note for note in plan_as_dict(plan)["notes"])
+        keys = {**tiny, "scaled_upper_triang_masked_softmax_fusion": True}
+        for other, recommended in (
+            ({"precision": "bf16"}, True),
+            ({"precision": "fp32"}, False),
+            ({"precision": "bf16", "pos_emb": "rpe"}, False),
+            ({"precision": "bf16", "attention_config": [[["flash"], "all"]]}, False),
+        ):
+            plan = resolve(NeoXConfig.from_flat({**keys, **other}), 1, 100)
+            assert ("without keeping scores" in format_plan(plan)) == recommended, other
+
     def test_thousands_of_ranks(self):
         plan = shipped("20B", 4096)
         assert "4,096 ranks = 4 pipeline stages x 512 data x 2 tensor" in format_plan(plan)
@@ -106,7 +120,7 @@ class TestBrief:
         plan = shipped("20B", 96)
         brief, whole = format_plan(plan).splitlines(), format_plan(plan, verbose=True).splitlines()
         assert len([line for line in brief if line not in whole]) == 0
-        assert len(brief) - len(plan.notes) <= 15
+        assert len(brief) - len(plan_as_dict(plan)["notes"]) <= 15
         for expected in ("3,145,728 tokens", "days at", "dp = 12: world 96", "13, 11, 11, 14 layers"):
             assert expected in "\n".join(brief), expected
 
