@@ -55,9 +55,14 @@ def test_losses_agree(layout):
         assert norm_compiled == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("keys", [{"zero": 3}, {"apply_query_key_layer_scaling": True}])
+PARTS = {"checkpoint_activations": True, "recompute_granularity": "full_attn"}
+
+
+@pytest.mark.parametrize("keys", [{"zero": 3}, {"apply_query_key_layer_scaling": True}, PARTS])
 def test_what_cannot_be_compiled_is_refused_by_name(keys):
-    with pytest.raises(ConfigError, match=r"compile_layers: true` does not work with `(zero_opt|apply_query)"):
+    with pytest.raises(
+        ConfigError, match=r"compile_layers: true` does not work with `(zero_opt|apply_query|recompute)"
+    ):
         tiny_plan(1, compile_layers=True, **keys)
     automatic = tiny_plan(1, **keys).config
     assert not compiles_layers(automatic, on_gpu=True)
