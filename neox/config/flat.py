@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from neox.config.keys import ALIASES
+from neox.config.keys import ACTIVATION_KEYS, ALIASES
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
+ACTIVATION_BLOCK = "activation_checkpointing"
 
 _PREFIX = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+)(?: \(replacing [^\n]*?\))?: ")
 
@@ -94,6 +96,26 @@ def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterat
             yield Problem(text, (key,))
         else:
             values[key] = value
+
+
+def spread_activation_checkpointing(values: dict[str, Any], sources: dict[str, str]) -> Iterator[Problem]:
+    """Replace DeepSpeed's block of this name by the flat keys it stands for, in place; yield what is wrong with it."""
+    block = values.get(ACTIVATION_BLOCK)
+    if not isinstance(block, Mapping):
+        return
+    del values[ACTIVATION_BLOCK]
+    for inner, value in block.items():
+        path, key = f"{ACTIVATION_BLOCK}.{inner}", ACTIVATION_KEYS.get(inner)
+        if key is None:
+            near = get_close_matches(inner, ACTIVATION_KEYS, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else f"; it has {', '.join(ACTIVATION_KEYS)}"
+            text = f"{source_prefix(path, sources)}`{ACTIVATION_BLOCK}` has no key `{inner}` here{hint}"
+            yield Problem(text, (path,))
+        elif values.setdefault(key, value) != value:
+            text = f"{source_prefix(path, sources)}`{path}: {value}` contradicts `{key}: {values[key]}`; remove one"
+            yield Problem(text, (path, key))
+        elif path in sources:
+            sources.setdefault(key, sources[path])
 
 
 def translate_aliases(values: dict[str, Any], sources: Mapping[str, str]) -> Iterator[Problem]:

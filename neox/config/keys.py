@@ -103,6 +103,18 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 )
 
 
+# DeepSpeed's `activation_checkpointing` block: its keys -> gpt-neox's flat ones.
+ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "partition_activations": "partition_activations",
+        "cpu_checkpointing": "checkpoint_in_cpu",
+        "contiguous_memory_optimization": "contiguous_checkpointing",
+        "synchronize_checkpoint_boundary": "synchronize_each_layer",
+        "profile": "profile_backward",
+    }
+)
+
+
 TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 """Keys of the tokenizer, which are replaced together; the first two must be given."""
 

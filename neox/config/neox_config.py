@@ -16,6 +16,7 @@ from neox.config.flat import (
     look_up,
     normalise,
     source_prefix,
+    spread_activation_checkpointing,
     spread_extra_args,
     texts,
     translate_aliases,
@@ -102,6 +103,7 @@ class NeoXConfig(Section):
         given, problems = normalise(flat)
         where = dict(sources)
         problems += spread_extra_args(given, where)
+        problems += spread_activation_checkpointing(given, where)
         owners = key_sections()
         problems += [_unknown_key(key, given, where) for key in given if key not in owners and key not in known_keys()]
         values = {key: value for key, value in given.items() if key in owners or key in ALIASES}

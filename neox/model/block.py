@@ -5,9 +5,10 @@ Legend: B batch, S sequence, H hidden, W inner width of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,11 @@ class TransformerLayer(nn.Module):
         **options: Device and type of the parameters.
 
     Attributes:
+        kept_inputs: Context in which the input of a block that is recomputed whole is kept.
         recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
     """
 
+    kept_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext
     recomputed_whole = False
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -218,8 +221,15 @@ def run_blocks(
                 x = block(x, tables, None, visible, positions)
             return x
 
-        x = chunk[0].grid.rng.checkpoint(run, x) if together else run(x)
+        x = _recomputed(run, x, chunk[0]) if together else run(x)
     return x
+
+
+def _recomputed(run: Callable[[Tensor], Tensor], x: Tensor, first: Block) -> Tensor:
+    """Run blocks whose activations are computed again in the backward pass; the first says how their input is kept."""
+    with first.kept_inputs():
+        result: Tensor = first.grid.rng.checkpoint(run, x)
+    return result
 
 
 def _chunks(blocks: Sequence[Block], size: int) -> Iterator[tuple[bool, Sequence[Block]]]:

@@ -15,7 +15,7 @@ from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
+from neox.parallel import ColumnParallelLinear, KeptInputs, ParallelGrid, RowParallelLinear, TensorOptions
 
 DRAWN_ON_DEVICE = 10**9
 """Parameters from which on initial weights are drawn on their device: a CPU core draws a billion in ten seconds."""
@@ -50,6 +50,8 @@ def build_layer(
         layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
     elif entry.kind == "block":
         layer = _block(plan, index - BLOCK_OFFSET, grid, options)
+        divided = training.partition_activations and grid.tp_size > 1
+        layer.kept_inputs = KeptInputs(grid, divided=divided, on_cpu=training.checkpoint_in_cpu)
         _add_adapters(layer, plan, index)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)

@@ -5,7 +5,9 @@ Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P l
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,7 @@ class GatedMLPLayer(nn.Module):
     """
 
     recomputed_whole = False
+    kept_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext  # as `TransformerLayer`'s
 
     def __init__(
         self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]

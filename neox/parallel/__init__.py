@@ -10,6 +10,7 @@ from neox.parallel.collectives import (
     scatter_last_dim,
 )
 from neox.parallel.grid import ParallelGrid
+from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,6 +27,7 @@ from neox.parallel.rng import RNGTracker, derive_seed
 
 __all__ = [
     "ColumnParallelLinear",
+    "KeptInputs",
     "ParallelGrid",
     "RNGTracker",
     "RowParallelLinear",

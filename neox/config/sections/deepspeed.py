@@ -210,6 +210,10 @@ class DeepSpeedConfig(Section):
     deepspeed_extra_args: dict[str, Any] | None = None
     """Block of keys of this section, which later gpt-neox passes to DeepSpeed; read as if given at the top level."""
 
+    activation_checkpointing: dict[str, Any] | None = None
+    """DeepSpeed's block, read as if its flat keys were given: `{partition_activations: true, cpu_checkpointing: true}`.
+    Recomputation itself is checkpoint_activations."""
+
     flops_profiler: FlopsProfilerSettings | None = None
     """DeepSpeed's FLOPs profiler."""
 

@@ -72,6 +72,11 @@ class TrainingConfig(Section):
 
     no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
     """Numbers of layers, from 0, that keep their activations."""
+    partition_activations: Annotated[bool, OnlyWith("checkpoint_activations")] = False
+    """Keep the inputs of recomputed layers divided over tensor ranks, and gather them in the backward pass."""
+
+    checkpoint_in_cpu: Annotated[bool, OnlyWith("checkpoint_activations")] = False
+    """Keep the inputs of recomputed layers in CPU memory (`cpu_checkpointing` of DeepSpeed); nothing moves on CPUs."""
 
     compile_layers: bool | Literal["auto"] = "auto"
     """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a

@@ -234,6 +234,28 @@ def test_deepspeed_extra_args_are_checked_like_all_others(tmp_path):
         load_config([path])
 
 
+def test_deepspeeds_activation_block_sets_the_flat_keys(tiny, tmp_path):
+    path = tmp_path / "a.yml"
+    path.write_text(
+        "activation_checkpointing:\n  cpu_checkpointing: true\n  contiguous_memory_optimization: true\n"
+        "checkpoint_activations: true\n" + "".join(f"{key}: {value}\n" for key, value in tiny.items())
+    )
+    config = load_config([path])
+    assert config.training.checkpoint_in_cpu
+    assert not config.training.partition_activations
+    assert config.source("checkpoint_in_cpu") == f"{path}:2"
+    (note,) = (n for n in resolve(config, 1, 100).notes if "contiguous" in n)
+    assert "expandable_segments" in note
+    path.write_text(
+        "partition_activations: false\nactivation_checkpointing: {partition_activations: true, number: 1}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config([path])
+    text = str(caught.value)
+    assert "contradicts `partition_activations: False`" in text
+    assert "no key `number`" in text
+
+
 def test_a_wrong_type_does_not_hide_the_rest(tmp_path):
     path = tmp_path / "a.yml"
     path.write_text("num_layers: four\nhidden_size: 66\nnum_attention_heads: 4\nsed: 3\nmin_lr: 1\nseq_length: 8\n")
