@@ -36,6 +36,7 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
         yield config.problem("rope_scaling", problem)
     yield from _heads(config)
     yield from _mlp(config)
+    yield from _divided_inputs(config)
     yield from _combinations(config)
     yield from _lengths(config)
     yield from _stages(config)
@@ -99,6 +100,13 @@ def _mlp(config: NeoXConfig) -> Iterator[str]:
             f"the MLP's inner width is {width} (activation {model.activation}), which cannot be divided over {ranks}; "
             "give mlp_width"
         )
+
+
+def _divided_inputs(config: NeoXConfig) -> Iterator[str]:
+    hidden, degree = config.model.hidden_size or 0, config.parallelism.model_parallel_size
+    if config.training.partition_activations and hidden % degree:
+        ranks = config.describe_setting("model_parallel_size")
+        yield config.problem("partition_activations", f"divides vectors of {hidden} numbers over {ranks}; remove it")
 
 
 def _combinations(config: NeoXConfig) -> Iterator[str]:

@@ -119,6 +119,13 @@ VIOLATIONS = [
         ("offload_param.nvme_path: /nvme", "NVMe"),
     ),
     (
+        {
+            **{"hidden_size": 66, "head_dim": 16, "mlp_width": 64, "model_parallel_size": 4},
+            **{"checkpoint_activations": True, "partition_activations": True},
+        },
+        ("partition_activations", "66"),
+    ),
+    (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
         ("data_types.grad_accum_dtype: fp32", "tied weights drift"),
     ),
