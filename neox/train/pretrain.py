@@ -13,7 +13,7 @@ from neox.data.epochs import samples_of_epochs
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.generation.startup import tokenizer_of
-from neox.log import setup_logging
+from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler
@@ -21,6 +21,8 @@ from neox.train.stopping import ignore_signals
 from neox.train.terminal import TerminalLine
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
+
+_log = get_logger(__name__)
 
 
 def pretrain(plan: RunPlan) -> int:
@@ -38,6 +40,7 @@ def pretrain(plan: RunPlan) -> int:
     if plan.config.logging.profile or plan.config.logging.memory_profiling:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
+    warn_of_other_samples(engine)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
     if code:
@@ -45,6 +48,17 @@ def pretrain(plan: RunPlan) -> int:
         ignore_signals()
     shutdown()
     return code
+
+
+def warn_of_other_samples(engine: Engine) -> None:
+    """Warn where a resumed run has read other samples than this batch would have: some are skipped or repeated."""
+    read, expected = engine.deepspeed_engine.global_samples, engine.plan.batch_schedule.samples(engine.iteration)
+    if read not in (0, expected):  # 0: counters were not loaded
+        _log.warning(
+            "the checkpoint has seen %d samples in %d iterations, and this batch means %d: %d samples are %s",
+            *(read, engine.iteration, expected, abs(read - expected)),
+            "skipped" if expected > read else "read again",
+        )
 
 
 def build_tasks(

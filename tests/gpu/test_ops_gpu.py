@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from neox.model import GPT, head_cross_entropy, vocab_parallel_cross_entropy
 from neox.ops import core_attention, scale_mask_softmax, unpadded_keys
-from neox.parallel import ParallelGrid
+from neox.parallel import KeptInputs, ParallelGrid
 from tests.losses import causal_lm_loss, cross_entropy_reference
 from tests.plans import small_plan
 
@@ -152,3 +152,22 @@ def test_compiled_bf16_block_gives_the_eager_numbers():
         for block in model.blocks:
             block.compile(fullgraph=True)
         torch.testing.assert_close(model(tokens), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_inputs_kept_on_the_cpu_take_no_memory_of_the_gpu():
+    weight = (torch.eye(512, device="cuda") * 0.5).requires_grad_()
+    results, held = [], []
+    for on_cpu in (False, True):
+        x = start = drawn(4096, 512, seed=3).requires_grad_()
+        kept, grid = KeptInputs(ParallelGrid(), on_cpu=on_cpu), ParallelGrid()
+        for _ in range(8):
+            with kept():
+                x = grid.rng.checkpoint(lambda x: F.gelu(x @ weight), x)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+        x.sum().backward()
+        results.append((start.grad, weight.grad))
+        weight.grad = None
+        del x
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert held[0] - held[1] > 5 * start.nbytes

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
 from neox.train.callbacks import Callback
+from neox.train.pretrain import warn_of_other_samples
 from tests.plans import small_plan
 
 
@@ -43,7 +45,7 @@ class Diary(Callback):
     """What happened, in order."""
 
     def __init__(self):
-        self.lines = []
+        self.lines, self.taken = [], []
 
     def on_start(self, state):
         self.lines.append("start")
@@ -54,6 +56,7 @@ class Diary(Callback):
 
     def on_step(self, state, report):
         self.report = report
+        self.taken.append((report.samples, report.seq_length))
 
     def on_save(self, state, path):
         self.lines.append(f"save {state.iteration}")
@@ -98,6 +101,28 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
     ]
     assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
     assert 0.0 <= diary.report.reading <= diary.report.seconds
+
+
+def test_steps_report_what_they_took(fit):
+    growth = {"difficulty": [4, 16], "max_step": [4]}
+    lengths = {"enabled": True, "min_difficulty": 4, "max_difficulty": 16, "schedule_type": "fixed_discrete"}
+    keys = {"train_batch_size": 6, "rampup_batch_size": [2, 2, 8]}
+    _, diary = fit(IdleEngine(), **keys, curriculum_learning={**lengths, "schedule_config": growth})
+    assert diary.taken == [(2, 4), (2, 4), (4, 4), (6, 4), (6, 16), (6, 16)]
+    report = diary.report
+    assert report.samples_per_second * report.seconds == pytest.approx(6)
+    assert report.tokens_per_second * report.seconds == pytest.approx(96)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"), [(12, "2 samples are skipped"), (14, None), (15, "1 samples are read again")]
+)
+def test_a_resume_with_another_batch_says_what_it_reads(caplog, read, words):
+    counters = SimpleNamespace(global_samples=read)
+    plan = small_plan(rampup_batch_size=[2, 2, 8], train_batch_size=6)
+    warn_of_other_samples(SimpleNamespace(iteration=4, deepspeed_engine=counters, plan=plan))
+    messages = [record.getMessage() for record in caplog.records]
+    assert not messages if words is None else words in messages[0]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
