@@ -42,6 +42,8 @@ class MemorySetting:
         recompute: Layers recomputed together; 0 for none.
         recomputed: What of them is recomputed.
         keeping: Numbers of blocks that keep their activations all the same.
+        divided_inputs: Whether kept inputs of recomputed blocks are divided over tensor ranks.
+        inputs_on_cpu: Whether they are in CPU memory.
         noise_scale: Whether gradients of several steps are summed in fp32 on the device.
         precision: Number format of weights and activations.
         fp32_gradients: Whether gradients of half-precision weights are accumulated in fp32.
@@ -87,6 +89,8 @@ class MemorySetting:
     keeping: tuple[int, ...] = ()
     noise_scale: bool = False
     kept: float = 1.0
+    divided_inputs: bool = False
+    inputs_on_cpu: bool = False
 
     @property
     def bytes_per_number(self) -> int:
@@ -121,6 +125,8 @@ def memory_setting(
         states=config.optimizer.optimizer.states,
         recomputed=training.part_to_recompute,
         keeping=training.no_recompute_layers or (),
+        divided_inputs=training.partition_activations,
+        inputs_on_cpu=training.checkpoint_in_cpu,
         noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
         kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
         buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
@@ -316,7 +322,10 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     if setting.recompute and setting.recomputed == "full":
         runs = [len(list(run)) for keep, run in groupby(blocks, lambda block: block in setting.keeping) if not keep]
         chunks = sum(-(-run // setting.recompute) for run in runs)
-        kept = (len(blocks) - sum(runs)) * one_layer + chunks * boundary
+        kept_input = boundary // (setting.tp_size if setting.divided_inputs else 1)
+        if setting.inputs_on_cpu and not setting.few_logits:  # on a CPU they stay
+            kept_input = 0
+        kept = (len(blocks) - sum(runs)) * one_layer + chunks * kept_input
         working = min(setting.recompute, max(runs, default=0)) * one_layer
     elif setting.recompute:
         parts = _attention_bytes(layers, setting)

@@ -72,6 +72,7 @@ class TrainingConfig(Section):
 
     no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
     """Numbers of layers, from 0, that keep their activations."""
+
     partition_activations: Annotated[bool, OnlyWith("checkpoint_activations")] = False
     """Keep the inputs of recomputed layers divided over tensor ranks, and gather them in the backward pass."""
 

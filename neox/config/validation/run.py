@@ -124,6 +124,10 @@ def _recompute(config: NeoXConfig) -> Iterator[str]:
             "checkpoint_num_layers",
             f"joins layers that are recomputed whole; remove it, or {config.describe_setting('recompute_granularity')}",
         )
+    for key in ("partition_activations", "checkpoint_in_cpu"):
+        if config.value(key):
+            whole = config.describe_setting("recompute_granularity")
+            yield config.problem(key, f"keeps inputs of layers that are recomputed whole; remove it, or {whole}")
     if any(kind in str(kinds) for kind in GATED_KINDS):
         yield config.problem("recompute_granularity", "needs attention, which blocks gmlp and amlp lack; use full")
 

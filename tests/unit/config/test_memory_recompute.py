@@ -57,6 +57,13 @@ def test_blocks_that_keep_their_activations_count_whole():
     assert recomputed(no_recompute_layers=[2], **two) - recomputed(**two) == one_layer
 
 
+def test_kept_inputs_that_are_divided_or_moved_away_count_less():
+    assert recomputed() - recomputed(checkpoint_in_cpu=True) == 8 * BOUNDARY
+    keys = {**SIZES, "model_parallel_size": 2, "checkpoint_activations": True, "checkpoint_num_layers": 2}
+    whole, divided = (plan_of(2, **keys, partition_activations=on).memory.activations for on in (False, True))
+    assert whole - divided == 4 * BOUNDARY // 2
+
+
 def test_each_stage_counts_its_own_blocks():
     plan = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True, "no_recompute_layers": [0]})
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)

@@ -126,6 +126,10 @@ VIOLATIONS = [
         ("partition_activations", "66"),
     ),
     (
+        {"checkpoint_activations": True, "checkpoint_in_cpu": True, "recompute_granularity": "full_attn"},
+        ("checkpoint_in_cpu", "recompute_granularity: full_attn"),
+    ),
+    (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
         ("data_types.grad_accum_dtype: fp32", "tied weights drift"),
     ),
