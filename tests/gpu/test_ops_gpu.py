@@ -159,7 +159,7 @@ def test_inputs_kept_on_the_cpu_take_no_memory_of_the_gpu():
     results, held = [], []
     for on_cpu in (False, True):
         x = start = drawn(4096, 512, seed=3).requires_grad_()
-        kept, grid = KeptInputs(ParallelGrid(), on_cpu=on_cpu), ParallelGrid()
+        kept, grid = KeptInputs(ParallelGrid.single(), on_cpu=on_cpu), ParallelGrid.single()
         for _ in range(8):
             with kept():
                 x = grid.rng.checkpoint(lambda x: F.gelu(x @ weight), x)

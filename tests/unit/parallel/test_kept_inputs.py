@@ -1,0 +1,42 @@
+"""Which tensors of recomputed blocks pass through `KeptInputs`, and that gradients stay what they are."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from neox.parallel import KeptInputs, ParallelGrid
+from tests.losses import causal_lm_loss
+from tests.plans import small_plan
+
+
+@dataclass(frozen=True)
+class Elsewhere(KeptInputs):
+    """Keeps copies, as on another device, and notes their shapes."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def pack(self, x):
+        self.shapes.append(tuple(x.shape))
+        return x.device, x.detach().clone()
+
+
+def gradients(kept=None):
+    from neox.model import GPT
+
+    plan = small_plan(num_layers=4, checkpoint_activations=True, checkpoint_num_layers=2, hidden_dropout=0.1)
+    grid = ParallelGrid.single()
+    model = GPT(plan, grid)
+    for layer in model.sequential:
+        if kept is not None and hasattr(layer, "kept_inputs"):
+            layer.kept_inputs = kept
+    torch.manual_seed(3)
+    tokens = torch.arange(32).reshape(2, 16)
+    causal_lm_loss(model, tokens, tokens, torch.ones(2, 16)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_only_the_inputs_of_chunks_pass_through():
+    kept = Elsewhere(ParallelGrid.single(), on_cpu=True)
+    for expected, found in zip(gradients(), gradients(kept), strict=True):
+        assert torch.equal(expected, found)
+    assert kept.shapes == [(2, 16, 32)] * 2
