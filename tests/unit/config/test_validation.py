@@ -119,17 +119,6 @@ VIOLATIONS = [
         ("offload_param.nvme_path: /nvme", "NVMe"),
     ),
     (
-        {
-            **{"hidden_size": 66, "head_dim": 16, "mlp_width": 64, "model_parallel_size": 4},
-            **{"checkpoint_activations": True, "partition_activations": True},
-        },
-        ("partition_activations", "66"),
-    ),
-    (
-        {"checkpoint_activations": True, "checkpoint_in_cpu": True, "recompute_granularity": "full_attn"},
-        ("checkpoint_in_cpu", "recompute_granularity: full_attn"),
-    ),
-    (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
         ("data_types.grad_accum_dtype: fp32", "tied weights drift"),
     ),
@@ -243,28 +232,6 @@ def test_deepspeed_extra_args_are_checked_like_all_others(tmp_path):
     path.write_text("deepspeed_extra_args: 5\n")
     with pytest.raises(ConfigError, match="should be a block"):
         load_config([path])
-
-
-def test_deepspeeds_activation_block_sets_the_flat_keys(tiny, tmp_path):
-    path = tmp_path / "a.yml"
-    path.write_text(
-        "activation_checkpointing:\n  cpu_checkpointing: true\n  contiguous_memory_optimization: true\n"
-        "checkpoint_activations: true\n" + "".join(f"{key}: {value}\n" for key, value in tiny.items())
-    )
-    config = load_config([path])
-    assert config.training.checkpoint_in_cpu
-    assert not config.training.partition_activations
-    assert config.source("checkpoint_in_cpu") == f"{path}:2"
-    (note,) = (n for n in resolve(config, 1, 100).notes if "contiguous" in n)
-    assert "expandable_segments" in note
-    path.write_text(
-        "partition_activations: false\nactivation_checkpointing: {partition_activations: true, number: 1}\n"
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config([path])
-    text = str(caught.value)
-    assert "contradicts `partition_activations: False`" in text
-    assert "no key `number`" in text
 
 
 def test_a_wrong_type_does_not_hide_the_rest(tmp_path):
