@@ -323,7 +323,7 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
         runs = [len(list(run)) for keep, run in groupby(blocks, lambda block: block in setting.keeping) if not keep]
         chunks = sum(-(-run // setting.recompute) for run in runs)
         kept_input = boundary // (setting.tp_size if setting.divided_inputs else 1)
-        if setting.inputs_on_cpu and not setting.few_logits:  # on a CPU they stay
+        if setting.inputs_on_cpu and not setting.on_cpu:  # on a CPU they stay
             kept_input = 0
         kept = (len(blocks) - sum(runs)) * one_layer + chunks * kept_input
         working = min(setting.recompute, max(runs, default=0)) * one_layer
