@@ -14,8 +14,9 @@ from torch import Tensor
 class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """Optimizer of bf16 weights whose fp32 copies are divided over data ranks: ZeRO 1, and pipeline stages with ZeRO 0.
 
-    The numbers are DeepSpeed's (0.19.8). With `bf16.immediate_grad_update` a gradient is added to the accumulated ones
-    as soon as the backward pass has it, and released.
+    With `bf16.immediate_grad_update` a gradient is added to the accumulated ones, and released, as soon as the backward
+    pass has it. The numbers are DeepSpeed's (0.19.8), but for stages with ZeRO 0, whose gradients are accumulated in
+    bf16: DeepSpeed rounds the factor that clips them to bf16, too.
     """
 
     @torch.no_grad()

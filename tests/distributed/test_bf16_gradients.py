@@ -42,10 +42,13 @@ def test_curves_are_deepspeeds(layout):
     ours = run_ranks(2, runs, plans)
     deepspeeds = run_ranks(2, runs, plans[1:], True)
     for (immediate, late), (original,) in zip(ours, deepspeeds, strict=True):
+        # With ZeRO 0 gradients are accumulated in bf16, and DeepSpeed rounds the clipping factor to it.
+        bound = 0 if keys.get("zero") else 2e-3
         for curve, _, weights in (immediate, late):
-            assert curve == original[0]
+            torch.testing.assert_close(torch.tensor(curve), torch.tensor(original[0]), rtol=bound, atol=0)
             for mine, theirs in zip(weights, original[2], strict=True):
-                torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=0, atol=0)
+                torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=bound, atol=bound)
+        assert immediate[0] == late[0]
         assert set(immediate[1]) == {0}
         assert min(late[1]) > 0
         assert any(norm > 0.5 for _, norm in original[0])  # some steps were clipped
