@@ -197,6 +197,10 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("position_embedding_type",), "`pos_emb`"),
         **dict.fromkeys(("normalization",), "`norm`"),
         **dict.fromkeys(("compile", "torch_compile"), "`compile_layers: true`"),
+        **dict.fromkeys(
+            ("fp8", "fp8_format", "fp8_recipe", "fp8_hybrid", "enable_fp8", "use_fp8"),
+            "nothing: no product is computed in fp8; `precision: bf16` is the fastest",
+        ),
     }
 )
 
