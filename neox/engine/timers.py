@@ -51,10 +51,12 @@ class StepTimers:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._inside: list[float] = []  # of each call under way, the seconds in parts inside it
         if isinstance(engine, PipelineEngine):
-            engine._INSTRUCTION_MAP = {
-                instruction: self._timed(_INSTRUCTIONS[instruction], run) if instruction in _INSTRUCTIONS else run
-                for instruction, run in engine._INSTRUCTION_MAP.items()
-            }
+            engine._INSTRUCTION_MAP = MappingProxyType(
+                {
+                    instruction: self._timed(_INSTRUCTIONS[instruction], run) if instruction in _INSTRUCTIONS else run
+                    for instruction, run in engine._INSTRUCTION_MAP.items()
+                }
+            )
         else:
             for name, part in _METHODS.items():
                 setattr(engine, name, self._timed(part, getattr(engine, name)))
