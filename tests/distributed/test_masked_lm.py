@@ -71,10 +71,10 @@ def test_a_relay_of_layouts_is_an_undisturbed_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_follow_fp32(precision):
+@pytest.mark.parametrize("block", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}])
+def test_sixteen_bits_follow_fp32(block):
     keys = ENCODERS["megatron_bert"]
     expected, _ = one_rank(keys)
-    plans = [tiny_plan(2, **layout, precision=precision, **keys) for layout in ({"pp": 2}, {"mp": 2}, {"zero": 2})]
+    plans = [tiny_plan(2, **layout, **block, **keys) for layout in ({"pp": 2}, {"mp": 2}, {"zero": 2})]
     for curve, _ in run_ranks(2, curves_and_scores, plans, timeout=300)[0]:
         assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=2e-2)
