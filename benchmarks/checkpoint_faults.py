@@ -1,14 +1,14 @@
 """Test of checkpoints under faults: processes killed at random, bits flipped, full disks.
 
-    benchmarks/checkpoint_faults.py [--async-save] [--kills 100] [--minutes M] [--bits 300] [--full 20] [--seed 0]
-                                    [--out FILE.json]
+    benchmarks/checkpoint_faults.py [--async-save] [--offload] [--kills 100] [--minutes M] [--bits 300] [--full 20]
+                                    [--seed 0] [--out FILE.json]
 
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
 at least as new as the last one seen before it; at the end the loss curve must be an undisturbed run's, bit for bit.
 Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save for which the disk is too small at some
 point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
-saves run beside training, as the key `async_save` has them.
+saves run beside training, as the key `async_save` has them; with `--offload` the optimizer is in host memory.
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
+OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Kills:
     same_curve: bool = False
 
 
-def plan_for(save: Path, iterations: int, async_save: bool) -> RunPlan:
-    """A small tied model on two pipeline stages, ZeRO-1."""
+def plan_for(save: Path, iterations: int, keys: Mapping[str, Any]) -> RunPlan:
+    """A small tied model on two pipeline stages, ZeRO-1, with further keys."""
     flat: dict[str, Any] = {
         "num_layers": 4,
         "hidden_size": 128,
@@ -73,9 +74,9 @@ def plan_for(save: Path, iterations: int, async_save: bool) -> RunPlan:
         "lr_decay_style": "constant",  # the number of iterations is known only at the end
         "train_iters": iterations,
         "keep_last_n_checkpoints": 3,
-        "async_save": async_save,
         "save": str(save),
         "load": str(save),
+        **keys,
     }
     return resolve(NeoXConfig.from_flat(flat), RANKS, VOCAB)
 
@@ -91,15 +92,15 @@ def batches(plan: RunPlan, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
         iteration += 1
 
 
-def train(save: Path, curve: Path, iterations: int, async_save: bool) -> None:
+def train(save: Path, curve: Path, iterations: int, keys: Mapping[str, Any]) -> None:
     """One rank: resume, train to the end, save every other step; rank 0 appends losses to `curve`."""
     from neox.engine import BackgroundSaves, initialize_distributed, open_engine, save_checkpoint
 
     torch.set_num_threads(1)
-    plan = plan_for(save, iterations, async_save)
+    plan = plan_for(save, iterations, keys)
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
-    background = BackgroundSaves(engine) if async_save else None
+    background = BackgroundSaves(engine) if plan.config.checkpoint.async_save else None
     data = batches(plan, engine.iteration)
     while engine.iteration < iterations:
         loss = engine.train_batch(data).loss
@@ -112,7 +113,7 @@ def train(save: Path, curve: Path, iterations: int, async_save: bool) -> None:
         background.wait()
 
 
-def fill_and_save(save: Path, total: int, limit_files: bool, async_save: bool) -> int:
+def fill_and_save(save: Path, total: int, limit_files: bool, keys: Mapping[str, Any]) -> int:
     """One rank: save a good checkpoint, then try to save with less and less room until it failed `total` times; how
     often it failed with a message and left the checkpoint before as the one that loads.
 
@@ -121,10 +122,10 @@ def fill_and_save(save: Path, total: int, limit_files: bool, async_save: bool) -
     from neox.engine import BackgroundSaves, initialize_distributed, open_engine, save_checkpoint
 
     torch.set_num_threads(1)
-    plan = plan_for(save, 1000, async_save)
+    plan = plan_for(save, 1000, keys)
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
-    background = BackgroundSaves(engine) if async_save else None
+    background = BackgroundSaves(engine) if plan.config.checkpoint.async_save else None
 
     def save_now() -> Path:
         if background is None:
@@ -234,16 +235,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def kill_often(
-    work: Path, kills: int, generator: random.Random, minutes: float = math.inf, *, async_save: bool = False
-) -> Kills:
+def kill_often(work: Path, kills: int, generator: random.Random, minutes: float = math.inf, **keys: Any) -> Kills:
     """Train with that many kills (fewer when the minutes are over), then to the end; compare with a run without."""
     deadline = time.monotonic() + 60 * minutes
     save, curve, found = work / "killed", work / "killed.jsonl", Kills()
     newest, iterations = 0, 10**6
     save.mkdir()
     while found.kills < kills and time.monotonic() < deadline:
-        ranks = Ranks(work / "log", train, save, curve, iterations, async_save)
+        ranks = Ranks(work / "log", train, save, curve, iterations, keys)
         inside = _wait_for_a_moment(ranks, save, newest, found.kills % 2 == 0, generator)
         if not ranks.alive():
             raise RuntimeError(f"the ranks ended by themselves; see {work / 'log'}")
@@ -258,7 +257,7 @@ def kill_often(
     iterations = newest + 6
     for directory, lines in ((save, curve), (work / "still", work / "still.jsonl")):
         directory.mkdir(exist_ok=True)
-        codes = Ranks(work / "log", train, directory, lines, iterations, async_save).join()
+        codes = Ranks(work / "log", train, directory, lines, iterations, keys).join()
         if codes != [0, 0]:
             raise RuntimeError(f"a run ended with {codes}; see {work / 'log'}")
     found.same_curve = _losses(curve, iterations) == _losses(work / "still.jsonl", iterations)
@@ -326,12 +325,12 @@ def _flip(path: Path, offset: int, mask: int) -> None:
         stream.write(bytes([byte ^ mask]))
 
 
-def fill_disk(work: Path, points: int, *, async_save: bool = False) -> tuple[int, str]:
+def fill_disk(work: Path, points: int, **keys: Any) -> tuple[int, str]:
     """How many of that many full disks were survived, and what stood for the disk."""
     with small_disk(work / "disk") as mounted:
         save = work / "disk" / "save"
         save.mkdir()
-        ranks = Ranks(work / "log", fill_and_save, save, points, not mounted, async_save)
+        ranks = Ranks(work / "log", fill_and_save, save, points, not mounted, keys)
         if ranks.join() != [0, 0]:
             raise RuntimeError(f"the ranks failed; see {work / 'log'}")
         return ranks.results.get(), "a small tmpfs" if mounted else "a limit on file sizes"
@@ -354,6 +353,7 @@ def small_disk(path: Path) -> Iterator[bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--async-save", action="store_true", help="save beside training")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer in host memory")
     parser.add_argument("--kills", type=int, default=100, help="0 leaves out kills and bits")
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
@@ -362,14 +362,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
     generator = random.Random(args.seed)
+    keys = {"async_save": args.async_save, **(OFFLOAD if args.offload else {})}
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         started = time.monotonic()
         numbers: dict[str, Any] = {"seed": args.seed, "date": time.strftime("%Y-%m-%d")}
-        numbers["async_save"] = args.async_save
+        numbers |= {"async_save": args.async_save, "offload": args.offload}
         fine = True
         if args.kills:
-            killed = kill_often(work, args.kills, generator, args.minutes, async_save=args.async_save)
+            killed = kill_often(work, args.kills, generator, args.minutes, **keys)
             curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"
             counts = f"{killed.lost} lost, {killed.corrupt} corrupt, {curve}"
             print(f"{killed.kills} kills, {killed.inside_a_save} inside a save: {counts}", flush=True)
@@ -378,7 +379,7 @@ def main() -> int:
             numbers |= {**asdict(killed), "bits": args.bits, "bits_found": bits}
             fine = killed.same_curve and not killed.lost + killed.corrupt and bits == args.bits
         if args.full:
-            good, disk = fill_disk(work, args.full, async_save=args.async_save)
+            good, disk = fill_disk(work, args.full, **keys)
             print(f"{args.full} points of a full disk ({disk}): {good} good fallbacks")
             numbers |= {"full_disks": args.full, "good_fallbacks": good, "disk": disk}
             fine = fine and good == args.full

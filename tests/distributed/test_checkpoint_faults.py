@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.checkpoint_faults import fill_disk, flip_bits, kill_often
+import pytest
+
+from benchmarks.checkpoint_faults import OFFLOAD, fill_disk, flip_bits, kill_often
 
 
 def test_kills_flipped_bits_and_full_disks(tmp_path):
@@ -13,3 +15,11 @@ def test_kills_flipped_bits_and_full_disks(tmp_path):
     assert (killed.kills, killed.lost, killed.corrupt, killed.same_curve) == (2, 0, 0, True)
     assert flip_bits(tmp_path, 10, generator) == 10
     assert fill_disk(tmp_path, 4)[0] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True])
+def test_kills_with_offloaded_states(tmp_path, async_save):
+    killed = kill_often(tmp_path, 3, random.Random(1), async_save=async_save, **OFFLOAD)
+    assert (killed.kills, killed.lost, killed.corrupt, killed.same_curve) == (3, 0, 0, True)
+    assert killed.inside_a_save
