@@ -185,8 +185,8 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     parts = ", ".join(f"{name} {gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
     yield f"memory    {gib(memory.total)} on the fullest rank: {parts}, activations {gib(memory.activations)}"
     if memory.host:
-        where = "these are CPUs, whose memory that is: offload saves nothing" if device.shared else "main memory"
-        yield f"          offloaded: {gib(memory.host)} of each rank ({where})"
+        why = "; ranks on CPUs have that memory anyway: offload saves nothing" if device.shared else ""
+        yield f"          and {gib(memory.host)} of main memory for what each rank offloads{why}"
     if verbose:
         without, recomputed = (memory_with(plan, recompute=on, device=device) for on in (False, True))
         chosen = "with" if plan.config.training.checkpoint_activations else "without"
