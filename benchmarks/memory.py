@@ -1,0 +1,146 @@
+"""Measure the memory of a training step under ZeRO 0 to 3, with and without offload, beside the plan's estimate.
+
+    benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16] [--out FILE.json]
+
+On a GPU measured is `torch.cuda.max_memory_allocated()` of a step, and the plan's estimate of the device is compared.
+On CPU ranks host memory stands for both: measured is the peak of what torch's allocator has handed out since before the
+model was built (its own events, as torch.profiler records them), and the plan's sum of device and host is compared. The
+process itself, and what gloo allocates, are in neither. One line for each case; MiB of the fullest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from neox.config import Device, NeoXConfig, RunPlan, gpu_device, host_device, resolve
+from neox.config.fit import memory_on
+from tests.distributed.spawn import run_ranks
+
+VOCAB, SEQUENCE, BUCKET = 1000, 128, 400_000
+MIB = 2**20
+CPU = {"device": "cpu"}
+CASES: list[dict[str, Any]] = [
+    {"stage": 0},
+    *({"stage": stage, **offload} for stage in (1, 2, 3) for offload in ({}, {"offload_optimizer": CPU})),
+    {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+]
+
+
+def plan_of(ranks: int, precision: str, zero: dict[str, Any]) -> RunPlan:
+    """A network of 10 million parameters with small buckets, so that its states are most of its memory."""
+    buckets = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} if zero["stage"] else {}
+    if zero["stage"] == 3:
+        buckets = {"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 1}
+    flat = {
+        "num_layers": 12,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "seq_length": SEQUENCE,
+        "max_position_embeddings": SEQUENCE,
+        "pos_emb": "rotary",
+        "make_vocab_size_divisible_by": 8,
+        "attention_config": [[["flash"], "all"]],
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "precision": precision,
+        "train_iters": 10,
+        "zero_optimization": {**zero, **buckets},
+    }
+    return resolve(NeoXConfig.from_flat(flat), ranks, VOCAB)
+
+
+def device_of(plan: RunPlan) -> Device:
+    """Return what a rank of the measurement runs on."""
+    if torch.cuda.is_available():
+        return gpu_device(plan)
+    return host_device(plan, range(plan.grid.world_size), "this machine", None, training=True)
+
+
+def step_peaks(plans: Sequence[RunPlan]) -> list[int]:
+    """Return the peak bytes of a step of each plan on this rank."""
+    return [_step_peak(plan) for plan in plans]
+
+
+def _step_peak(plan: RunPlan) -> int:
+    from neox.engine import initialize_distributed, initialize_engine
+
+    grid, device = initialize_distributed(plan)
+    generator = torch.Generator().manual_seed(grid.dp_rank)
+
+    def batches() -> Any:
+        while True:
+            rows = torch.randint(0, VOCAB, (1, SEQUENCE + 1), generator=generator)
+            yield {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(1, SEQUENCE)}
+
+    def start() -> Any:
+        engine = initialize_engine(plan, grid, device)
+        engine.train_batch(batches())
+        return engine
+
+    if device.type == "cuda":
+        engine = start()
+        torch.cuda.reset_peak_memory_stats()
+        engine.train_batch(batches())
+        return int(torch.cuda.max_memory_allocated())
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as building:
+        engine = start()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as step:
+        engine.train_batch(batches())
+    return _balance(building)[-1] + max(_balance(step))
+
+
+def _balance(recorded: Any) -> list[int]:
+    """Return the bytes in use after each allocation and release, from 0."""
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    total, balance = 0, [0]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        balance.append(total)
+    return balance
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    cases = [case for case in CASES if case["stage"] in arguments.stages]
+    for precision in arguments.precisions:
+        plans = [plan_of(arguments.ranks, precision, case) for case in cases]
+        measured = run_ranks(arguments.ranks, step_peaks, plans, timeout=3600)
+        for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
+            memory, peak = memory_on(plan, device_of(plan)), max(rank[number] for rank in measured)
+            planned = asdict(memory)
+            compared = memory.total if torch.cuda.is_available() else memory.total + memory.host
+            offload = "+".join(key.removeprefix("offload_") for key in case if key.startswith("offload"))
+            rows.append({"precision": precision, "stage": case["stage"], "offload": offload or "none"})
+            rows[-1] |= {**planned, "planned": compared, "measured": peak, "ratio": compared / peak}
+            print("  ".join(f"{k} {_shown(v)}" for k, v in rows[-1].items()), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value / MIB:.1f}" if isinstance(value, int) and value > 100 else str(value)
+
+
+if __name__ == "__main__":
+    main()
