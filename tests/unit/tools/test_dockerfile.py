@@ -76,12 +76,16 @@ def test_run_lines_of_the_cpu_stage_make_an_environment_that_plans(tmp_path: Pat
         (programs / name).write_text(f"#!/bin/sh\n{body if name in ('mkdir', 'rm') else 'exit 0'}\n")
         (programs / name).chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    for settings in (Path.home() / ".config/pip/pip.conf", Path.home() / ".pip/pip.conf"):
+        if settings.is_file():  # names this machine's index of packages
+            environment["PIP_CONFIG_FILE"] = str(settings)
     environment |= {"PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PIP_RETRIES": "1"}
     for instruction, rest in stage("cpu"):
         if instruction == "RUN":
             done = subprocess.run(["sh", "-ec", rest], cwd=project, env=environment, capture_output=True, text=True)
             if "No matching distribution found" in done.stderr:
-                pytest.skip(f"needs a package index: {done.stderr.strip().splitlines()[-1]}")
+                missing = next(line for line in done.stderr.splitlines() if "No matching distribution found" in line)
+                pytest.skip(f"needs an index of packages: {missing}")
             assert done.returncode == 0, f"{rest}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     planned = [str(project / ".venv/bin/python"), "deepy.py", "train.py", "-d", "configs", "125M.yml", "--dry-run"]
     planned += ["--set", "train_iters=10", "--hosts", "1", "--gpus", "1"]
