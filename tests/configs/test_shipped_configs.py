@@ -16,7 +16,14 @@ from neox.convert.to_hf import choose_family
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")
-SELF_CONTAINED = ("quickstart", "quickstart_llama", "quickstart_gpt2", "one_gpu")
+SELF_CONTAINED = (
+    "quickstart",
+    "quickstart_llama",
+    "quickstart_gpt2",
+    "one_gpu",
+    "one_gpu_offload",
+    "one_gpu_offload_6-7B",
+)
 MODELS = sorted(
     path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
 )
@@ -39,6 +46,7 @@ TOP_LEVEL_KEYS = frozenset(
         "gradient_predivide_factor",
         "dump_state",
         "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
         "flops_profiler",
         "comms_logger",
     }
