@@ -194,7 +194,8 @@ def data_problems(
             if open_files:
                 opened = IndexedDataset(prefix, data.data_impl)
                 check_fits(opened, vocab_size=size, tokenizer_hash=digest)
-                texts, labels = opened, None
+                texts = opened
+                labels: IndexedDataset | None = None
                 if prefix in labelled and idx_path(labelled[prefix]).is_file():
                     texts, labels = IndexedDataset(labelled[prefix], data.data_impl), opened
                     check_labels(texts, labels)
