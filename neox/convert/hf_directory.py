@@ -14,9 +14,17 @@ from neox.convert.hf_weights import Export, read_json, write_json
 from neox.convert.verification import Verification
 from neox.errors import ConversionError
 from neox.families import Family
-from neox.files import atomic_directory
+from neox.files import atomic_directory, write_text
 from neox.log import get_logger
-from neox.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, Tokenizer, build_tokenizer, special_token
+from neox.tokenizer import (
+    BERT_SPECIALS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    HFTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    special_token,
+)
 
 _log = get_logger(__name__)
 _TOKENIZER_CLASSES = {
@@ -121,6 +129,19 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
     Raises:
         ConversionError: If a file cannot be read or written.
     """
+    if isinstance(source.tokenizer, HFTokenizer) and source.tokenizer.is_bert and not source.has_configuration:
+        write_text(output / TOKENIZER_FILE, source.tokenizer.paired().to_str(pretty=True))
+        write_json(
+            output / TOKENIZER_CONFIG,
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": True,
+                "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+                "model_max_length": max_length,
+                **BERT_SPECIALS,
+            },
+        )
+        return
     if source.type not in _TOKENIZER_CLASSES:
         _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
         return

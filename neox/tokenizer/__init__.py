@@ -2,10 +2,11 @@
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
-from neox.tokenizer.huggingface import TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, special_token
+from neox.tokenizer.huggingface import BERT_SPECIALS, TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, special_token
 from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, train_tokenizer
 
 __all__ = [
+    "BERT_SPECIALS",
     "END_OF_DOCUMENT",
     "PADDING",
     "TOKENIZER_CONFIG",

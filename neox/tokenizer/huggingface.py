@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -19,8 +20,16 @@ _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", _BERT_END)
 """Tokens that end documents where `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2 and 3, BERT."""
 _WORD_PIECE = "##"
 BERT_UNKNOWN = "[UNK]"
-BERT_SPECIALS = ("[PAD]", BERT_UNKNOWN, "[CLS]", _BERT_END, "[MASK]")
-"""BERT's special tokens, in the order of its vocabularies."""
+BERT_SPECIALS: Mapping[str, str] = MappingProxyType(
+    {
+        "pad_token": "[PAD]",
+        "unk_token": BERT_UNKNOWN,
+        "cls_token": "[CLS]",
+        "sep_token": _BERT_END,
+        "mask_token": "[MASK]",
+    }
+)
+"""BERT's special tokens by Hugging Face's names, in the order of its vocabularies."""
 
 
 class HFTokenizer(Tokenizer):
@@ -56,7 +65,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = backend.get_vocab_size()
         self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
         self.pad = backend.token_to_id(PADDING)
-        if self.eod_token == _BERT_END:  # BERT's tokenizers add [CLS] and [SEP], which samples do here
+        if self.is_bert:  # BERT's tokenizers add [CLS] and [SEP], which samples do here
             backend.post_processor = processors.Sequence([])
 
     def encode(self, text: str) -> list[int]:
@@ -79,6 +88,23 @@ class HFTokenizer(Tokenizer):
     def word_continuations(self) -> list[bool]:
         """Return whether each id continues a word: WordPiece's pieces that start with `##`."""
         return [(self.backend.id_to_token(i) or "").startswith(_WORD_PIECE) for i in range(self.vocab_size)]
+
+    @property
+    def is_bert(self) -> bool:
+        """Whether the vocabulary is BERT's: [SEP] ends its documents."""
+        return self.eod_token == _BERT_END
+
+    def paired(self) -> tokenizers.Tokenizer:
+        """Return BERT's tokenizer as Hugging Face has it, which adds [CLS] and [SEP] to a text or a pair of texts."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        cls, sep = BERT_SPECIALS["cls_token"], BERT_SPECIALS["sep_token"]
+        ids = {token: backend.token_to_id(token) for token in (cls, sep)}
+        if None in ids.values():
+            raise TokenizerError(f"the vocabulary lacks {cls} or {sep}, which BERT's inputs begin and end with")
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1", special_tokens=list(ids.items())
+        )
+        return backend
 
     def to_json(self) -> str:
         """Return the text of a `tokenizer.json`, for accelerators that read this format."""
@@ -181,7 +207,7 @@ def _word_piece(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path}: not a vocabulary of BERT's, one token a line ({error})") from error
     backend = word_piece_backend(model, lowercase=lowercase)
-    special = [token for token in BERT_SPECIALS if backend.token_to_id(token) is not None]
+    special = [token for token in BERT_SPECIALS.values() if backend.token_to_id(token) is not None]
     if BERT_UNKNOWN not in special:
         raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}: is it a vocab.txt of BERT's?")
     backend.add_special_tokens(special)

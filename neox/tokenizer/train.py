@@ -133,7 +133,7 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, sp
 def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> list[bytes]:
     backend = word_piece_backend(models.WordPiece(unk_token=BERT_UNKNOWN), lowercase=lowercase)
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS), show_progress=sys.stderr.isatty()
+        vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS.values()), show_progress=sys.stderr.isatty()
     )
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
     if (found := backend.get_vocab_size()) > vocab_size:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from neox.convert.hf_directory import TokenizerSource, write_tokenizer
 from neox.data.masking import MaskingVocabulary
 from neox.errors import DataError, TokenizerError
 from neox.tokenizer import build_tokenizer, train_tokenizer
@@ -71,3 +72,19 @@ def test_a_tokenizer_json_gives_the_same_ids(vocabularies: Path, tmp_path: Path)
         assert [read.encode(t.replace("[MASK]", "")) for t in TEXTS] == [
             tokenizer.encode(t.replace("[MASK]", "")) for t in TEXTS
         ]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lower", "BertWordPieceLowerCase"), ("cased", "BertWordPieceCase")])
+def test_an_export_adds_cls_and_sep(vocabularies: Path, tmp_path: Path, name: str, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = vocabularies / f"{name}.txt"
+    ours = build_tokenizer(kind, path)
+    write_tokenizer(TokenizerSource(ours, kind, path, None), tmp_path, max_length=128)
+    read = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    first, second = ours.encode(TEXTS[0]), ours.encode(TEXTS[2])
+    cls, sep = ours.token_id("[CLS]"), ours.token_id("[SEP]")
+    fields = read(TEXTS[0], TEXTS[2])
+    assert fields["input_ids"] == [cls, *first, sep, *second, sep]
+    assert fields["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert (read.mask_token, read.pad_token_id, read.model_max_length) == ("[MASK]", 0, 128)
