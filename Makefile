@@ -7,7 +7,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 TEXT   ?=
-# family of the quickstart's model: neox, llama or gpt2
+# family of the quickstart's model: neox, llama, gpt2 or bert
 MODEL  ?= neox
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
@@ -52,7 +52,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-
 	$(PIP) install -q -r requirements/requirements-dev.txt
 	@touch $@
 
-quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama or gpt2)
+quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2 or bert)
 	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)")
 
 lint: install-dev  ## ruff, mypy and the import contracts
@@ -82,7 +82,7 @@ docs: install-dev  ## the pages of docs/ as HTML in build/site
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 clean:  ## remove the quickstart's data and runs
-	rm -rf runs/quickstart runs/quickstart_llama runs/quickstart_gpt2 data/quickstart
+	rm -rf runs/quickstart runs/quickstart_llama runs/quickstart_gpt2 runs/quickstart_bert data/quickstart data/quickstart_bert
 
 distclean: clean  ## remove the environment too
 	rm -rf $(VENV)

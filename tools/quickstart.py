@@ -26,7 +26,12 @@ from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.hosts import count_accelerators
 from neox.metrics import METRICS_FILE, curves
 
-CONFIGS = {"neox": "quickstart.yml", "llama": "quickstart_llama.yml", "gpt2": "quickstart_gpt2.yml"}
+CONFIGS = {
+    "neox": "quickstart.yml",
+    "llama": "quickstart_llama.yml",
+    "gpt2": "quickstart_gpt2.yml",
+    "bert": "bert/tiny.yml",
+}
 TEXT_CONFIG = "text_generation.yml"
 VOCAB_SIZE = 8000
 PROMPT = "def main("
@@ -101,27 +106,29 @@ def finished_checkpoint(save: Path, steps: int) -> Path | None:
 def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
     """Print what happened, where everything lies, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
-    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec")
+    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec", "validation/sentence_accuracy")
     found = curves(log_dir / METRICS_FILE, names)
-    losses, validation, tokens = (list(found.get(name, {}).values()) for name in names)
+    losses, validation, tokens, accuracy = (list(found.get(name, {}).values()) for name in names)
     steps = max(found[names[0]])
     held_out = f"{validation[-1]:.3f}" if validation else "none: the text has too few documents to hold one out"
     extra = "".join(f" {word}" for word in settings)
+    masked = config.model.objective == "masked_lm"
+    auto = "AutoModelForPreTraining" if masked else "AutoModelForCausalLM"
+    text = f"\n  more text:\n    .venv/bin/python deepy.py generate.py -d configs {name} {TEXT_CONFIG}{extra}"
+    sentences = f"\n  sentences        {accuracy[-1]:.3f} of the pairs are told apart" if accuracy else ""
     print(
         f"""
 quickstart finished in {seconds:,.0f} s
   training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps
-  validation loss  {held_out}
+  validation loss  {held_out}{sentences}
   speed            {sorted(tokens)[len(tokens) // 2]:,.0f} tokens/s (median)
   data             {Path(config.data.data_path or "").parent}/
   logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
   checkpoint       {checkpoint}/
-  Hugging Face     {hf}/ (transformers: AutoModelForCausalLM.from_pretrained("{hf}"))
+  Hugging Face     {hf}/ (transformers: {auto}.from_pretrained("{hf}"))
 
   train on, from the last checkpoint:
-    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * steps}{extra}
-  more text:
-    .venv/bin/python deepy.py generate.py -d configs {name} {TEXT_CONFIG}{extra}
+    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * steps}{extra}{"" if masked else text}
   start over:      make clean && make quickstart
   your own text:   make clean && make quickstart TEXT=my.txt
   a bigger model:  see configs/README.md""",
@@ -147,20 +154,24 @@ def main() -> None:
     runs = save.parent
 
     shards = make_corpus(prefix.parent, text, runs)
+    masked = config.model.objective == "masked_lm"
     if newer(tokenizer, *shards):
         reuse(tokenizer)
     else:
         run(
             *("tools/train_tokenizer.py", "--input", ",".join(map(str, shards))),
             *("--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer)),
+            *(("--kind", "wordpiece-cased") if masked else ()),
         )
     if newer(prefix.with_name(prefix.name + ".idx"), tokenizer, *shards):
         reuse(prefix.with_name(prefix.name + ".idx"))
     else:
         run(
             *("tools/preprocess_data.py", "--input", ",".join(map(str, shards))),
-            *("--output-prefix", str(prefix).removesuffix("_text_document"), "--append-eod"),
-            *("--tokenizer-type", "HFTokenizer", "--vocab-file", str(tokenizer), "--dataset-impl", "mmap"),
+            *("--output-prefix", str(prefix).rpartition("_text_")[0]),
+            "--presplit-sentences" if masked else "--append-eod",
+            *("--tokenizer-type", config.tokenizer.tokenizer_type, "--vocab-file", str(tokenizer)),
+            *("--dataset-impl", "mmap"),
         )
 
     steps = config.training.train_iters or 0
@@ -183,14 +194,19 @@ def main() -> None:
             *(["--overwrite"] if hf.exists() else []),  # of an earlier checkpoint
         )
 
+    if not masked:
+        write_sample(name, runs, settings)
+    summarize(name, config, checkpoint, hf, time.monotonic() - started, settings)
+
+
+def write_sample(name: str, runs: Path, settings: list[str]) -> None:
+    """Let the model go on from a prompt."""
     prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
     prompts.write_text(PROMPT + "\n")
     output = ("-i", str(prompts), "-o", str(samples))
     run("deepy.py", "generate.py", "-d", "configs", name, TEXT_CONFIG, *output, *settings)
     for line in samples.read_text().splitlines():
         print(f"\n{PROMPT}{json.loads(line)['text']}")
-
-    summarize(name, config, checkpoint, hf, time.monotonic() - started, settings)
 
 
 if __name__ == "__main__":

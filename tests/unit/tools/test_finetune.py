@@ -72,6 +72,7 @@ def test_questions(model: Path, tmp_path: Path) -> None:
     assert len(predictions) == 50
 
 
+@pytest.mark.slow
 def test_classes(model: Path, tmp_path: Path) -> None:
     chance = random.Random(0)
     for name, count in (("train", 300), ("dev", 60)):
