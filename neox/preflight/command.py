@@ -46,7 +46,8 @@ from neox.launch.start import (
     new_spec,
 )
 from neox.log import setup_logging
-from neox.preflight.checks import data_prefixes, memory_problems
+from neox.preflight.checks import memory_problems
+from neox.preflight.data_checks import data_prefixes
 from neox.preflight.planning import build_plan, read_config
 from neox.preflight.plot import draw_schedules
 

@@ -24,7 +24,6 @@ from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.placement import Placement, choose_hosts, master_port_problem
 from neox.preflight.checks import (
     checkpoint_problems,
-    data_problems,
     device_of_ranks,
     finetune_notes,
     login_problems,
@@ -32,8 +31,8 @@ from neox.preflight.checks import (
     missing_packages,
     task_problems,
     vocabulary,
-    with_train_iters,
 )
+from neox.preflight.data_checks import data_problems, with_train_iters
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:

@@ -15,15 +15,8 @@ import yaml
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.preflight import checks
-from neox.preflight.checks import (
-    checkpoint_problems,
-    data_problems,
-    finetune_notes,
-    login_problems,
-    missing_data,
-    missing_packages,
-    task_problems,
-)
+from neox.preflight.checks import checkpoint_problems, finetune_notes, login_problems, missing_packages, task_problems
+from neox.preflight.data_checks import data_problems, missing_data
 from neox.tokenizer import build_tokenizer
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
@@ -183,6 +176,28 @@ def test_a_masked_language_model_neither_writes_nor_scores_text() -> None:
         (problem,) = task_problems(config(objective="masked_lm"), script, None)
         assert "`objective: masked_lm`" in problem
     assert task_problems(config(objective="masked_lm"), "train", None) == []
+
+
+def test_masked_language_models_need_sentences_and_special_tokens(tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]) + "\n")
+    keys = {"objective": "masked_lm", "tokenizer_type": "BertWordPieceCase", "vocab_file": str(vocab), "train_iters": 1}
+    tokenizer = build_tokenizer("BertWordPieceCase", vocab)
+    prefix = str(tmp_path / "data_text_sentence")
+    (problem,) = data_problems(config(**keys, data_path=prefix), tokenizer, dry_run=False)
+    assert "--split-sentences" in problem
+    assert f"--output-prefix {tmp_path / 'data'} " in problem
+    for counts, found in (([1, 1], True), ([2], False)):
+        with IndexedDatasetBuilder(prefix, np.uint16, sentences=True) as builder:
+            builder.add_documents(np.array([5, 5]), [1, 1], counts)
+        for dry_run in (True, False):
+            problems = data_problems(config(**keys, data_path=prefix), tokenizer, dry_run=dry_run)
+            assert [all(word in p for word in ("data_path", prefix, "--split-sentences")) for p in problems] == (
+                [True] if found else []
+            )
+    other = build_tokenizer("CharLevelTokenizer", None)
+    (problem,) = data_problems(config(**keys, data_path=prefix), other, dry_run=True)
+    assert "--kind wordpiece" in problem
 
 
 def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:

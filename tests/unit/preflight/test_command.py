@@ -15,8 +15,8 @@ from neox.data import IndexedDatasetBuilder
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
-from neox.preflight.checks import with_train_iters
 from neox.preflight.command import run_directory, write_run_directory
+from neox.preflight.data_checks import with_train_iters
 from neox.preflight.planning import build_plan, read_config
 from neox.preflight.plot import _curves, draw_schedules
 from tests.plans import SIZES, plan_of
