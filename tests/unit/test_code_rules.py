@@ -20,7 +20,7 @@ USES_ENVIRONMENT = (
     "neox/preprocess/pool.py",
 )
 # A plan can be made without numpy, which these checks import where there is something to check.
-INNER_IMPORTS = {"neox/preflight/checks.py"}
+INNER_IMPORTS = {"neox/preflight/checks.py", "neox/preflight/data_checks.py"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
