@@ -31,22 +31,30 @@ _log = get_logger(__name__)
 _DOCUMENTS = 1 << 16  # of several sequences, merged at once
 
 
-class BuilderState(TypedDict):
-    """Amount of data written, as plain JSON; part of resumable state on disk.
+class Totals(TypedDict):
+    """Amount of data of a dataset.
 
     Attributes:
         documents: Number of documents.
-        sequences: Number of sequences, where documents have several; else absent.
         tokens: Number of tokens.
         max_id: Largest id, -1 before the first.
         crc32: Checksum of the bytes of the ids, in the end of the `.bin`.
     """
 
     documents: int
-    sequences: NotRequired[int]
     tokens: int
     max_id: int
     crc32: int
+
+
+class BuilderState(Totals):
+    """Amount of data written, as plain JSON; part of resumable state on disk.
+
+    Attributes:
+        sequences: Number of sequences, where documents have several; else absent.
+    """
+
+    sequences: NotRequired[int]
 
 
 class IndexedDatasetBuilder:
@@ -111,6 +119,14 @@ class IndexedDatasetBuilder:
     def progress(self) -> BuilderState:
         """Amount of data added, not necessarily on disk; valid as `resume` once a later `state()` has returned."""
         return BuilderState(**self._state)
+
+    @property
+    def totals(self) -> Totals:
+        """Amount of data added, for a sidecar."""
+        state = self._state
+        return Totals(
+            documents=state["documents"], tokens=state["tokens"], max_id=state["max_id"], crc32=state["crc32"]
+        )
 
     def add_document(self, ids: np.ndarray | Sequence[int]) -> None:
         """Append one document, which may be empty."""

@@ -66,7 +66,7 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
     for name, output, builder in zip(_PARTS, outputs, builders, strict=True):
         if sidecar is not None:
             settings = {**sidecar.settings, "split": split, "split_seed": seed, "part": name}
-            write_sidecar(output, replace(sidecar, settings=settings, **builder.progress))
+            write_sidecar(output, replace(sidecar, settings=settings, **builder.totals))
     return {name: builder.num_documents for name, builder in zip(_PARTS, builders, strict=True)}
 
 

@@ -84,7 +84,7 @@ def receive_result(connection: Connection, block: LineBlock, job: EncodeJob) -> 
     header = orjson.loads(connection.recv_bytes())
     if "error" in header:
         raise TokenizerError(header["error"])
-    dtypes = [job.dtype, np.int32] + ([] if job.settings.sentences is None else [np.int32])
+    dtypes: list[Any] = [job.dtype, np.int32] + ([] if job.settings.sentences is None else [np.int32])
     keys = tuple(
         EncodedKey(*(np.frombuffer(connection.recv_bytes(), dtype) for dtype in dtypes)) for _ in job.settings.keys
     )

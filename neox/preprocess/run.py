@@ -347,5 +347,5 @@ class _Run:
             append_eod=self.settings.append_eod,
             inputs=self.files,
             settings={**self.description, **result, "key": key, **labels},
-            **{name: value for name, value in builder.progress.items() if name != "sequences"},
+            **builder.totals,
         )

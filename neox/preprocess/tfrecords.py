@@ -231,7 +231,6 @@ def convert_tfrecords(
         except BaseException:
             builder.discard()
             raise
-    state = {name: value for name, value in builder.progress.items() if name != "sequences"}
     described = Sidecar(
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_hash=built.content_hash,
@@ -239,7 +238,7 @@ def convert_tfrecords(
         eod=built.eod,
         append_eod=False,
         inputs=tuple(map(str, inputs)),
-        **state,
+        **builder.totals,
     )
     write_sidecar(output_prefix, described)
     return builder.num_documents, builder.num_tokens
