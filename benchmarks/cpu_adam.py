@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from neox.optim import AdamW
+from neox.optim.adamw import AdamW
 
 
 def state(count: int) -> torch.Tensor:
