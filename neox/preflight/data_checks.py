@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
 
 # What `make quickstart` makes, and its model.
-_QUICKSTART_DATA = {
+_QUICKSTART_DATA: dict[tuple[str, ...], str] = {
     ("data", "quickstart", "quickstart_text_document"): "make quickstart",
     ("data", "quickstart_bert", "quickstart_text_sentence"): "make quickstart MODEL=bert",
 }
