@@ -30,19 +30,19 @@ BOUNDS = {"fp32": 2e-4, "fp16": 5e-3, "bf16": 2e-2}
 PRECISIONS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}, "bf16": {"precision": "bf16"}}
 
 
-def plain_curve(steps: int = STEPS) -> list[float]:
+def plain_curve() -> list[float]:
     """Losses of a plain loop: four micro batches, clipping, AdamW, schedule."""
     plan, grid = tiny_plan(1), ParallelGrid.single()
     model = GPT(plan, grid)
     optimizer = build_optimizer(plan, model.named_parameters(), NormScope(None, lambda _: True))
     schedule, data, losses = LRSchedule(plan, optimizer), batches(plan, 0), []
-    for _ in range(steps):
+    for _ in range(STEPS):
         total = 0.0
         for _ in range(plan.batch.gradient_accumulation_steps):
             batch = next(data)
             loss = causal_lm_loss(model, batch["tokens"], batch["labels"], batch["loss_mask"])
             (loss / plan.batch.gradient_accumulation_steps).backward()
-            total += float(loss)
+            total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -78,7 +78,7 @@ def recomputation_repeats_dropout() -> None:
     keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     kept, again = (curve(build(tiny_plan(1, checkpoint_activations=on, **keys))) for on in (False, True))
     close(again, kept, "fp32")
-    assert abs(kept[0] - plain_curve(1)[0]) > 1e-3
+    assert abs(kept[-1] - plain_curve()[-1]) > 1e-3
 
 
 def a_resumed_run_goes_on(directory: Path, precision: str = "bf16", zero: int = 1) -> None:
