@@ -106,7 +106,8 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
         MetricsFile(tmp_path / "file" / "logs")
 
 
-def test_several_runs_in_one_picture(tmp_path):
+def test_several_runs_in_one_picture(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     for name in ("a", "b"):
         run(tmp_path / name / "logs", {1: 4.0, 2: 3.0})
     script = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "plot_runs.py"))
