@@ -14,14 +14,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.errors import run_script
-from neox.log import setup_logging
+from neox.corpus import read_documents
+from neox.errors import ConfigError, run_script
+from neox.log import progress, setup_logging
 from neox.preprocess import (
     PreprocessReport,
     PreprocessSettings,
@@ -31,7 +32,7 @@ from neox.preprocess import (
     preprocess_on_rank,
 )
 from neox.preprocess.sentences import LINES
-from neox.tokenizer import TOKENIZER_TYPES
+from neox.tokenizer import TOKENIZER_TYPES, TokenizerKind, train_tokenizer
 from neox.tokenizer.flat import ACCELERATORS
 
 
@@ -54,6 +55,12 @@ def parser() -> argparse.ArgumentParser:
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
+    tokens.add_argument(
+        "--train-vocab-size",
+        type=int,
+        metavar="N",
+        help="of SPMTokenizer: where --vocab-file does not exist, train it on the inputs, with N pieces",
+    )
     tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     tokens.add_argument(
@@ -152,8 +159,33 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     )
 
 
+def train_missing_model(args: argparse.Namespace) -> None:
+    """Train the SentencePiece model that --vocab-file names and that does not exist, if --train-vocab-size asks for it.
+
+    Raises:
+        ConfigError: If the flags do not fit together.
+    """
+    if args.train_vocab_size is None:
+        return
+    if args.tokenizer_type != "SPMTokenizer" or args.vocab_file is None:
+        raise ConfigError("--train-vocab-size goes with --tokenizer-type SPMTokenizer and --vocab-file")
+    if Path(args.vocab_file).exists():
+        return
+    kind: TokenizerKind = "sentencepiece" if sentences_of(args) is None else "sentencepiece-bert"
+    print(*train_tokenizer(texts_of(args), args.train_vocab_size, args.vocab_file, kind), flush=True)
+
+
+def texts_of(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the texts of the inputs."""
+    with progress("reading", unit="characters") as bar:
+        for document in read_documents(input_paths(args.input), args.jsonl_keys[0], skip_bad=args.skip_bad):
+            bar.update(len(document.text))
+            yield document.text
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise NeoXError for missing inputs, tokenizers and packages: what `deepy.py` asks before it starts ranks."""
+    train_missing_model(args)
     check_settings(settings_of(args))
 
 
@@ -162,6 +194,7 @@ def main() -> int:
     args = parser().parse_args()
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
+    train_missing_model(args)
     settings = settings_of(args)
     print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
     return 0

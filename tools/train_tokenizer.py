@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         "--tokenizer_output_path",
         required=True,
-        help="tokenizer.json; gpt2: a directory; sentencepiece, sentencepiece-char: a .model; wordpiece: a vocab.txt",
+        help="tokenizer.json; gpt2: a directory; kinds of sentencepiece: a .model; wordpiece: a vocab.txt",
     )
     p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)

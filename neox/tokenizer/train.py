@@ -21,7 +21,15 @@ from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
 from neox.tokenizer.huggingface import BERT_SPECIALS, BERT_UNKNOWN, word_piece_backend
 
-TokenizerKind = Literal["byte-level-bpe", "gpt2", "sentencepiece", "sentencepiece-char", "wordpiece", "wordpiece-cased"]
+TokenizerKind = Literal[
+    "byte-level-bpe",
+    "gpt2",
+    "sentencepiece",
+    "sentencepiece-bert",
+    "sentencepiece-char",
+    "wordpiece",
+    "wordpiece-cased",
+]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 _BYTES_AND_SPECIALS = 256 + 2
@@ -45,7 +53,8 @@ def train_tokenizer(
         kind: `byte-level-bpe` writes a `tokenizer.json` like GPT-NeoX-20B's (NFC, ByteLevel, `<|endoftext|>` 0,
             `<|padding|>` 1) for HFTokenizer. `gpt2` writes `vocab.json` and `merges.txt` into a directory (no
             normalizer, `<|endoftext|>` last) for GPT2BPETokenizer and HFGPT2Tokenizer. `sentencepiece` writes a
-            `.model` for SPMTokenizer, and `sentencepiece-char` one whose pieces are the most frequent characters, at
+            `.model` for SPMTokenizer, `sentencepiece-bert` one with <CLS>, <SEP>, <MASK> and <PAD> for
+            masked language models, and `sentencepiece-char` one whose pieces are the most frequent characters, at
             most `vocab_size` with a symbol for the newline and 256 bytes for all other characters (Chinese text).
             `wordpiece` and `wordpiece-cased` write a `vocab.txt`, a token a line, for BertWordPieceLowerCase and
             BertWordPieceCase.
@@ -77,6 +86,11 @@ def train_tokenizer(
         "byte-level-bpe": _train_20b,
         "gpt2": _train_gpt2,
         "sentencepiece": partial(_train_sentencepiece, model_type="bpe", user_defined_symbols=[END_OF_DOCUMENT]),
+        "sentencepiece-bert": partial(
+            _train_sentencepiece,
+            model_type="bpe",
+            user_defined_symbols=[END_OF_DOCUMENT, "<CLS>", "<SEP>", "<MASK>", "<PAD>"],
+        ),
         "sentencepiece-char": partial(
             _train_sentencepiece,
             model_type="char",

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("sentencex", reason="sentencex (requirements/requirements-corpus.txt) is not installed")
 
 from neox.data import BuilderState, IndexedDataset, IndexedDatasetBuilder
+from neox.data.masking import MaskingVocabulary
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
@@ -111,3 +112,21 @@ def test_presplit_documents_give_the_same_data(tmp_path: Path) -> None:
     for end in ("bin", "idx"):
         made = [(tmp_path / f"{name}_text_sentence.{end}").read_bytes() for name in ("l", "out")]
         assert made[0] == made[1]
+
+
+def test_a_missing_sentencepiece_model_is_trained(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece", reason="sentencepiece (requirements/requirements-corpus.txt) is not installed")
+    write(tmp_path / "a.jsonl", 60)
+    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "a.jsonl")]
+    model = ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "spm.model")]
+    flags = ["--output-prefix", str(tmp_path / "out"), "--split-sentences", "--train-vocab-size", "300"]
+    subprocess.run([*tool, *model, *flags], check=True, capture_output=True)
+    vocabulary = MaskingVocabulary.of(build_tokenizer("SPMTokenizer", tmp_path / "spm.model"))
+    assert len({vocabulary.cls, vocabulary.sep, vocabulary.mask, vocabulary.pad}) == 4
+    assert vocabulary.continues.any()
+    assert IndexedDataset(tmp_path / "out_text_sentence").has_sentences
+    wrong = subprocess.run(
+        [*tool, "--tokenizer-type", "HFTokenizer", *flags], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert "--train-vocab-size" in wrong.stderr
