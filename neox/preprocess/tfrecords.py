@@ -183,15 +183,19 @@ def read_pair(features: dict[str, np.ndarray]) -> Pair:
     weights = features.get("masked_lm_weights", np.ones(len(positions), np.float32))
     if not len(positions) == len(ids) == len(weights) or not 2 < length <= len(tokens) or len(segments) < length:
         raise ValueError("its features have lengths that do not fit together")
+    if any(features[name].dtype.kind != "i" for name in _NEEDED):
+        raise ValueError("ids, masks or positions are no integers")
     used = weights > 0
     if positions[used].min(initial=0) < 0 or positions[used].max(initial=0) >= length:
         raise ValueError("a masked position is outside the sample")
     tokens[positions[used]] = ids[used]
     second = int(np.searchsorted(segments[:length], 1))
+    if segments[:second].any() or (segments[second:length] != 1).any():
+        raise ValueError("segment_ids are not zeros, then ones")
     parts = [tokens[1 : second - 1]] + ([tokens[second : length - 1]] if second < length else [])
     if not all(len(part) for part in parts):
         raise ValueError("a sentence is empty")
-    return Pair(tuple(parts), not int(features.get("next_sentence_labels", np.zeros(1))[0]))
+    return Pair(tuple(parts), not features.get("next_sentence_labels", np.zeros(1)).any())
 
 
 def convert_tfrecords(
@@ -254,7 +258,7 @@ def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) ->
                     continue
                 try:
                     pair = read_pair(parse_example(record))
-                    if max(int(part.max()) for part in pair.parts) >= vocab_size:
+                    if any(part.min() < 0 or part.max() >= vocab_size for part in pair.parts):
                         raise ValueError(f"an id is outside the vocabulary of {vocab_size}")
                 except (ValueError, OverflowError) as error:
                     budget.add(BadInput(str(path), number, None, f"the record cannot be read: {error}"))

@@ -14,7 +14,7 @@ pytest.importorskip("google_crc32c", reason="google-crc32c (requirements/require
 from neox.data import IndexedDataset
 from neox.errors import DataError
 from neox.preprocess.settings import TokenizerSpec
-from neox.preprocess.tfrecords import convert_tfrecords, masked_crc, parse_example, read_records
+from neox.preprocess.tfrecords import convert_tfrecords, masked_crc, parse_example, read_pair, read_records
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(95))]
 
@@ -125,6 +125,34 @@ def test_damage_is_named(tmp_path: Path, spec: TokenizerSpec) -> None:
         convert(b"")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_ids": [2, -7, 4, 3, 6, 3]},
+        {"segment_ids": [1, 1, 0, 0, 1, 1]},
+        {"masked_lm_positions": [1.0]},
+        {"masked_lm_positions": [6]},
+        {"masked_lm_weights": [1.0, 1.0]},
+    ],
+)
+def test_records_that_do_not_fit_are_named(tmp_path: Path, spec: TokenizerSpec, change: dict[str, list[int]]) -> None:
+    features: dict[str, list[int] | list[float]] = {
+        "input_ids": [2, 5, 4, 3, 6, 3],
+        "input_mask": [1] * 6,
+        "segment_ids": [0, 0, 0, 0, 1, 1],
+        "masked_lm_positions": [2],
+        "masked_lm_ids": [7],
+        "next_sentence_labels": [],
+    }
+    path, prefix = tmp_path / "x.tfrecord", str(tmp_path / "out")
+    path.write_bytes(record(example(features)))
+    assert convert_tfrecords([path], prefix, spec) == (1, 3)  # without a label the sentences are a document
+    assert IndexedDataset(prefix).tokens.tolist() == [5, 7, 6]
+    path.write_bytes(record(example({**features, "masked_lm_weights": [1.0], **change})))
+    with pytest.raises(DataError, match=r"x\.tfrecord:1"):
+        convert_tfrecords([path], prefix, spec)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_any_damage_gives_records_or_a_reason(tmp_path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -135,4 +163,4 @@ def test_any_damage_gives_records_or_a_reason(tmp_path: Path, seed: int) -> None
         (tmp_path / "x").write_bytes(broken[: random.integers(1, len(broken) + 1)])
         assert len(list(read_records(tmp_path / "x"))) == 1
         with suppress(ValueError, OverflowError):
-            parse_example(bytes(broken[12:-4]))
+            read_pair(parse_example(bytes(broken[12:-4])))
