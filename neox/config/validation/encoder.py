@@ -12,6 +12,7 @@ from neox.errors import ConfigError
 
 _DENSE = {"global", FLASH}
 _KEY = "objective"
+_SHORTEST = 4  # tokens of a sample: [CLS], two of text and [SEP]; a second sentence has a [SEP] of its own
 # What works with a causal network alone, by key: the values that mean off, and why.
 _CAUSAL_ALONE = {
     "no_weight_tying": ((False,), "its head multiplies by the embedding's weight"),
@@ -62,5 +63,8 @@ def encoder_problems(config: NeoXConfig) -> Iterator[str]:
         if wrong:
             where, kinds = config.source_prefix("attention_config"), ", ".join(sorted(wrong))
             yield f"{where}`attention_config` asks for {kinds}, which see earlier tokens alone; use global or flash"
+    least = _SHORTEST + (1 if model.bert_binary_head else 0)
+    if model.seq_length and model.seq_length < least:
+        yield config.problem("seq_length", f"is too short for the samples of {objective}; give {least} or more")
     if model.seq_length and (model.max_preds_per_seq or 0) > model.seq_length:
         yield config.problem("max_preds_per_seq", f"is more than {config.describe_setting('seq_length')}")

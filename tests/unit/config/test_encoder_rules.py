@@ -37,6 +37,7 @@ NOT_BIDIRECTIONAL = [
     ),
     ({"scaled_upper_triang_masked_softmax_fusion": True}, "scaled_masked_softmax_fusion"),
     ({"max_preds_per_seq": 17}, "max_preds_per_seq: 17"),
+    ({"seq_length": 4, "max_preds_per_seq": 2}, "seq_length: 4"),
     ({"gpt_j_residual": True}, "gpt_j_residual"),
 ]
 NOT_CAUSAL = [
