@@ -79,6 +79,8 @@ def test_a_run_that_does_not_fit_is_told_to_recompute_whole_blocks():
         **SIZES,
         "attention_config": [[["flash"], "all"]],
         "train_micro_batch_size_per_gpu": 1,
+        "max_position_embeddings": 4096,
+        "seq_length": 4096,  # so that activations, not the update's copies, are the most
         "zero_optimization": {"stage": 1},
     }
     parts = {"checkpoint_activations": True, "recompute_granularity": "core_attn", "no_recompute_layers": [0]}
