@@ -16,6 +16,7 @@ from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, NORMS, POSITIONS, SPARS
 from neox.config.architecture import architecture_of
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import AttentionImpl, BatchPlan, MemoryPlan, Precision, Topology
+from neox.config.sections.deepspeed import DeepSpeedConfig, ZeroSettings
 from neox.config.sections.optimizer_table import State
 from neox.config.sections.training import RecomputedPart
 from neox.config.stages import held_parameters
@@ -24,8 +25,10 @@ from neox.config.stages import held_parameters
 _REDUCE_BUCKET = 500_000_000
 # Logits that head and cross entropy hold at once, on a GPU and on a CPU.
 _LOSS_CHUNK, _CPU_LOSS_CHUNK = 2**27, 2**21
-# DeepSpeed's defaults of ZeRO 3: elements updated at once, and gathered at once.
-_SUB_GROUP, _LIVE_PARAMETERS = 1_000_000_000, 1_000_000_000
+# DeepSpeed's defaults of ZeRO 3: elements updated at once, gathered at once, and passed before a weight is used again.
+_SUB_GROUP, _LIVE_PARAMETERS, _REUSE_DISTANCE = 1_000_000_000, 1_000_000_000, 1_000_000_000
+# Elements that DeepSpeed's engine reduces at once where ZeRO does not reduce.
+_ENGINE_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class MemorySetting:
         buckets: Buffers of so many elements.
         sub_group: Elements that ZeRO 3 updates at once.
         live: Elements of gathered weights that ZeRO 3 holds at once.
+        communicated: Bytes of a gradient in the engine's reduction.
         on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
         offload: What is in host memory: 0 nothing, 1 optimizer states, 2 weights too.
         states: What the optimizer keeps for each parameter.
@@ -83,6 +87,7 @@ class MemorySetting:
     buckets: int
     sub_group: int
     live: int
+    communicated: int
     offload: int
     on_cpu: bool = False
     recomputed: RecomputedPart = "full"
@@ -131,9 +136,27 @@ def memory_setting(
         kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
         buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
         sub_group=zero.sub_group_size or _SUB_GROUP,
-        live=_LIVE_PARAMETERS if zero.stage3_max_live_parameters is None else zero.stage3_max_live_parameters,
+        live=_gathered_at_once(zero),
+        communicated=_communicated_bytes(config.deepspeed, precision),
         offload=zero.offloads_optimizer + zero.offloads_weights,
     )
+
+
+def _gathered_at_once(zero: ZeroSettings) -> int:
+    """Return the elements that ZeRO 3 gathers in advance, or keeps between two uses if they are more.
+
+    A weight is kept until the backward pass if the layers that come before that, each once in the forward and once in
+    the backward pass, have fewer elements than the distance of reuse. The limit of live weights does not release it.
+    """
+    live = _LIVE_PARAMETERS if zero.stage3_max_live_parameters is None else zero.stage3_max_live_parameters
+    reuse = _REUSE_DISTANCE if zero.stage3_max_reuse_distance is None else zero.stage3_max_reuse_distance
+    return max(live, reuse // 2)
+
+
+def _communicated_bytes(deepspeed: DeepSpeedConfig, precision: Precision) -> int:
+    """Return bytes of a gradient while it is reduced; DeepSpeed's default is the precision of the weights."""
+    chosen = "fp32" if deepspeed.fp32_allreduce else deepspeed.communication_data_type or precision
+    return 4 if chosen == "fp32" else 2
 
 
 def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> MemoryPlan:
@@ -155,8 +178,11 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     working = activation_bytes(layers, bounds, stage, setting)
     if setting.zero == 3 and setting.dp_size > 1:
         working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
+    if setting.zero == 2 and setting.accumulation > 1 and not setting.offload and not setting.fp32_gradients:
+        working += setting.bytes_per_number * trained // setting.dp_size  # this rank's part, beside its earlier sum
     host = host_bytes(held, trained, setting, kept)
-    return MemoryPlan(weights, gradients, optimizer, max(working, step_bytes(trained, setting)), host)
+    working = max(working, reduction_bytes(trained, setting), step_bytes(trained, setting))
+    return MemoryPlan(weights, gradients, optimizer, working, host)
 
 
 def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
@@ -204,20 +230,35 @@ def state_bytes(parameters: int, setting: MemorySetting, kept: float) -> tuple[i
         # With ZeRO 2 and 3 they are reduced in buckets, then only this rank's part is kept.
         gradients = (accumulated // dp if zero >= 2 else accumulated) + size * bucket * setting.buckets
         if setting.offload:  # reduced fp32 gradients of bf16 weights still are on the GPU with ZeRO 1 and 2, others not
-            gradients += (setting.fp32_gradients and zero == 1) * (4 * parameters // dp)
+            # (ZeRO 1 reduces in the backward pass only if it overlaps; else after it, see `step_bytes`)
+            gradients += (setting.fp32_gradients and zero == 1 and setting.buckets > 1) * (4 * parameters // dp)
             gradients -= (zero == 3 or (zero == 2 and not setting.fp32_gradients)) * (accumulated // dp)
     if setting.noise_scale:
         gradients += 4 * parameters
     return (0 if setting.offload > 1 else weights), gradients, (0 if setting.offload else optimizer)
 
 
+def reduction_bytes(parameters: int, setting: MemorySetting) -> int:
+    """Return bytes that the engine's own reduction needs after the backward pass; ZeRO's needs its buckets alone.
+
+    The engine joins accumulated gradients to buckets, and converts a bucket if another type is communicated.
+    """
+    if setting.dp_size == 1 or not (setting.zero == 0 or _in_bf16_optimizer(setting)):
+        return 0
+    accumulated = 4 if setting.fp32_gradients else setting.bytes_per_number
+    converted = 0 if setting.communicated == accumulated else setting.communicated
+    return (accumulated + converted) * min(parameters, _ENGINE_BUCKET)
+
+
 def step_bytes(parameters: int, setting: MemorySetting) -> int:
     """Return bytes that the update needs beside the states: the gradients again, in fp32; activations are gone then."""
-    if setting.offload or _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
+    mine, size = parameters // setting.dp_size, setting.bytes_per_number
+    if setting.offload:
+        return 4 * mine if setting.fp32_gradients and setting.zero == 1 and setting.buckets == 1 else 0
+    if _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
         return 0
     if setting.zero == 0:
         return 4 * parameters
-    mine, size = parameters // setting.dp_size, setting.bytes_per_number
     if setting.zero == 3:
         return 4 * min(mine, setting.sub_group)
     # ZeRO 1 and 2 join this rank's part, and convert it. ZeRO 1 releases the other ranks' parts first.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from neox.config import memory
-from neox.config.memory import memory_setting, stage_memory, state_bytes, step_bytes
+from neox.config.memory import memory_setting, reduction_bytes, stage_memory, state_bytes, step_bytes
 from neox.model.cross_entropy import CHUNK_ELEMENTS
 from tests.plans import SIZES, plan_of, small_plan
 
@@ -66,6 +66,40 @@ def test_the_update_needs_gradients_in_fp32():
     assert step_bytes(1000, setting_of(plan, zero=0)) == 4000
     assert step_bytes(1000, setting_of(plan, zero=3, sub_group=100)) == 400
     assert step_bytes(1000, setting_of(plan, precision="bf16", zero=1, fp32_gradients=True)) == 0
+
+
+def test_the_engines_reduction_joins_gradients_and_converts_them():
+    half = {"precision": "bf16", "communicated": 2}
+    setting = setting_of(small_plan(2), precision="fp32", communicated=4)
+    assert reduction_bytes(1000, setting) == 4 * 1000
+    assert reduction_bytes(10**9, setting) == 4 * 500_000_000  # one bucket
+    assert reduction_bytes(1000, replace(setting, zero=1)) == 0  # by ZeRO, in its buckets
+    assert reduction_bytes(1000, replace(setting, dp_size=1)) == 0
+    assert reduction_bytes(1000, replace(setting, **half)) == 2 * 1000
+    accumulated = replace(setting, **half, zero=1, fp32_gradients=True)
+    assert reduction_bytes(1000, accumulated) == (4 + 2) * 1000
+    assert reduction_bytes(1000, replace(accumulated, communicated=4)) == 4 * 1000
+    assert reduction_bytes(1000, replace(accumulated, offload=1)) == 0
+
+
+def test_zero_2_holds_the_sum_of_gradients_beside_those_of_a_backward_pass():
+    plan = plan_of(2, **{**SIZES, "train_micro_batch_size_per_gpu": 64}, zero_optimization={"stage": 2})
+    bounds = [0, len(plan.layers.layers)]
+    one, two = (
+        stage_memory(plan.layers, bounds, 0, setting_of(plan, accumulation=n, fp32_gradients=False)).total
+        for n in (1, 2)
+    )
+    size = setting_of(plan).bytes_per_number
+    assert two - one == size * plan.layers.numel // 2
+
+
+def test_zero_3_keeps_weights_that_are_used_again_soon():
+    held = {}
+    for live, reuse in ((1, 1), (1, None), (None, 1)):
+        keys = {"stage": 3, "stage3_max_live_parameters": live, "stage3_max_reuse_distance": reuse}
+        zero = {key: value for key, value in keys.items() if value is not None}
+        held[live, reuse] = small_plan(2, zero_optimization=zero).memory.activations
+    assert held[1, 1] < held[1, None] == held[None, 1]
 
 
 def test_overlapped_reductions_have_two_buffers():
