@@ -3,9 +3,10 @@
     benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16] [--out FILE.json]
 
 On a GPU measured is `torch.cuda.max_memory_allocated()` of a step, and the plan's estimate of the device is compared.
-On CPU ranks host memory stands for both: measured is the peak of what torch's allocator has handed out since before the
-model was built (its own events, as torch.profiler records them), and the plan's sum of device and host is compared. The
-process itself, and what gloo allocates, are in neither. One line for each case; MiB of the fullest rank.
+On CPU ranks host memory stands for both: measured is the peak of the storages of all tensors that operations have made
+since before the model was built and that are still referred to, and the plan's sum of device and host is compared.
+(torch.profiler's memory events are no measure: what gloo's threads release is missing there.) The process itself, what
+gloo allocates, and memory inside one operation are in neither. One line for each case; MiB of the fullest rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from neox.config import Device, NeoXConfig, RunPlan, gpu_device, host_device, resolve
 from neox.config.fit import memory_on
@@ -95,21 +98,37 @@ def _step_peak(plan: RunPlan) -> int:
         engine.train_batch(batches())
         return int(torch.cuda.max_memory_allocated())
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as building:
+    with HeldStorages() as held:
         engine = start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as step:
+        held.peak = held.total
         engine.train_batch(batches())
-    return _balance(building)[-1] + max(_balance(step))
+    return held.peak
 
 
-def _balance(recorded: Any) -> list[int]:
-    """Return the bytes in use after each allocation and release, from 0."""
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total, balance = 0, [0]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        balance.append(total)
-    return balance
+class HeldStorages(TorchDispatchMode):
+    """Bytes of the storages that operations have made and something still refers to, and the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.peak = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._hold(tensor.untyped_storage())
+        self.peak = max(self.peak, self.total)
+        return made
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._held:
+            self._held[id(storage)] = storage.nbytes()
+            self.total += storage.nbytes()
+            weakref.finalize(storage, self._release, id(storage))
+
+    def _release(self, key: int) -> None:
+        self.total -= self._held.pop(key)
 
 
 def main() -> None:
