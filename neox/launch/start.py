@@ -10,10 +10,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -254,8 +255,9 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
         LaunchError: Ranks cannot be started.
         NeoXError: The tool refuses its flags.
     """
-    runner, arguments = split_tool_arguments(script, argv)
+    runner, arguments, check = split_tool_arguments(script, argv)
     placement = place_ranks(runner, COMMAND_LINE)
+    check()
     if problem := master_port_problem(placement, runner):
         raise LaunchError(problem)
     with ExitStack() as held:
@@ -264,10 +266,13 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
         return launch(spec, runner, environment)
 
 
-def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...]]:
-    """Divide a tool's command line into keys about hosts and the tool's own flags, and check both.
+def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...], Callable[[], None]]:
+    """Divide a tool's command line into keys about hosts and the tool's own flags.
 
     A usage error, `--help` and `--version` end the process here, before anything is started or written.
+
+    Returns:
+        The keys about hosts, the tool's flags, and a function that raises NeoXError where no rank could work with them.
     """
     sys.path.append(str(script.parent))  # where a script finds its neighbours
     tool = runpy.run_path(str(script), run_name="tool")
@@ -283,7 +288,7 @@ def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfi
         parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
         parser.add_argument("--num_gpus", type=int, help="processes on each host")
         parser.add_argument("--master_port", type=int, help="port of the rendezvous; a free one where left out")
-    tool["check"](whole.parse_args(list(argv)))
+    check = partial(tool["check"], whole.parse_args(list(argv)))
     found, rest = hosts.parse_known_args(list(argv))
     given = {key: value for key, value in vars(found).items() if value is not None}
-    return NeoXConfig.from_flat(given, dict.fromkeys(given, COMMAND_LINE)).runner, tuple(rest)
+    return NeoXConfig.from_flat(given, dict.fromkeys(given, COMMAND_LINE)).runner, tuple(rest), check

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
 from typing import Any, Unpack
 
 import torch
@@ -234,7 +233,11 @@ def _recomputed(run: Callable[[Tensor], Tensor], x: Tensor, first: Block) -> Ten
 
 def _chunks(blocks: Sequence[Block], size: int) -> Iterator[tuple[bool, Sequence[Block]]]:
     """Yield whether blocks are recomputed together, and which: at most `size` of those that are, the others between."""
-    for together, neighbours in groupby(blocks, lambda block: size > 0 and block.recomputed_whole):
-        group = list(neighbours)
-        step = size if together else len(group)
-        yield from ((together, group[first : first + step]) for first in range(0, len(group), step))
+    first = 0
+    while first < len(blocks):
+        together = size > 0 and blocks[first].recomputed_whole
+        most, stop = (size if together else len(blocks)), first + 1
+        while stop < len(blocks) and stop - first < most and (size > 0 and blocks[stop].recomputed_whole) == together:
+            stop += 1
+        yield together, blocks[first:stop]
+        first = stop

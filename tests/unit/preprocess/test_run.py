@@ -148,11 +148,11 @@ from neox.preprocess import PreprocessSettings, TokenizerSpec
 if __name__ == "__main__":
     run._SECONDS_BETWEEN_STATES = 0
     add, blocks = IndexedDatasetBuilder.add_documents, [0]
-    def counted(self, ids, lengths):
+    def counted(self, ids, lengths, *rest):
         blocks[0] += 1
         if blocks[0] == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
-        add(self, ids, lengths)
+        add(self, ids, lengths, *rest)
     IndexedDatasetBuilder.add_documents = counted
     spec = TokenizerSpec("HFTokenizer", sys.argv[4])
     run.preprocess(PreprocessSettings((sys.argv[1],), sys.argv[2], spec, append_eod=True, workers=1))
@@ -261,8 +261,8 @@ import os, runpy, sys
 from neox.data import IndexedDatasetBuilder
 if __name__ == "__main__":
     number, add, blocks = int(sys.argv[1]), IndexedDatasetBuilder.add_documents, []
-    def counted(self, ids, lengths):
-        add(self, ids, lengths)
+    def counted(self, ids, lengths, *rest):
+        add(self, ids, lengths, *rest)
         blocks.append(1)
         if len(blocks) == 2:
             os.kill(os.getpid(), number)
