@@ -83,7 +83,11 @@ def draft_config(
         return Draft(config)
     bad = doubtful_paths(problems)
     bad |= {name for name, alias in ALIASES.items() if alias.target in bad}
-    return Draft(NeoXConfig.from_flat(without(values, bad), sources), tuple(in_file_order(texts(problems))), bad)
+    config, more = NeoXConfig.parse(without(values, bad), sources)
+    if config is None:  # a block misses what it needs, now that a wrong value is left out
+        bad |= doubtful_paths(more)
+        config = NeoXConfig.from_flat(without(values, bad), sources)
+    return Draft(config, tuple(in_file_order(texts(problems))), bad)
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:

@@ -53,9 +53,12 @@ _TYPE_ERRORS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Keys of other programs' blocks whose meaning is carried by a key outside the block.
+# What to write instead, where a key's type or name alone does not say it.
 _HINTS: Mapping[str, str] = MappingProxyType(
-    {"optimizer.params.max_grad_norm": "; gradient_clipping is the key for that"}
+    {
+        "optimizer.params.max_grad_norm": "; gradient_clipping is the key for that",
+        "rampup_batch_size": "; it is [first size, increment, samples of the ramp-up]",
+    }
 )
 
 
@@ -277,19 +280,20 @@ def _type_problem(
     path = [str(part) for part in detail["loc"]]
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _fields_beside(cls, path, values), n=1, cutoff=0.6)
-        hint = f"; did you mean `{near[0]}`?" if near else _HINTS.get(key, "")
+        there = _fields_beside(cls, path, values)
+        near = difflib.get_close_matches(path[-1], there, n=1, cutoff=0.6)
+        hint = f"; did you mean `{near[0]}`?" if near else _HINTS.get(key, f"; it has {', '.join(there)}")
         block = ".".join(path[:-1])
         text = f"{source_prefix(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
         return Problem(text, (key, *(f"{block}.{name}" for name in near)))
-    if detail["type"] == "missing":  # a list that is too short names its first missing item
-        key, rule = ".".join(path[:-1]), "has too few values"
+    if detail["type"] == "missing":  # in a list that is too short, the number of its first missing item
+        key, rule = ".".join(path[:-1]), "has too few values" if path[-1].isdigit() else f"needs `{path[-1]}`"
     else:
         rule = _TYPE_ERRORS.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
     value = detail["input"]
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     shown = shown if len(shown) <= 100 else f"{shown[:97]}..."
-    text = f"{source_prefix(key, sources)}`{key}: {shown}` {rule}{_nearest_choice(detail)}"
+    text = f"{source_prefix(key, sources)}`{key}: {shown}` {rule}{_nearest_choice(detail) or _HINTS.get(key, '')}"
     return Problem(text, (key,))
 
 
@@ -298,7 +302,8 @@ def _nearest_choice(detail: Mapping[str, Any]) -> str:
     if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
         return ""
     choices = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
-    near = difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
+    near = [name for name in choices if name.lower() == detail["input"].lower()]
+    near = near or difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
     return f"; did you mean `{near[0]}`?" if near else ""
 
 

@@ -236,8 +236,8 @@ def _data_labels(config: NeoXConfig) -> Iterator[str]:
         paths, labels = getattr(data, f"{split}_data_paths"), getattr(data, key)
         if labels is not None and len(paths or ()) != len(labels):
             yield (
-                f"{config.source_prefix(key)}`{key}` has {len(labels)} prefixes for {len(paths or ())} "
-                f"{split}_data_paths; give the labels of each (there are none of data_path)"
+                f"{config.source_prefix(key)}`{key}: {list(labels)}` does not go with `{split}_data_paths: "
+                f"{list(paths or ())}`; give one label file for each data file, in order (data_path has none)"
             )
 
 
