@@ -15,7 +15,7 @@ from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at
 from neox.config import load_config
 from neox.convert import to_hf, upload, write_peft_adapter
-from neox.errors import ConversionError, run_script
+from neox.errors import ConfigError, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
 
@@ -52,7 +52,7 @@ def saved_config(checkpoint: Path) -> Path:
     if not path.is_file():
         if imported.is_file():
             return imported
-        raise ConversionError(f"{path} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
+        raise ConfigError(f"{path} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
     return path
 
 

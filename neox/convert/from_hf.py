@@ -26,7 +26,7 @@ from neox.convert.hf_directory import import_tokenizer
 from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
 from neox.convert.peft_adapter import read_peft_adapter
 from neox.convert.verification import single_rank_plan
-from neox.errors import ConversionError
+from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping, check_types
 from neox.log import progress
 from neox.ops import DTYPES
@@ -63,6 +63,7 @@ def from_hf(
             they are trained on, or added to the weights where it is read without `lora`.
 
     Raises:
+        ConfigError: For a degree that does not divide the network.
         ConversionError: For what cannot be expressed here, and for missing, unknown or broken weights.
         CheckpointError: If the disk refuses.
     """
@@ -179,7 +180,7 @@ def _check_degree(layers: LayerPlan, tp_size: int) -> None:
         if getattr(network, name) % tp_size
     }
     if bad:
-        raise ConversionError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(bad))}")
+        raise ConfigError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(bad))}")
 
 
 def _write_layers(

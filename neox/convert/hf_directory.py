@@ -12,7 +12,7 @@ from typing import Any
 from neox.config import NeoXConfig
 from neox.convert.hf_weights import Export, read_json, write_json
 from neox.convert.verification import Verification
-from neox.errors import ConversionError
+from neox.errors import ConfigError, ConversionError
 from neox.families import Family
 from neox.files import atomic_directory, write_text
 from neox.log import get_logger
@@ -52,10 +52,11 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `output` when the block has ended without an exception.
 
     Raises:
-        ConversionError: If `output` is not empty (unless `overwrite`) or cannot be created.
+        ConfigError: If `output` is not empty (unless `overwrite`).
+        ConversionError: If it cannot be created.
     """
     if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
-        raise ConversionError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+        raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
     of_the_block: OSError | None = None
     try:
         with atomic_directory(output) as partial:
@@ -105,13 +106,13 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
         None, with a warning, if the vocabulary file does not exist: the export continues without a tokenizer.
 
     Raises:
-        ConversionError: If `override` does not exist.
+        ConfigError: If `override` does not exist.
     """
     kind = config.tokenizer.tokenizer_type
     if override is not None and not config.given("tokenizer_type"):
         kind = "HFTokenizer"
     if override is not None and not override.exists():
-        raise ConversionError(f"--tokenizer: {override} does not exist")
+        raise ConfigError(f"--tokenizer: {override} does not exist")
     given = override or (Path(config.tokenizer.vocab_file) if config.tokenizer.vocab_file else None)
     if given is None or not given.exists():
         reason = f"vocab_file {given} does not exist" if given else "the configuration has no vocab_file"

@@ -18,7 +18,7 @@ from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_car
 from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
 from neox.convert.safetensors_writer import writing
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
-from neox.errors import ConversionError
+from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.log import get_logger
 from neox.ops import DTYPES
@@ -74,9 +74,9 @@ def to_hf(
         hf_architecture: Key of `FAMILIES`; None takes the first that can express the model.
 
     Raises:
-        ConfigError: For settings of the network that are not supported, before any file is read.
-        ConversionError: With every reason if no family can express the model, before any file is read; for a damaged
-            or contradicting checkpoint, and for an export with other logits.
+        ConfigError: For settings of the network that are not supported, and with every reason if no family can express
+            the model, before any file is read.
+        ConversionError: For a damaged or contradicting checkpoint, and for an export with other logits.
         CheckpointError: If the checkpoint cannot be read or belongs to another model.
     """
     family = choose_family(config, hf_architecture)
@@ -124,12 +124,11 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
         name: Key of `FAMILIES`; None takes the first that can express the network.
 
     Raises:
-        ConfigError: For settings of the network that are not supported.
-        ConversionError: If there is none, with every family's reasons.
+        ConfigError: For settings of the network that are not supported; if there is none, with every family's reasons.
     """
     architecture = single_rank_plan(config, 1).architecture
     if name is not None and name not in FAMILIES:
-        raise ConversionError(f"--hf-architecture {name} is unknown; there are {', '.join(FAMILIES)}")
+        raise ConfigError(f"--hf-architecture {name} is unknown; there are {', '.join(FAMILIES)}")
     families = [FAMILIES[name]] if name else list(FAMILIES.values())
     problems = {family.model_type: family.problems(architecture) for family in families}
     for family in families:
@@ -140,7 +139,7 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
         reasons = {_setting(config, field): reason for field, reason in reversed(problems[family.model_type].items())}
         listed = "; ".join(f"`{setting}`: {reason}" for setting, reason in reversed(reasons.items()))
         lines.append(f"{family.title} ({family.model_type}) cannot express {listed}")
-    raise ConversionError("this model has no Hugging Face form:\n  " + "\n  ".join(lines))
+    raise ConfigError("this model has no Hugging Face form:\n  " + "\n  ".join(lines))
 
 
 def _setting(config: NeoXConfig, field: str) -> str:
@@ -168,7 +167,7 @@ def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, t
     if not trim:
         return stored
     if known is None:
-        raise ConversionError(
+        raise ConfigError(
             "--trim-vocab needs the tokenizer to know how many ids are used; give its file with --tokenizer"
         )
     return int(known)

@@ -19,7 +19,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import architecture_of, load_config
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
-from neox.errors import ConversionError
+from neox.errors import ConfigError
 from neox.families import FAMILIES, ModelSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -248,7 +248,7 @@ torch.save(found, {str(tmp_path / "logits.pt")!r})
 def test_a_family_that_is_forced_refuses_what_it_cannot_express(tmp_path):
     transformers_model("qwen3", **CASES["qwen3"]).save_pretrained(tmp_path / "hf")
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
-    with pytest.raises(ConversionError, match=r"Llama \(llama\) cannot express .*qk_norm: head"):
+    with pytest.raises(ConfigError, match=r"Llama \(llama\) cannot express .*qk_norm: head"):
         to_hf(imported.checkpoint, load_config([imported.config_file]), tmp_path / "out", hf_architecture="llama")
 
 

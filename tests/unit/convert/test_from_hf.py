@@ -13,7 +13,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig, load_config
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import single_rank_plan
-from neox.errors import ConversionError
+from neox.errors import ConfigError, ConversionError
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 
@@ -122,7 +122,7 @@ def test_broken_or_missing_files(exported, tmp_path):
 
 
 def test_a_degree_that_does_not_divide(exported, tmp_path):
-    with pytest.raises(ConversionError, match=r"model-parallel-size 5 does not divide .*num_attention_heads \(4\)"):
+    with pytest.raises(ConfigError, match=r"model-parallel-size 5 does not divide .*num_attention_heads \(4\)"):
         from_hf(exported[0], tmp_path / "back", model_parallel_size=5)
 
 

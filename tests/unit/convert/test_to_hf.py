@@ -54,7 +54,7 @@ def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
     for key in ("num_unique_layers: 2", "moe_num_experts: 8"):
         assert key in str(refused.value)
     for keys, named in (({"pos_emb": "none"}, "pos_emb: none"), ({"use_mup": True, "mup_base_hidden_size": 16}, "mup")):
-        with pytest.raises(ConversionError, match=named):
+        with pytest.raises(ConfigError, match=named):
             to_hf(tmp_path / "nowhere", NeoXConfig.from_flat({**SIZES, **keys}), tmp_path / "out")
 
 
@@ -120,9 +120,9 @@ def test_vocabularies_that_do_not_fit(tmp_path):
     directory, config, _ = checkpoint(tmp_path)
     with pytest.raises(ConversionError, match=r"1000 ids.*embedding.* 96 rows"):
         to_hf(directory, config, tmp_path / "hf", tokenizer_file=GOLDEN / "data" / "tokenizer.json")
-    with pytest.raises(ConversionError, match="--trim-vocab needs"):
+    with pytest.raises(ConfigError, match="--trim-vocab needs"):
         to_hf(directory, config, tmp_path / "hf", trim_vocab=True)
-    with pytest.raises(ConversionError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         to_hf(directory, config, tmp_path / "hf", tokenizer_file=tmp_path / "none.json")
 
 
@@ -130,7 +130,7 @@ def test_an_output_that_holds_something_is_not_touched(tmp_path):
     directory, config, _ = checkpoint(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").write_text("x")
-    with pytest.raises(ConversionError, match="not empty"):
+    with pytest.raises(ConfigError, match="not empty"):
         to_hf(directory, config, tmp_path / "hf", verify=False)
     assert (tmp_path / "hf" / "mine").read_text() == "x"
     to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)
