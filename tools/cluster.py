@@ -88,19 +88,19 @@ def _run_of(directory: Path) -> LaunchSpec:
     """Return the specification in `command.txt` of a run directory.
 
     Raises:
-        LaunchError: There is none.
+        ConfigError: There is none.
     """
     file = directory / "command.txt"
     try:
         text = file.read_text()
     except OSError as error:
-        raise LaunchError(f"{file} cannot be read ({error.strerror}); give the run directory of a run") from None
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give the run directory of a run") from None
     for word in _words(text):
         try:
             return LaunchSpec.decode(word)
         except LaunchError:
             continue
-    raise LaunchError(f"{file} holds no run that was launched from here; end it where it was started")
+    raise ConfigError(f"{file} holds no run that was launched from here; end it where it was started")
 
 
 def _words(text: str) -> Iterator[str]:

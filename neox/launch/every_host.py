@@ -22,11 +22,11 @@ def named_hosts(text: str | None) -> tuple[str, ...]:
     """Return the hosts of a hostfile, or of a list `a,b`; this machine where nothing is given.
 
     Raises:
-        ConfigError: The file is wrong, or a word is no host name.
+        ConfigError: The file is wrong or missing, or a word is no host name.
     """
     if text is None:
         return ("localhost",)
-    if Path(text).is_file() or "/" in text:
+    if Path(text).is_file() or "/" in text or Path(text).suffix == ".txt" or "hostfile" in text:
         return tuple(host.name for host in read_hostfile(text))
     names = [name for name in text.replace(" ", ",").split(",") if name]
     if not names or len({*names}) < len(names):

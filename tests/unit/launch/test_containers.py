@@ -1,5 +1,7 @@
 """Commands of containers: their words, by engine, and what is refused before anything starts."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,7 +95,7 @@ def test_hosts_by_name_and_by_file(tmp_path):
     file.write_text("worker-1 slots=8\nworker-2 slots=8\n")
     assert named_hosts(str(file)) == ("worker-1", "worker-2") == named_hosts("worker-1, worker-2")
     assert named_hosts(None) == ("localhost",)
-    for text in ("-oProxyCommand=x", "a,a", "", str(tmp_path / "none")):
+    for text in ("-oProxyCommand=x", "a,a", "", str(tmp_path / "none"), "no_hostfile", "none.txt"):
         with pytest.raises(ConfigError):
             named_hosts(text)
 
@@ -112,3 +114,10 @@ def test_every_host_is_waited_for(capsys):
     commands = {"a": ["false"], "b": ["sh", "-c", "sleep 0.5; echo done"]}
     assert run_on_hosts(commands, {"PATH": "/usr/bin:/bin"}) == 1
     assert "b: done" in capsys.readouterr().out
+
+
+def test_a_directory_of_no_run_is_a_usage_error(tmp_path):
+    tool = Path(__file__).parents[3] / "tools" / "cluster.py"
+    done = subprocess.run([sys.executable, str(tool), "kill", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "command.txt" in done.stderr
