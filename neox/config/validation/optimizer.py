@@ -27,11 +27,17 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[str]:
 
 
 def optimizer_notes(config: NeoXConfig) -> list[str]:
-    """Return a note if weight decay was given to an optimizer without."""
-    if not config.given("weight_decay") or isinstance(config.optimizer.optimizer.params, DecayingParams):
-        return []
-    decay = config.describe_setting("weight_decay")
-    return [f"{decay} changes nothing with {config.describe_setting('optimizer.type')}, which has none, as in gpt-neox"]
+    """Return a note for weight decay, and for a schedule of betas, given to an optimizer that has none."""
+    params, kind, notes = config.optimizer.optimizer.params, config.describe_setting("optimizer.type"), []
+    if config.given("weight_decay") and not isinstance(params, DecayingParams):
+        decay = config.describe_setting("weight_decay")
+        notes.append(f"{decay} changes nothing with {kind}, which has none, as in gpt-neox")
+    scheduler = config.schedule.scheduler
+    cycles = scheduler is not None and scheduler.type == "OneCycle" and scheduler.params.cycle_momentum
+    if cycles and "betas" not in type(params).model_fields:
+        momentum = config.describe_setting("scheduler.params.cycle_momentum")
+        notes.append(f"{momentum} changes nothing with {kind}, which has no betas; only its learning rate is cycled")
+    return notes
 
 
 def _numbers(config: NeoXConfig) -> Iterator[str]:

@@ -48,6 +48,16 @@ def test_weight_decay_without_effect_is_noted():
     assert any("weight_decay: 0.1" in note and "changes nothing" in note for note in notes), notes
 
 
+@pytest.mark.parametrize(
+    ("name", "cycle", "noted"), [("sgd", True, True), ("sgd", False, False), ("Lion", True, False)]
+)
+def test_betas_that_a_schedule_cannot_cycle_are_noted(name, cycle, noted):
+    numbers = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": cycle}
+    keys = {"optimizer": {"type": name}, "scheduler": {"type": "OneCycle", "params": numbers}}
+    notes = resolve(NeoXConfig.from_flat({**SIZES, **keys}), 1, 100).notes
+    assert any("cycle_momentum" in note and "changes nothing" in note for note in notes) == noted, notes
+
+
 @pytest.mark.parametrize("name", ["Adam", "adamw", "FusedAdam", "CPU_ADAM", "sm3", "madgrad_wd", "SGD", "lion", "MUON"])
 def test_names_are_understood_in_any_case(name):
     config = NeoXConfig.from_flat({**SIZES, "optimizer": {"type": name}})
