@@ -120,11 +120,13 @@ def info(args: argparse.Namespace) -> int:
 
 def describe(stats: DatasetStats) -> str:
     """Format the statistics of a dataset as text."""
+    unit = "document" if stats.sequences == stats.documents else "sentence"
+    sentences = f"{stats.sequences:,} sentences, " if unit == "sentence" else ""
     lines = [
         stats.prefix,
-        f"  {stats.documents:,} documents, {stats.tokens:,} tokens, {stats.data_bytes:,} bytes of {stats.dtype}, "
-        f"{stats.layout} layout",
-        f"  tokens in a document: {stats.shortest:,} to {stats.longest:,}, median {stats.median:,}, mean "
+        f"  {stats.documents:,} documents, {sentences}{stats.tokens:,} tokens, {stats.data_bytes:,} bytes of "
+        f"{stats.dtype}, {stats.layout} layout",
+        f"  tokens in a {unit}: {stats.shortest:,} to {stats.longest:,}, median {stats.median:,}, mean "
         f"{stats.mean:,.1f}; {stats.empty:,} empty",
     ]
     sidecar = stats.sidecar
@@ -141,7 +143,7 @@ def describe(stats: DatasetStats) -> str:
     for bin in stats.histogram:
         length = f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,} - {bin.high:,}"
         bar = "#" * -(-BAR * bin.documents // most)
-        lines.append(f"  {length:>21} {bin.documents:>13,} documents {bin.tokens:>16,} tokens {bar}")
+        lines.append(f"  {length:>21} {bin.documents:>13,} {unit}s {bin.tokens:>16,} tokens {bar}")
     return "\n".join(lines)
 
 
@@ -154,31 +156,49 @@ def show(args: argparse.Namespace) -> int:
     if labels is not None:
         check_labels(data, labels)
     if args.samples is not None:
+        if data.num_documents != len(data):
+            raise DataError(
+                f"{args.prefix} is a dataset of sentences: --samples shows samples of documents; leave it out"
+            )
         documents, packing = split_documents(args.split, len(data))[0], Packing(args.pack_impl, args.allow_chopped)
         samples = GPTDataset(
             data, documents, args.num_samples, args.seq_length, args.seed, packing=packing, labels=labels
         )
-        what, numbers = "sample", listed(args.samples, samples.num_samples)
+        numbers = listed(args.samples, samples.num_samples)
+        names = [f"sample {n}" for n in numbers]
         rows = ((samples.read([n])[0], samples.read_labels([n])[0] if samples.has_labels else None) for n in numbers)
     else:
-        what, numbers = "document", listed(args.documents or "0", len(data))
+        names, numbers = sequences_of(data, listed(args.documents or "0", data.num_documents))
         rows = ((data[n], None if labels is None else labels[n]) for n in numbers)
     decoder = None if args.ids else tokenizer
 
     def written(ids: np.ndarray) -> str:
         return " ".join(map(str, ids)) if decoder is None else decoder.decode(ids.tolist())
 
-    for number, (ids, targets) in zip(numbers, rows, strict=True):
+    for name, (ids, targets) in zip(names, rows, strict=True):
         if targets is None:
-            print(f"--- {what} {number}: {len(ids)} tokens\n{written(ids)}")
+            print(f"--- {name}: {len(ids)} tokens\n{written(ids)}")
             continue
         counted = targets >= 0
-        print(f"--- {what} {number}: {len(ids)} tokens, {counted[1:].sum()} in the loss")
+        print(f"--- {name}: {len(ids)} tokens, {counted[1:].sum()} in the loss")
         bounds = np.flatnonzero(np.diff(counted, prepend=~counted[:1], append=~counted[-1:]))
         for first, stop in pairwise(bounds.tolist()):
             mark = "+" if counted[first] else "-"
             print("\n".join(f"{mark} {line}" for line in written(ids[first:stop]).split("\n")))
     return 0
+
+
+def sequences_of(data: IndexedDataset, documents: list[int]) -> tuple[list[str], list[int]]:
+    """Return names and numbers of the sequences of documents: one each, or their sentences."""
+    names, numbers = [], []
+    for document in documents:
+        first, stop = map(int, data.document_index[document : document + 2])
+        numbers += range(first, stop)
+        if data.num_documents == len(data):
+            names += [f"document {document}"] * (stop - first)
+        else:
+            names += [f"document {document}, sentence {n}" for n in range(stop - first)]
+    return names, numbers
 
 
 def listed(text: str, count: int) -> list[int]:

@@ -18,7 +18,7 @@ UNNAMED = "(unnamed)"
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Number of documents of `low` to `high` tokens (inclusive), and of the tokens in them."""
+    """Number of documents (or sentences) of `low` to `high` tokens (inclusive), and of the tokens in them."""
 
     low: int
     high: int
@@ -35,6 +35,7 @@ class DatasetStats:
         layout: Layout of the index.
         dtype: Of the token ids.
         documents: Number of documents.
+        sequences: Number of sequences: as many as documents, or their sentences.
         tokens: Number of tokens.
         data_bytes: Size of the `.bin`.
         empty: Number of sequences without tokens.
@@ -47,6 +48,7 @@ class DatasetStats:
     layout: Layout
     dtype: str
     documents: int
+    sequences: int
     tokens: int
     data_bytes: int
     empty: int
@@ -72,6 +74,7 @@ def dataset_stats(prefix: str | Path) -> DatasetStats:
         layout=data.layout,
         dtype=data.dtype.name,
         documents=data.num_documents,
+        sequences=len(data),
         tokens=data.num_tokens,
         data_bytes=data.num_tokens * data.dtype.itemsize,
         empty=int(np.count_nonzero(sizes == 0)),

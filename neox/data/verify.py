@@ -159,7 +159,7 @@ def _notes(
     if vocab_size is None:
         yield f"the vocabulary size is unknown: ids (up to {counts.max_id}) were only checked not to be negative"
     if eod is None:
-        yield "the ends of documents were not checked: it is labels, or the end-of-document id is unknown"
+        yield "the ends of documents were not checked: it is labels or sentences, or the end-of-document id is unknown"
     elif counts.inner_ends:
         yield f"{counts.inner_ends:,} end-of-document ids are inside documents"
     empty = int(np.count_nonzero(np.asarray(data.sizes) == 0))

@@ -222,3 +222,23 @@ def test_labels_are_shown_verified_and_split_as_their_tokens_are(tool, described
         assert (tokens.tokens[counted] == labels.tokens[counted]).all()
     with pytest.raises(DataError, match="are not the labels"):
         tool("show", DATA, "--labels", prefix)
+
+
+def test_sentences_are_shown_as_those_of_their_documents(tool, tmp_path):
+    prefix = tmp_path / "sentences"
+    with IndexedDatasetBuilder(prefix, np.uint16, sentences=True) as builder:
+        builder.add_documents(np.arange(10, 21), [2, 3, 1, 5], [3, 0, 1])
+    out = tool("info", prefix)[1]
+    assert "3 documents, 4 sentences, 11 tokens" in out
+    assert "tokens in a sentence: 1 to 5" in out
+    found = tool("show", prefix, "--documents", "0-2")[1].splitlines()
+    assert found[::2] == [
+        *(f"--- document 0, sentence {n}: {size} tokens" for n, size in enumerate([2, 3, 1])),
+        "--- document 2, sentence 0: 5 tokens",
+    ]
+    assert found[-1] == "16 17 18 19 20"
+    with pytest.raises(DataError, match="there are 3"):
+        tool("show", prefix, "--documents", "3")
+    with pytest.raises(DataError, match="sentences"):
+        tool("show", prefix, "--samples", "0")
+    assert tool("verify", prefix)[0] == 0
