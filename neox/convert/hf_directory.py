@@ -195,7 +195,7 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
         _copy(source / TOKENIZER_FILE, output / TOKENIZER_FILE)
         copy_companions(source, output)
         return output / TOKENIZER_FILE
-    if any((source / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    if any((source / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         from transformers import AutoTokenizer
 
         try:

@@ -21,6 +21,7 @@ from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.tokenizer import build_tokenizer
 from tests.losses import masked_lm_loss
 from tests.masked_batches import masked_batch
 from tests.parity.test_hf_families import weights_of
@@ -211,3 +212,15 @@ def test_what_has_no_form_here_is_refused_by_name():
     for model_type, family in FAMILIES.items():
         if not family.is_encoder:
             assert "bidirectional" in family.problems(small_plan(**ENCODERS["bert"]).architecture), model_type
+
+
+def test_a_vocabulary_of_words_alone_is_imported(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "some", "word", "##s"]
+    theirs = theirs_with("bert", vocab_size=len(words))
+    theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.txt").write_text("\n".join(words) + "\n")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox")
+    settings = load_config([imported.config_file]).tokenizer
+    assert settings.vocab_file is not None
+    found = build_tokenizer(settings.tokenizer_type, settings.vocab_file, None)
+    assert found.encode("some words") == [5, 6, 7]
