@@ -31,13 +31,28 @@ def parser() -> ScriptParser:
     """Return the parser of the tool's flags."""
     made = ScriptParser(description=__doc__)
     tasks = made.add_subparsers(dest="task", required=True)
-    kill = tasks.add_parser("kill", help="end a run, and nothing else", parents=[_hosts(optional=True)])
+    kill = tasks.add_parser(
+        "kill",
+        help="end a run, and nothing else",
+        description="End a run on all its hosts, and nothing else.",
+        parents=[_hosts(optional=True)],
+    )
     kill.add_argument("run", type=Path, help="run directory: log_dir, or runs/ and the first file's name")
     kill.add_argument("--now", action="store_true", help="SIGKILL: ranks save nothing")
-    sync = tasks.add_parser("sync", help="copy this directory to the same path", parents=[_hosts(optional=False)])
+    sync = tasks.add_parser(
+        "sync",
+        help="copy this directory to the same path",
+        description="Copy this directory to the same path on every host, with rsync.",
+        parents=[_hosts(optional=False)],
+    )
     sync.add_argument("path", type=Path, nargs="?", default=Path(), help="another directory, or a file")
     sync.add_argument("--delete", action="store_true", help="remove there what is not here")
-    run = tasks.add_parser("run", help="run a command, in this directory", parents=[_hosts(optional=False)])
+    run = tasks.add_parser(
+        "run",
+        help="run a command, in this directory",
+        description="Run a command on every host. Flags of this tool stand before it.",
+        parents=[_hosts(optional=False)],
+    )
     run.add_argument("command", nargs="...", help="the command and its arguments")
     for task in (kill, sync, run):
         task.add_argument("--dry-run", action="store_true", help="print every host's command, and start nothing")

@@ -51,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--json", action="store_true", help="one JSON object for each dataset")
     c.set_defaults(run=info)
 
-    c = commands.add_parser("show", help="documents, or samples as in training")
+    c = commands.add_parser(
+        "show",
+        help="documents, or samples as in training",
+        description="Print documents as text, or samples as training reads them.",
+    )
     c.add_argument("prefix", metavar="PREFIX")
     which = c.add_mutually_exclusive_group()
     which.add_argument("--documents", metavar="LIST", help="numbers from 0, such as 0,5-7 (default: 0)")
@@ -67,19 +71,31 @@ def parser() -> argparse.ArgumentParser:
     _add_tokenizer(c)
     c.set_defaults(run=show)
 
-    c = commands.add_parser("verify", help="read all data and report defects")
+    c = commands.add_parser(
+        "verify",
+        help="read all data and report defects",
+        description="Read all data, and report each defect that is found.",
+    )
     c.add_argument("prefixes", nargs="+", metavar="PREFIX")
     c.add_argument("--vocab-size", type=int, help="limit of the ids (default: the tokenizer's, or the sidecar's)")
     c.add_argument("--eod", type=int, help="id with which documents must end (default: the sidecar's)")
     _add_tokenizer(c)
     c.set_defaults(run=verify)
 
-    c = commands.add_parser("merge", help="concatenate datasets")
+    c = commands.add_parser(
+        "merge",
+        help="concatenate datasets",
+        description="Write the documents of several datasets, in order, as one dataset.",
+    )
     c.add_argument("prefixes", nargs="+", metavar="PREFIX")
     c.add_argument("--output-prefix", required=True)
     c.set_defaults(run=merge)
 
-    c = commands.add_parser("split", help="divide documents into separate train, valid and test sets")
+    c = commands.add_parser(
+        "split",
+        help="divide documents into separate train, valid and test sets",
+        description="Divide documents at random into separate train, valid and test sets.",
+    )
     c.add_argument("inputs", nargs="+", metavar="INPUT", help="one dataset, or files of documents")
     c.add_argument("--output-prefix", required=True, help="_train, _valid and _test are appended")
     c.add_argument("--split", default="969, 30, 1")
@@ -87,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     c.set_defaults(run=split)
 
-    c = commands.add_parser("count", help="documents of each source")
+    c = commands.add_parser(
+        "count", help="documents of each source", description="Count the documents of each source in datasets or files."
+    )
     c.add_argument("inputs", nargs="+", metavar="INPUT", help="datasets, or files of documents")
     c.add_argument("--jsonl-key", default="text")
     c.add_argument("--source-key", default="pile_set_name", help="key in `meta` that names the source")
