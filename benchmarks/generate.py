@@ -65,6 +65,7 @@ def make_plan(args: argparse.Namespace) -> RunPlan:
         "gpt_j_residual": True,
         "output_layer_parallelism": "column",
         "bias_gelu_fusion": True,
+        "cuda_graphs": not args.one_by_one,
         "precision": args.dtype,
         "train_micro_batch_size_per_gpu": 1,
     }
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--one-by-one", action="store_true", help="without CUDA graphs, on a GPU")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU")
     parser.add_argument("--cpu-seconds", action="store_true", help="time the CPU's seconds; with --threads 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")

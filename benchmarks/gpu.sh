@@ -12,7 +12,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine generate-1.3B train-6.9B-compile
-       train-1.3B train-1.3B-compile-cudnn train-1.3B-engine-recompute train-1.3B-fused generate-410M memory)
+       train-1.3B train-1.3B-compile-cudnn train-1.3B-engine-recompute train-1.3B-fused generate-410M
+       generate-410M-steps memory)
 if [ "${1:-}" = --list ]; then
     printf '%s\n' "${steps[@]}"
     exit
@@ -59,6 +60,7 @@ command_of() {
         train-*) command=("${bench[@]}") ;;
         generate-410M) command=("$python" benchmarks/generate.py --dtype bf16 --layers 24 --hidden 1024 --heads 16 --vocab 50304 --json) ;;
         generate-1.3B) command=("$python" benchmarks/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 16 --vocab 50304 --json) ;;
+        generate-410M-steps) command=("$python" benchmarks/generate.py --dtype bf16 --layers 24 --hidden 1024 --heads 16 --vocab 50304 --one-by-one --json) ;;
         memory) command=("$python" benchmarks/memory_table.py "$work") ;;
     esac
 }

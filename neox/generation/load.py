@@ -66,7 +66,8 @@ def load_model(
     stage = stage_of_layers(plan, layers, grid)
     if can_pack(device, dtype):
         stage = _pack(plan, stage, layers, grid)
-    return _runner(plan, stage, grid, device, dtype, recompute)
+    recorded = device.type == "cuda" and plan.config.generation.cuda_graphs and grid.tp_size == grid.pp_size == 1
+    return _runner(plan, stage, grid, device, dtype, recompute, recorded)
 
 
 def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
@@ -143,6 +144,7 @@ def _runner(
     device: torch.device,
     dtype: torch.dtype,
     recompute: bool = False,
+    recorded: bool = False,
 ) -> ModelRunner:
     return ModelRunner(
         stage,
@@ -152,6 +154,7 @@ def _runner(
         device=device,
         dtype=dtype,
         recompute=recompute,
+        recorded=recorded,
     )
 
 

@@ -9,19 +9,36 @@ Shapes: B batch, S tokens fed, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.architecture import Architecture
+from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
-from neox.model import Block, KVCache, SoftPrompt, run_blocks, token_positions, vocab_parallel_cross_entropy
+from neox.model import (
+    Block,
+    CacheStep,
+    KVCache,
+    SoftPrompt,
+    run_blocks,
+    token_positions,
+    vocab_parallel_cross_entropy,
+)
 from neox.parallel import ParallelGrid, gather_last_dim
 
 _SCORED_LOGITS = 2**25
 """Most logits in memory while scoring."""
+
+_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Kernels of attention on a GPU: cuDNN's makes a plan for each new length, and lengths here are many."""
+
+_SLOTS = 64
+"""Recorded steps have a multiple of so many slots, which kernels read in whole vectors."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         recompute: bool = False,
+        recorded: bool = False,
     ) -> None:
         """Keep the layers of this rank.
 
@@ -62,7 +80,11 @@ class ModelRunner:
             device: Device of the layers.
             dtype: Type of hidden states.
             recompute: Compute the whole sequence at each step instead of keeping keys and values.
+            recorded: Decode by steps of fixed shapes (`RecordedStep`). For a model on one rank, whose parameters
+                stay where they are.
         """
+        assert not recorded or grid.tp_size == grid.pp_size == 1
+        self.recorded = recorded
         self.stage, self.grid = stage, grid
         self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_length
         self.device, self.dtype = device, dtype
@@ -104,8 +126,19 @@ class ModelRunner:
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
         """Return the hidden states after the final norm [B, S, H]; None on all but the last stage."""
         report_progress()  # a batch of long texts may take longer than `hang_timeout`
+        with self._kernels():
+            return self._hidden(tokens, cache)
+
+    def step_logits(self, tokens: Tensor, step: CacheStep) -> Tensor:
+        """Return the logits [B, V] after one more token [B, 1], of a model on one rank; no work for the host."""
+        with self._kernels():
+            hidden = self._hidden(tokens, step)
+        assert hidden is not None
+        return self.next_logits(hidden[:, -1], tokens.size(0))
+
+    def _hidden(self, tokens: Tensor, cache: KVCache | CacheStep | None) -> Tensor | None:
         stage, (batch, length), count = self.stage, tokens.shape, self.architecture.soft_prompt_tokens
-        begins = count > 0 and (cache is None or cache.length == 0)
+        begins = count > 0 and (cache is None or not cache.begun)
         if stage.embedding is None:
             x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
             dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
@@ -125,6 +158,10 @@ class ModelRunner:
             self.architecture, self.grid, len(self.stage.blocks), batch, capacity, device=self.device, dtype=self.dtype
         )
 
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Return the context in which attention takes one of `_KERNELS`."""
+        return sdpa_kernel(list(_KERNELS), set_priority=True) if self.device.type == "cuda" else nullcontext()
+
     def _stage_rank(self, step: int) -> int:
         """Return the global rank of the same data and tensor rank on a neighbouring stage."""
         grid = self.grid
@@ -139,11 +176,21 @@ class ModelRunner:
 
 
 class CachedDecoding:
-    """Batch with a cache of keys and values, which computes each token once."""
+    """Batch with a cache of keys and values, which computes each token once.
+
+    Steps after the prompt are recorded where the runner is, unless padding makes rows longer than the network is meant
+    for: then attention's patterns of blocks depend on the length.
+    """
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
         """Make an empty cache; see `LanguageModel.begin`."""
+        architecture = runner.architecture
+        longest = architecture.max_positions - architecture.soft_prompt_tokens
         self.runner = runner
+        self.recorded = runner.recorded and capacity <= longest
+        if self.recorded:
+            capacity = min(-(-capacity // _SLOTS) * _SLOTS, longest)
+        self._step: RecordedStep | None = None
         self.cache = runner.new_cache(len(lengths), capacity)
         width = max(lengths)
         if min(lengths) < width:
@@ -151,6 +198,12 @@ class CachedDecoding:
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Read tokens [B, S] and return the logits [B, V] after the last."""
+        if self.recorded and self.cache.begun and tokens.size(1) == 1:
+            report_progress()
+            if self._step is None or not self._step.continues(self.cache):
+                self._step = RecordedStep(self.runner.step_logits, self.cache)
+            return self._step(tokens)
+        self._step = None
         hidden = self.runner.hidden(tokens, self.cache)
         return self.runner.next_logits(None if hidden is None else hidden[:, -1], tokens.size(0))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
-from neox.model.cache import LayerCache
+from neox.model.cache_step import CachedLayer
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
 from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         tables: Tables | None = None,
-        cache: LayerCache | None = None,
+        cache: CachedLayer | None = None,
         visible: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         tables: Tables | None,
-        cache: LayerCache | None,
+        cache: CachedLayer | None,
         visible: Tensor | None,
         positions: Tensor | None,
     ) -> Tensor:
@@ -198,9 +198,11 @@ class SelfAttention(nn.Module):
         """What positions do here, if anything."""
         return None if self._encoding_name is None else cast(PositionEncoding, getattr(self, self._encoding_name))
 
-    def position_tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables | None:
-        """Return what blocks need of the new tokens' positions [S] or [B, S] and the number of all tokens seen."""
-        return None if self.encoding is None else self.encoding.tables(positions, keys, dtype)
+    def position_tables(
+        self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None
+    ) -> Tables | None:
+        """Return what blocks need of the new tokens; arguments as `PositionEncoding.tables` takes them."""
+        return None if self.encoding is None else self.encoding.tables(positions, keys, dtype, slots)
 
 
 class SparseSelfAttention(SelfAttention):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
 from neox.architecture import BLOCK_NORMS, Architecture
 from neox.model.attention import ATTENTION
-from neox.model.cache import KVCache, LayerCache
+from neox.model.cache import KVCache
+from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.positions import Tables
 from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs, unpadded_keys
@@ -103,7 +104,7 @@ class TransformerLayer(nn.Module):
         self,
         x: Tensor,
         tables: Tables | None = None,
-        cache: LayerCache | None = None,
+        cache: CachedLayer | None = None,
         visible: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -161,7 +162,7 @@ def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> 
 
 
 def token_positions(
-    x: Tensor, cache: KVCache | None = None, document_starts: Tensor | None = None, *, prompt: int = 0
+    x: Tensor, cache: KVCache | CacheStep | None = None, document_starts: Tensor | None = None, *, prompt: int = 0
 ) -> Tensor:
     """Return the positions of tokens or hidden states [B, S, ...]: [S], or [B, S] where rows differ.
 
@@ -174,7 +175,7 @@ def token_positions(
     assert cache is None or document_starts is None, "documents are kept apart in training and scoring alone"
     if cache is not None:
         positions = cache.positions(x.shape[1])
-        return (positions - prompt).clamp_(min=0) if prompt and cache.length else positions
+        return (positions - prompt).clamp_(min=0) if prompt and cache.begun else positions
     slots = torch.arange(x.shape[1], device=x.device)
     return slots if document_starts is None else slots - document_starts
 
@@ -182,7 +183,7 @@ def token_positions(
 def run_blocks(
     blocks: Sequence[Block],
     x: Tensor,
-    cache: KVCache | None = None,
+    cache: KVCache | CacheStep | None = None,
     document_starts: Tensor | None = None,
     recompute: int = 0,
     lengths: Tensor | None = None,
@@ -204,10 +205,11 @@ def run_blocks(
     length = x.shape[1]
     visible = None if document_starts is None else same_document_pairs(document_starts)
     visible = visible if lengths is None else unpadded_keys(lengths, length)
-    keys = length if cache is None else cache.length + length
+    keys = length if cache is None else cache.keys(length)
+    slots = cache.slot if isinstance(cache, CacheStep) else None
     positions = token_positions(x, cache, document_starts)
     attention = next((block.attention for block in blocks if isinstance(block, TransformerLayer)), None)
-    tables = None if attention is None else attention.position_tables(positions, keys, x.dtype)
+    tables = None if attention is None else attention.position_tables(positions, keys, x.dtype, slots)
     if cache is not None:
         for block, part in zip(blocks, cache.layers(length), strict=True):
             x = block(x, tables, part, None, positions)

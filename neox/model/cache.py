@@ -52,6 +52,15 @@ class KVCache:
         self.length = 0
         self.start = start
 
+    @property
+    def begun(self) -> bool:
+        """Whether it holds tokens."""
+        return self.length > 0
+
+    def keys(self, new_tokens: int) -> int:
+        """Return the number of keys that new tokens are compared with, their own included."""
+        return self.length + new_tokens
+
     def positions(self, new_tokens: int) -> Tensor:
         """Return the positions of the next tokens: [S], or [B, S] for padded rows (0 in the padding)."""
         slots = torch.arange(self.length, self.length + new_tokens, device=self.pairs.device)
@@ -59,12 +68,8 @@ class KVCache:
 
     def layers(self, new_tokens: int) -> list[LayerCache]:
         """Return each layer's view for a forward of `new_tokens`; NeoXError where they do not fit."""
-        end = self.length + new_tokens
-        if end > self.max_length:
-            raise NeoXError(
-                f"the KV cache has room for {self.max_length} tokens; {self.length} are in it and {new_tokens} more "
-                "do not fit: make max_length larger"
-            )
+        self.check_room(new_tokens)
+        end = self.keys(new_tokens)
         mask, causal = self._mask(new_tokens)
         slots = torch.arange(end, device=self.pairs.device)
         # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
@@ -75,6 +80,14 @@ class KVCache:
             LayerCache(n, k, v, mask, causal, positions)
             for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
         ]
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise NeoXError where new tokens do not fit."""
+        if self.keys(new_tokens) > self.max_length:
+            raise NeoXError(
+                f"the KV cache has room for {self.max_length} tokens; {self.length} are in it and {new_tokens} more "
+                "do not fit: make max_length larger"
+            )
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows [B'] in this order, any of them several times, as beam search does."""

@@ -35,13 +35,14 @@ class PositionEncoding(nn.Module):
     def reset(self) -> None:
         """Compute the buffers again, after a module made on the meta device got memory."""
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
         """Return what `forward` and `score_bias` need, computed once for all blocks.
 
         Args:
             positions: Of the new tokens, [S] or [B, S].
             keys: T.
             dtype: Of the hidden states.
+            slots: Of the new tokens among the keys, [S]; the last ones if None.
         """
         raise NotImplementedError
 
@@ -73,7 +74,7 @@ class RotaryEmbedding(PositionEncoding):
         """Compute the buffer again, after a module made on the meta device got memory."""
         self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device, self.scaling))
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
         """Return cosines and sines for positions [S] or [B, S]: [S, 1, 1, R] or [B, S, 1, 1, R]."""
         cos, sin = rotary_tables(self.inv_freq, positions, dtype, self.factor)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -107,9 +108,9 @@ class AlibiEmbedding(PositionEncoding):
         """Compute the buffer again, after a module made on the meta device got memory."""
         self.slopes.copy_(self._slopes_here(self.slopes.device))
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
         """Return the bias [1, N, S, T] itself."""
-        distance = _distances(positions, keys)
+        distance = _distances(positions, keys, slots)
         bias = self.slopes.float().view(1, -1, 1, 1) * -distance
         return (bias.masked_fill(distance < 0, -math.inf).to(dtype),)
 
@@ -139,9 +140,9 @@ class RelativePositions(PositionEncoding):
         shape = (self.buckets, architecture.num_attention_heads // grid.tp_size)
         self.weight = mark_split(nn.Parameter(torch.empty(shape, device=device, dtype=dtype)), grid.tp_size > 1)
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
         """Return each pair's bucket and whether its key is later, [S, T] each."""
-        distance = _distances(positions, keys)
+        distance = _distances(positions, keys, slots)
         buckets = relative_buckets(distance.clamp(min=0), self.buckets, self.max_distance)
         return buckets, distance < 0
 
@@ -152,10 +153,11 @@ class RelativePositions(PositionEncoding):
         return bias.masked_fill(later, -math.inf).unsqueeze(0)
 
 
-def _distances(positions: Tensor, keys: int) -> Tensor:
+def _distances(positions: Tensor, keys: int, own: Tensor | None) -> Tensor:
     """Return how many tokens each key lies before each query in the row, [S, T]; negative for later keys."""
     slots = torch.arange(keys, device=positions.device)
-    return slots[keys - positions.shape[-1] :].unsqueeze(1) - slots
+    own = slots[keys - positions.shape[-1] :] if own is None else own
+    return own.unsqueeze(1) - slots
 
 
 class LearnedPositions(nn.Module):

@@ -24,6 +24,8 @@ from neox.optim import LRSchedule, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 from tests.distributed.training_runs import batches, tiny_plan
 from tests.losses import causal_lm_loss
+from tests.plans import NETWORKS, SMALL
+from tests.unit.generation.random_model import logits, runner
 
 STEPS = 4
 BOUNDS = {"fp32": 2e-4, "fp16": 5e-3, "bf16": 2e-2}
@@ -129,6 +131,20 @@ def generates_what_the_cpu_does(directory: Path) -> None:
         model = load_model(plan, directory / "global_step2", ParallelGrid.single(), device)
         texts.append([result.tokens for result in decode(model, [[1, 2, 3], [4, 5]], params, codec)])
     assert texts[0] == texts[1]
+
+
+def recorded_steps_give_the_usual_logits(
+    device: torch.device, name: str, dtype: str = "fp32", lengths: tuple[int, ...] = (3, 6, 5)
+) -> None:
+    """Logits of a prompt and of steps of fixed shapes, beside those of steps whose shapes grow."""
+    keys = {**SMALL, "init_method_std": 0.2, **NETWORKS[name]}
+    usual, recorded = (runner(parallel_residual=False, dtype=dtype, device=device, **keys) for _ in range(2))
+    recorded.recorded = True
+    expected, found = (logits(model, lengths, steps=5) for model in (usual, recorded))
+    bound = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 0.15}[dtype]
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+    if dtype == "fp32":
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 def big_networks_repeat_their_weights(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpu import engine_checks as checks
+from tests.plans import CACHED_NETWORKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +40,17 @@ def test_updates_wait_for_copies():
 
 def test_generates_what_the_cpu_does(tmp_path):
     checks.generates_what_the_cpu_does(tmp_path)
+
+
+@pytest.mark.parametrize("name", CACHED_NETWORKS)
+def test_recorded_steps_give_the_usual_logits(name: str):
+    checks.recorded_steps_give_the_usual_logits(torch.device("cuda"), name)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("lengths", [(3, 6, 5), (4,)])
+def test_recorded_steps_in_half_precision(dtype: str, lengths: tuple[int, ...]):
+    checks.recorded_steps_give_the_usual_logits(torch.device("cuda"), "llama", dtype, lengths)
 
 
 def test_big_networks_repeat_their_weights():

@@ -70,6 +70,10 @@ class GenerationConfig(Section):
     recompute: bool = False
     """Generate without a cache of keys and values."""
 
+    cuda_graphs: bool = True
+    """Record a step of decoding as a CUDA graph for each batch and replay it, where the model is on one GPU. With
+    tensor or pipeline ranks, and on CPUs, steps are always run one by one."""
+
     eval_results_prefix: str = ""
     """Prefix of evaluation result files."""
 

@@ -5,12 +5,13 @@ import torch
 from neox.config import NeoXConfig, resolve
 from neox.generation.load import _pack, runner_of_layers
 from neox.model import build_layer
+from neox.ops import DTYPES
 from neox.parallel import ParallelGrid
 
 CPU = torch.device("cpu")
 
 
-def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", packed=False, **keys):
+def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", packed=False, device=CPU, **keys):
     """Return the model; keys: further settings of the configuration."""
     flat = {
         "num_layers": 3,
@@ -30,9 +31,8 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", pac
     }
     plan = resolve(NeoXConfig.from_flat(flat), 1, 100)
     grid = ParallelGrid.single()
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
     layers = {
-        entry.index: build_layer(plan, entry.index, grid, dtype=kinds[dtype]).eval()
+        entry.index: build_layer(plan, entry.index, grid, dtype=DTYPES[dtype]).eval()
         for entry in plan.layers
         if entry.kind != "identity"
     }
@@ -41,7 +41,8 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", pac
             for parameter in layer.parameters():
                 if parameter.dim() == 1:
                     parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
-    model = runner_of_layers(plan, layers, grid, CPU)
+    layers = {index: layer.to(device) for index, layer in layers.items()}
+    model = runner_of_layers(plan, layers, grid, device)
     if packed:
         model.stage = _pack(plan, model.stage, layers, grid)
     return model
@@ -54,4 +55,4 @@ def logits(model, lengths, steps):
     tokens = [torch.randint(0, 100, (len(lengths), max(lengths)), generator=generator)]
     tokens += [torch.randint(0, 100, (len(lengths), 1), generator=generator) for _ in range(steps)]
     with torch.inference_mode():
-        return torch.stack([decoding.feed(part) for part in tokens])
+        return torch.stack([decoding.feed(part.to(model.device)) for part in tokens])

@@ -1,0 +1,62 @@
+"""Steps of decoding that repeat the same kernels on the same memory: on a GPU one recorded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from neox.model import CacheStep, KVCache
+
+
+class RecordedStep:
+    """The steps of one batch after its prompt.
+
+    On a GPU the first is run as usual, which loads its kernels; the second is recorded as a CUDA graph, and this and
+    all later ones replay it. Elsewhere all are run as usual, by the same functions.
+    """
+
+    def __init__(self, compute: Callable[[Tensor, CacheStep], Tensor], cache: KVCache) -> None:
+        """Continue behind what the cache holds now.
+
+        Args:
+            compute: Tokens [B, 1] and the step -> logits [B, V], without values on the host that differ from step to
+                step.
+            cache: Keys and values of the batch.
+        """
+        self.compute, self.cache = compute, cache
+        self.state = CacheStep(cache)
+        self.tokens = torch.zeros(cache.pairs.shape[1], 1, dtype=torch.long, device=cache.pairs.device)
+        self._loaded = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Read tokens [B, 1] and return the logits [B, V], which later steps do not change.
+
+        Raises:
+            NeoXError: The cache is full.
+        """
+        self.cache.check_room(1)
+        self.cache.advance(1)
+        self.tokens.copy_(tokens)
+        if not self._loaded or not self.tokens.is_cuda:
+            self._loaded = True
+            return self._run()
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of a server may use the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._logits = self._run()
+            self._graph = graph
+        assert self._logits is not None
+        self._graph.replay()
+        return self._logits.clone()
+
+    def continues(self, cache: KVCache) -> bool:
+        """Return whether the next step is one of these: the cache still has the same memory and padding."""
+        return self.state.belongs_to(cache)
+
+    def _run(self) -> Tensor:
+        return self.compute(self.tokens, self.state)

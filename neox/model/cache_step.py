@@ -1,0 +1,118 @@
+"""A forward of one more token over all slots of a key/value cache, with the same shapes and memory at every step.
+
+Nothing that changes from step to step is on the host, so one recorded CUDA graph, or one compiled program, does for
+all.
+
+Legend: B batch, N heads of queries and K of keys here, T slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neox.model.cache import KVCache, LayerCache
+from neox.ops import masked_bias
+
+
+class CacheStep:
+    """The steps after the prompt: used in place of the cache where blocks run, one token in each row.
+
+    It writes to the cache's memory and counts on the device alone; the caller counts for the host (`KVCache.advance`)
+    and checks that there is room.
+
+    Attributes:
+        slot: Where the next token belongs, [1].
+        begun: That there are tokens before.
+    """
+
+    begun = True
+
+    def __init__(self, cache: KVCache) -> None:
+        """Continue behind what the cache holds now."""
+        device = cache.pairs.device
+        self.pairs, self.start = cache.pairs, cache.start
+        self.slots = torch.arange(cache.pairs.shape[4], device=device)
+        self.slot = torch.full((1,), cache.length, device=device)
+
+    def belongs_to(self, cache: KVCache) -> bool:
+        """Return whether the cache still has the memory and the padding of this step."""
+        return self.pairs is cache.pairs and self.start is cache.start
+
+    def keys(self, new_tokens: int) -> int:
+        """Return the number of keys that queries are compared with: all slots."""
+        return self.slots.numel()
+
+    def positions(self, new_tokens: int) -> Tensor:
+        """Return the position of the next token: [1], or [B, 1] for padded rows."""
+        return self._positions(self.slot)
+
+    def layers(self, new_tokens: int) -> list[StepLayer]:
+        """Return each layer's part for a forward of one token."""
+        assert new_tokens == 1
+        seen = self.slots <= self.slot
+        if self.start is not None:
+            seen = seen & (self.slots >= self.start.unsqueeze(1))
+        unseen = (
+            torch.zeros_like(seen, dtype=self.pairs.dtype).masked_fill(~seen, -math.inf).view(-1, 1, 1, seen.shape[-1])
+        )
+        positions = self._positions(self.slots)
+        return [StepLayer(pairs, self.slot, unseen, positions) for pairs in self.pairs.unbind(0)]
+
+    def advance(self, new_tokens: int) -> None:
+        """Go on to the next slot, on the device."""
+        self.slot.add_(new_tokens)
+
+    def _positions(self, slots: Tensor) -> Tensor:
+        return slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp(min=0)
+
+
+class StepLayer(NamedTuple):
+    """One layer's part of a `CacheStep`.
+
+    pairs: [B, K, 2, T, D]; slot: of the new token, [1]; unseen: added to scores, -inf for slots that are empty or
+    padding, [B or 1, 1, 1, T]; positions: of all slots, [T] or [B, T].
+    """
+
+    pairs: Tensor
+    slot: Tensor
+    unseen: Tensor
+    positions: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        """All slots of keys, [B, K, T, D]."""
+        return self.pairs[:, :, 0]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Write k, v [B, 1, K, D] to the slot and attend over what is seen: q [B, 1, N, D] -> [B, 1, N, D].
+
+        Args:
+            q: Queries.
+            k: New keys.
+            v: New values.
+            scale: Factor of the scores.
+            pairs: Bool [B or 1, N or 1, 1, T]: attend to these alone.
+            bias: Added to the scaled scores, [1, N, 1, T].
+        """
+        batch, _, heads, width = q.shape
+        groups = k.shape[2]
+        self.pairs.index_copy_(3, self.slot, torch.stack((k, v), dim=2).permute(0, 3, 2, 1, 4))
+        added = self.unseen if bias is None else self.unseen + bias
+        added = masked_bias(added, pairs)
+        if added.shape[1] > 1:  # of each query's head
+            added = added.reshape(added.shape[0], groups, heads // groups, added.shape[-1])
+        # Queries that share a key head stand one after another, as more queries of it: any kernel takes that.
+        grouped = q.reshape(batch, groups, heads // groups, width)
+        out = F.scaled_dot_product_attention(grouped, self.keys, self.pairs[:, :, 1], attn_mask=added, scale=scale)
+        return out.reshape(batch, 1, heads, width)
+
+
+CachedLayer = LayerCache | StepLayer
+"""One layer's part of what generation keeps, as its attention uses it."""
