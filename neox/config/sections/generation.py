@@ -70,7 +70,7 @@ class GenerationConfig(Section):
     recompute: bool = False
     """Generate without a cache of keys and values."""
 
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
     """Record a step of decoding as a CUDA graph for each batch and replay it, where the model is on one GPU. With
     tensor or pipeline ranks, and on CPUs, steps are always run one by one."""
 

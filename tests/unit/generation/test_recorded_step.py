@@ -66,7 +66,7 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("lengths", [(3, 6, 5), (4, 4)], ids=["padded", "equal"])
+@pytest.mark.parametrize("lengths", [(3, 6, 5), pytest.param((4, 4), marks=pytest.mark.slow)], ids=["padded", "equal"])
 @pytest.mark.parametrize("name", CACHED_NETWORKS)
 def test_logits_are_those_of_growing_shapes(name: str, lengths: tuple[int, ...]) -> None:
     recorded_steps_give_the_usual_logits(CPU, name, lengths=lengths)
@@ -78,7 +78,7 @@ def test_half_precision(name: str, dtype: str) -> None:
     recorded_steps_give_the_usual_logits(CPU, name, dtype)
 
 
-@pytest.mark.parametrize("lengths", [(3, 6, 5), (4,)], ids=["padded", "one"])
+@pytest.mark.parametrize("lengths", [(3, 6, 5), pytest.param((4,), marks=pytest.mark.slow)], ids=["padded", "one"])
 @pytest.mark.parametrize("name", CACHED_NETWORKS)
 def test_steps_are_the_same_operations_on_the_same_memory(name: str, lengths: tuple[int, ...]) -> None:
     model = recorded(name)
