@@ -85,7 +85,8 @@ def run_generation(
 def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
     """Return a hash of everything that completions depend on: prompts, settings, precision and weights."""
     config, saved = plan.config, checkpoint.stat().st_mtime_ns
-    settings = [config.generation.model_dump_json(), repr(sampling_params(config)), plan.precision]
+    generation = config.generation.model_dump_json(exclude={"cuda_graphs"})
+    settings = [generation, repr(sampling_params(config)), plan.precision]
     return hashlib.sha256(json.dumps([*settings, str(checkpoint.resolve()), saved, *prompts]).encode()).hexdigest()
 
 
