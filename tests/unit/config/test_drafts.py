@@ -15,7 +15,7 @@ from neox.config.keys import REPLACEABLE, TOKENIZER_KEYS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WORLD = {"20B.yml": 8, "quickstart.yml": 2}
-ANYTHING_GOES = {"partition_activations", "synchronize_each_layer"}  # keys without effect
+ANYTHING_GOES = {"synchronize_each_layer"}  # keys without effect
 
 
 def misspelled(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
