@@ -14,7 +14,7 @@ HOSTS = ("worker-1", "me@worker-2")
 
 
 def container(engine="docker", **fields):
-    about = {"image": "neox:cuda", "source": Path("/work/neox"), "command": ("python", "train.py"), "user": "7:8"}
+    about = {"image": "neox:cuda", "source": Path("/home/user/neox"), "command": ("python", "train.py"), "user": "7:8"}
     return Container(engine, **{**about, **fields})
 
 
@@ -26,8 +26,8 @@ def test_what_docker_is_asked_for():
     options = words[2:-3]
     for expected in (
         *("--rm", "--name=x", "--network=host", "--ipc=host", "--user=7:8", "--env=NCCL_DEBUG=INFO"),
-        *("--volume=/work/neox:/work/neox", "--volume=/data:/d:ro", "--volume=/scratch:/scratch"),
-        *("--workdir=/work/neox", "--device=/dev/infiniband", "--ulimit=memlock=-1"),
+        *("--volume=/home/user/neox:/home/user/neox", "--volume=/data:/d:ro", "--volume=/scratch:/scratch"),
+        *("--workdir=/home/user/neox", "--device=/dev/infiniband", "--ulimit=memlock=-1"),
     ):
         assert expected in options
     assert options[options.index("--gpus") + 1] == "all"
@@ -42,7 +42,7 @@ def test_podman_and_apptainer():
     assert {"--userns=keep-id", "nvidia.com/gpu=all"} <= {*podman}
     apptainer = container("apptainer", image="neox.sif", rdma=True).start("x", HOSTS, 1)
     assert apptainer[:3] == ["apptainer", "exec", "--nv"]
-    assert "--bind=/work/neox:/work/neox" in apptainer
+    assert "--bind=/home/user/neox:/home/user/neox" in apptainer
     assert apptainer[-3:] == ["neox.sif", "python3", "train.py"]
     assert container("apptainer").stop("x") is None
     assert container().stop("x") == ["docker", "rm", "--force", "x"]
