@@ -13,24 +13,18 @@ preprocess_chat.py -H hostfile ...`.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
 from pathlib import Path
 
 import _checkout  # noqa: F401
-from preprocess_data import add_running, input_paths, print_report
+from preprocess_data import add_input, add_running, run, shared_settings
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, TokenizerError, run_script
-from neox.log import setup_logging
 from neox.preprocess import (
     ChatSettings,
     PreprocessSettings,
-    RankInfo,
     TokenizerSpec,
     check_settings,
-    preprocess_on_rank,
 )
 from neox.tokenizer import TOKENIZER_FILE
 from neox.tokenizer.chat import ChatRenderer, read_chat_template
@@ -39,19 +33,10 @@ from neox.tokenizer.chat import ChatRenderer, read_chat_template
 def parser() -> argparse.ArgumentParser:
     """Return the parser: the flags of gpt-neox's tool for chat templates, and ours."""
     p = ScriptParser(description=__doc__)
-    data = p.add_argument_group("input")
-    data.add_argument(
-        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
+    keys_help = (
+        "key of a list of messages (default: messages), or keys of prompt and answer: texts, or lists of messages"
     )
-    data.add_argument(
-        *("--jsonl-keys", "--json-keys", "--json-key"),
-        nargs="+",
-        default=["messages"],
-        metavar="KEY",
-        help="key of a list of messages (default: messages), or keys of prompt and answer: texts, or lists of messages",
-    )
-    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
-    data.add_argument("--num-docs", type=int, help="number of conversations, if known, for the progress display")
+    add_input(p, ["messages"], keys_help)
     tokens = p.add_argument_group("tokenizer")
     vocabulary = tokens.add_mutually_exclusive_group(required=True)
     vocabulary.add_argument("--vocab-file", "--vocab", help="tokenizer.json")
@@ -97,22 +82,8 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         count_all=args.no_mask,
     )
     ChatRenderer(chat.template)  # refuses what is no template
-    return PreprocessSettings(
-        inputs=input_paths(args.input),
-        output_prefix=args.output_prefix,
-        tokenizer=TokenizerSpec(args.tokenizer_type, str(vocab), None, True),
-        keys=chat.datasets,
-        append_eod=args.append_eod,
-        impl=args.dataset_impl,
-        workers=args.workers,
-        memory_mb=args.memory_mb,
-        skip_bad=args.skip_bad,
-        accelerator="off",
-        restart=args.restart,
-        num_documents=args.num_docs,
-        log_interval=args.log_interval,
-        chat=chat,
-    )
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
+    return shared_settings(args, tokenizer=tokenizer, keys=chat.datasets, accelerator="off", chat=chat)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -122,12 +93,7 @@ def check(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Run the tool."""
-    args = parser().parse_args()
-    setup_logging()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
-    settings = settings_of(args)
-    print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
-    return 0
+    return run(parser().parse_args(), settings_of)
 
 
 if __name__ == "__main__":

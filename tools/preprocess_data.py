@@ -14,8 +14,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import _checkout  # noqa: F401
 
@@ -39,19 +40,7 @@ from neox.tokenizer.flat import ACCELERATORS
 def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
     p = ScriptParser(description=__doc__)
-    data = p.add_argument_group("input")
-    data.add_argument(
-        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
-    )
-    data.add_argument(
-        *("--jsonl-keys", "--json-keys", "--json-key"),
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="JSON keys; each makes a dataset",
-    )
-    data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
-    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
+    add_input(p, ["text"], "JSON keys; each makes a dataset")
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
@@ -92,6 +81,19 @@ def parser() -> argparse.ArgumentParser:
         "--accelerator", default="auto", choices=ACCELERATORS, help="default: the fastest with the same ids"
     )
     return p
+
+
+def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> None:
+    """Add the flags of what is read, which `preprocess_chat.py` has too: `keys` are the JSON keys read by default."""
+    data = p.add_argument_group("input")
+    data.add_argument(
+        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
+    )
+    data.add_argument(
+        *("--jsonl-keys", "--json-keys", "--json-key"), nargs="+", default=keys, metavar="KEY", help=keys_help
+    )
+    data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
+    data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
 
 
 def add_running(p: argparse.ArgumentParser, out: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
@@ -139,23 +141,31 @@ def sentences_of(args: argparse.Namespace) -> str | None:
 
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags."""
+    return shared_settings(
+        args,
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
+        keys=(*args.jsonl_keys, "label") if args.mask_before_token else tuple(args.jsonl_keys),
+        ftfy=args.ftfy,
+        sentences=sentences_of(args),
+        accelerator=args.accelerator,
+        mask_before=args.mask_before_token,
+    )
+
+
+def shared_settings(args: argparse.Namespace, **others: Any) -> PreprocessSettings:
+    """Return the settings of the flags that `preprocess_chat.py` has too, and the others."""
     return PreprocessSettings(
         inputs=input_paths(args.input),
         output_prefix=args.output_prefix,
-        tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
-        keys=(*args.jsonl_keys, "label") if args.mask_before_token else tuple(args.jsonl_keys),
         append_eod=args.append_eod,
-        ftfy=args.ftfy,
-        sentences=sentences_of(args),
         impl=args.dataset_impl,
         workers=args.workers,
         memory_mb=args.memory_mb,
         skip_bad=args.skip_bad,
-        accelerator=args.accelerator,
         restart=args.restart,
         num_documents=args.num_docs,
         log_interval=args.log_interval,
-        mask_before=args.mask_before_token,
+        **others,
     )
 
 
@@ -175,6 +185,12 @@ def train_missing_model(args: argparse.Namespace) -> None:
     print(*train_tokenizer(texts_of(args), args.train_vocab_size, args.vocab_file, kind), flush=True)
 
 
+def complete_settings(args: argparse.Namespace) -> PreprocessSettings:
+    """Return the settings of a run, after a missing model was trained."""
+    train_missing_model(args)
+    return settings_of(args)
+
+
 def texts_of(args: argparse.Namespace) -> Iterator[str]:
     """Yield the texts of the inputs."""
     with progress("reading", unit="characters") as bar:
@@ -185,16 +201,18 @@ def texts_of(args: argparse.Namespace) -> Iterator[str]:
 
 def check(args: argparse.Namespace) -> None:
     """Raise NeoXError for missing inputs, tokenizers and packages: what `deepy.py` asks before it starts ranks."""
-    train_missing_model(args)
-    check_settings(settings_of(args))
+    check_settings(complete_settings(args))
 
 
 def main() -> int:
     """Run the tool."""
-    args = parser().parse_args()
+    return run(parser().parse_args(), complete_settings)
+
+
+def run(args: argparse.Namespace, settings_of: Callable[[argparse.Namespace], PreprocessSettings]) -> int:
+    """Convert this process's share, print what was made, and return the exit status."""
     setup_logging()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run writes its state
-    train_missing_model(args)
     settings = settings_of(args)
     print_report(preprocess_on_rank(settings, RankInfo.of(os.environ)), settings)
     return 0
