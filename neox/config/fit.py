@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from neox.architecture import POSITIONS, Architecture, LayerPlan
 from neox.config.architecture import layer_plan, padded_vocabulary
-from neox.config.memory import MemorySetting, fullest_stage, memory_setting, stage_memory
+from neox.config.memory import fullest_stage, stage_memory
+from neox.config.memory_setting import MemorySetting, memory_setting
 from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.stages import held_parameters, partition_layers
 

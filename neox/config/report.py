@@ -11,7 +11,8 @@ from typing import Any
 from neox.architecture import training_flops_per_token
 from neox.config.fit import Device, check_fit, flash_advice, gib, gpu_device, inference_bytes, memory_on, memory_problem
 from neox.config.learning_rate import schedule_of
-from neox.config.memory import fullest_stage, memory_setting, stage_memory
+from neox.config.memory import fullest_stage, stage_memory
+from neox.config.memory_setting import memory_setting
 from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.plan import MemoryPlan, RunPlan, StagePlan
 from neox.config.resolve import MICRO, STEPS, TOTAL

@@ -22,7 +22,8 @@ from neox.config.batch_schedule import BatchPlan, ramp_problems
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
 from neox.config.loader import Draft
-from neox.config.memory import fullest_stage, memory_setting
+from neox.config.memory import fullest_stage
+from neox.config.memory_setting import memory_setting
 from neox.config.neox_config import NeoXConfig
 from neox.config.plan import Precision, RunPlan, StagePlan, Topology
 from neox.config.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision

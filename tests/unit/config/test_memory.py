@@ -7,7 +7,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from neox.config import NeoXConfig, resolve
-from neox.config.memory import layer_bytes, memory_setting, stage_memory
+from neox.config.memory import stage_memory
+from neox.config.memory_activations import layer_bytes
+from neox.config.memory_setting import memory_setting
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 

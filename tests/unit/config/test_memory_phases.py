@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from neox.config import memory
-from neox.config.memory import memory_setting, reduction_bytes, stage_memory, state_bytes, step_bytes
+from neox.config.memory import reduction_bytes, stage_memory, state_bytes, step_bytes
+from neox.config.memory_activations import _CPU_LOSS_CHUNK, _LOSS_CHUNK
+from neox.config.memory_setting import memory_setting
 from neox.model.cross_entropy import CHUNK_ELEMENTS
 from tests.plans import SIZES, plan_of, small_plan
 
@@ -19,7 +20,7 @@ def setting_of(plan, **changes):
 
 
 def test_chunks_are_the_heads():
-    assert (CHUNK_ELEMENTS["cuda"], CHUNK_ELEMENTS["cpu"]) == (memory._LOSS_CHUNK, memory._CPU_LOSS_CHUNK)
+    assert (CHUNK_ELEMENTS["cuda"], CHUNK_ELEMENTS["cpu"]) == (_LOSS_CHUNK, _CPU_LOSS_CHUNK)
 
 
 def test_whole_logits_are_never_held():

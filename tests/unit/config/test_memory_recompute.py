@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from neox.config.fit import check_fit, gpu_device
-from neox.config.memory import memory_setting, stage_memory
+from neox.config.memory import stage_memory
+from neox.config.memory_setting import memory_setting
 from tests.plans import plan_of, small_plan
 
 SIZES = {
