@@ -63,7 +63,7 @@ class BackgroundSaves:
         started = time.perf_counter()
         self.wait()
         engine = self._engine
-        writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim, deferred=True)
+        writer = FileWriter(engine, deferred=True)
         iteration = engine.iteration
         staged = stage_files(engine, save, writer)
         engine.hold_next_update(writer.copies)

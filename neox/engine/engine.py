@@ -154,6 +154,11 @@ class Engine:
             return 1.0
         return float(self.deepspeed_engine.optimizer.loss_scale)
 
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether DeepSpeed divides the optimizer's state over data ranks, and writes each part to a file."""
+        return hasattr(self.deepspeed_engine.optimizer, "dp_process_group")
+
     def hold_next_update(self, copies: HostCopies) -> None:
         """Let the next update begin after these copies of the state."""
         self._copies = copies

@@ -274,7 +274,7 @@ def _client_file(engine: Engine, path: Path, mp_rank: int) -> Path:
 
 def _own_optimizer_file(engine: Engine, path: Path, mp_rank: int) -> Path | None:
     """Return this rank's file of a partitioned optimizer state, or None if the state is whole in the `mp_rank` file."""
-    if not hasattr(engine.deepspeed_engine.optimizer, "dp_process_group"):
+    if not engine.divides_optimizer:
         return None
     prefix = "bf16_" if engine.plan.precision == "bf16" else ""
     file = path / f"{prefix}zero_pp_rank_{engine.grid.dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"

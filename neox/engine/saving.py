@@ -49,13 +49,15 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
     A failure of DeepSpeed's files is kept in `failure`, because raising it there would interrupt collective operations.
 
     Args:
-        with_optimizer: Whether to write the optimizer's state.
+        engine: The engine whose state is written.
         deferred: Keep copies in CPU memory until `write_queued`.
     """
 
-    def __init__(self, with_optimizer: bool, *, deferred: bool = False) -> None:
+    def __init__(self, engine: Engine, *, deferred: bool = False) -> None:
         self.name = "layer-files"
-        self.with_optimizer, self.deferred = with_optimizer, deferred
+        self.deferred = deferred
+        self._with_optimizer = not engine.plan.config.checkpoint.no_save_optim
+        self._divided = engine.divides_optimizer
         self.failure: CheckpointError | None = None
         self.copies = HostCopies()
         self._queue: list[tuple[Path, Any]] = []
@@ -64,10 +66,14 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         """Do nothing: the directory exists."""
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Write one of DeepSpeed's own files."""
-        if not self.with_optimizer:
-            if path.endswith("optim_states.pt"):
+        """Write one of DeepSpeed's own files.
+
+        The optimizer's state is written once: DeepSpeed writes that of bf16 with stages and ZeRO 0 to both files.
+        """
+        if path.endswith("optim_states.pt"):
+            if not self._with_optimizer:
                 return
+        elif self._divided or not self._with_optimizer:
             state_dict = {**state_dict, "optimizer": None}
         self.put(Path(path), state_dict)
 
@@ -117,7 +123,7 @@ def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str,
     Raises:
         CheckpointError: On every rank if any rank could not write; earlier checkpoints are unchanged.
     """
-    writer = FileWriter(not engine.plan.config.checkpoint.no_save_optim)
+    writer = FileWriter(engine)
     staged = stage_files(engine, save, writer, client_state)
     return commit_files(engine.plan, engine.grid, writer, staged)
 
