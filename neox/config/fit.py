@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from neox.architecture import POSITIONS, Architecture, LayerPlan
 from neox.config.architecture import layer_plan, padded_vocabulary
-from neox.config.memory import fullest_stage, stage_memory
+from neox.config.memory import divides_states, fullest_stage, stage_memory
 from neox.config.memory_setting import MemorySetting, memory_setting
 from neox.config.plan import MemoryPlan, RunPlan
 from neox.config.stages import held_parameters, partition_layers
@@ -93,9 +93,19 @@ def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
     """Return the estimated bytes of one CPU rank, without its interpreter and libraries."""
     if not training:
         return inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
-    stage = plan.grid.coordinates(rank)[0]
-    memory = stage_memory(plan.layers, plan.stage_bounds, stage, _setting(plan, on_cpu=True))
-    return memory.total + memory.host
+    memory = rank_memory(plan, rank, on_cpu=True)
+    return memory.total + memory.main_memory
+
+
+def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
+    """Return the estimate of one rank in training."""
+    stage, data_rank, _ = plan.grid.coordinates(rank)
+    setting = _setting(plan, on_cpu=on_cpu)
+    if data_rank > 0:  # only the first one writes what all hold
+        setting = replace(
+            setting, copies_weights=False, copies_states=setting.copies_states and divides_states(setting)
+        )
+    return stage_memory(plan.layers, plan.stage_bounds, stage, setting)
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
@@ -104,27 +114,34 @@ def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
 
 
 def needed_bytes(memory: MemoryPlan, device: Device) -> int:
-    """Return the bytes of an estimate that a device holds: on CPUs also what is offloaded to main memory."""
-    return memory.total + (memory.host if device.shared else 0)
+    """Return the bytes of an estimate that a device holds: on CPUs also what is in main memory."""
+    return memory.total + (memory.main_memory if device.shared else 0)
 
 
-def host_problem(plan: RunPlan, ranks: int, host: str, available: int | None) -> str | None:
-    """Return a message if the states that so many GPU ranks of a host offload do not fit in its main memory.
+def host_problem(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None) -> str | None:
+    """Return a message if what GPU ranks of a host offload, or copy to save it, does not fit in its main memory.
 
     Args:
         plan: The plan.
-        ranks: Ranks on the host.
+        ranks: The ranks on the host.
         host: Its name.
         available: Bytes that the host has available, unless `host_memory_gib` says how many to count with.
     """
-    needed = ranks * (plan.memory.host + PROCESS_BYTES)
+    memories = [rank_memory(plan, rank, on_cpu=False) for rank in ranks]
+    held = sum(memory.main_memory for memory in memories)
+    needed = held + len(ranks) * PROCESS_BYTES
     if plan.config.runner.host_memory_gib is not None:
         available = int(plan.config.runner.host_memory_gib * GIB)
-    if not plan.memory.host or available is None or needed <= available:
+    if not held or available is None or needed <= available:
         return None
+    uses = {
+        "use more hosts, or offload less": ("offload", sum(memory.host for memory in memories)),
+        "save without async_save": ("copy for background saves", sum(memory.copies for memory in memories)),
+    }
+    kinds = " and ".join(f"{what} {gib(count)}" for what, count in uses.values() if count)
     return (
-        f"{host}: {ranks} ranks offload {gib(plan.memory.host)} each, {gib(needed)} with their processes, to main "
-        f"memory of which {gib(available)} are available; use more hosts, or offload less"
+        f"{host}: {len(ranks)} ranks {kinds}, {gib(needed)} with their processes, to main memory of which "
+        f"{gib(available)} are available; {', or '.join(way for way, (_, count) in uses.items() if count)}"
     )
 
 
@@ -343,7 +360,11 @@ def _fit_message(fit: Fit, device: Device, world: int) -> str:
         return f"{found}, nor with {more}nearby settings; use {way_out}, or more memory"
     changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
     more = f" on {fit.world} of these" if fit.world != world else ""
-    host = f" and {gib(fit.memory_then.host)} of main memory" if fit.memory_then.host and not device.shared else ""
+    host = (
+        f" and {gib(fit.memory_then.main_memory)} of main memory"
+        if fit.memory_then.main_memory and not device.shared
+        else ""
+    )
     then = gib(needed_bytes(fit.memory_then, device))
     return f"{found}; {then}{host}{more} with {changes or 'the same settings'}"
 

@@ -7,6 +7,7 @@ communication buffers and fragmentation; `fit.py` keeps a reserve for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from neox.architecture import LayerEntry, LayerPlan
@@ -43,12 +44,24 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
         working += setting.bytes_per_number * trained // setting.dp_size  # this rank's part, beside its earlier sum
     host = host_bytes(held, trained, setting, kept)
     working = max(working, reduction_bytes(trained, setting), step_bytes(trained, setting))
-    return MemoryPlan(weights, gradients, optimizer, working, host)
+    return MemoryPlan(weights, gradients, optimizer, working, host, copied_bytes(held, trained, setting, kept))
 
 
 def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
-    """Return bytes on the fullest GPU."""
-    return max((stage_memory(layers, bounds, i, setting) for i in range(len(bounds) - 1)), key=lambda plan: plan.total)
+    """Return bytes on the fullest GPU, or the fullest rank on a CPU."""
+    stages = (stage_memory(layers, bounds, i, setting) for i in range(len(bounds) - 1))
+    return max(stages, key=lambda plan: plan.total + (plan.main_memory if setting.on_cpu else 0))
+
+
+def copied_bytes(held: int, trained: int, setting: MemorySetting, kept: float) -> int:
+    """Return bytes in main memory of the copies that a background save writes; arguments are those of `state_bytes`."""
+    states = state_bytes(trained, replace(setting, offload=0), kept)[2] if setting.copies_states else 0
+    return states + (setting.bytes_per_number * held if setting.copies_weights else 0)
+
+
+def divides_states(setting: MemorySetting) -> bool:
+    """Return whether each data rank has a part of the optimizer's states of its own."""
+    return setting.zero >= 1 or _in_bf16_optimizer(setting)
 
 
 def _kept_per_parameter(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:
@@ -79,7 +92,7 @@ def state_bytes(parameters: int, setting: MemorySetting, kept: float) -> tuple[i
     zero, dp, size = setting.zero, setting.dp_size, setting.bytes_per_number
     weights = size * parameters // (dp if zero >= 3 else 1)
     kept += 0 if setting.precision == "fp32" and zero == 0 else 4
-    optimizer = int(kept * parameters) // (dp if zero >= 1 or _in_bf16_optimizer(setting) else 1)
+    optimizer = int(kept * parameters) // (dp if divides_states(setting) else 1)
     accumulated = (4 if setting.fp32_gradients else size) * parameters
     if _in_bf16_optimizer(setting):
         # And the half-precision gradients of one backward pass, unless they are released in it.

@@ -51,6 +51,8 @@ class MemorySetting:
         offload: What is in host memory: 0 nothing, 1 optimizer states, 2 weights too.
         states: What the optimizer keeps for each parameter.
         kept: Part of a layer's activations that is kept, beside its input.
+        copies_weights: Whether a background save copies weights on this rank, the first of its data ranks.
+        copies_states: Whether it copies the optimizer's states.
     """
 
     pp_size: int
@@ -82,6 +84,8 @@ class MemorySetting:
     kept: float = 1.0
     divided_inputs: bool = False
     inputs_on_cpu: bool = False
+    copies_weights: bool = False
+    copies_states: bool = False
 
     @property
     def bytes_per_number(self) -> int:
@@ -125,6 +129,8 @@ def memory_setting(
         live=_gathered_at_once(zero),
         communicated=_communicated_bytes(config.deepspeed, precision),
         offload=zero.offloads_optimizer + zero.offloads_weights,
+        copies_weights=config.checkpoint.async_save,
+        copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
     )
 
 

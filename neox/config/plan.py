@@ -94,6 +94,7 @@ class MemoryPlan:
         optimizer: Its states, and fp32 copies of weights.
         activations: The most of what is held for a time: activations and logits, or what the update needs.
         host: In main memory of the GPU's host: states and weights that are offloaded.
+        copies: In main memory, too: the copies that background saves write, on the first data rank.
     """
 
     weights: int
@@ -101,6 +102,12 @@ class MemoryPlan:
     optimizer: int
     activations: int
     host: int = 0
+    copies: int = 0
+
+    @property
+    def main_memory(self) -> int:
+        """Bytes in main memory of a rank that computes on a GPU."""
+        return self.host + self.copies
 
     @property
     def total(self) -> int:

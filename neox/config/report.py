@@ -188,6 +188,8 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     if memory.host:
         why = "; ranks on CPUs have that memory anyway: offload saves nothing" if device.shared else ""
         yield f"          and {gib(memory.host)} of main memory for what each rank offloads{why}"
+    if memory.copies:
+        yield f"          and {gib(memory.copies)} of main memory for the copies that async_save writes"
     if verbose:
         without, recomputed = (memory_with(plan, recompute=on, device=device) for on in (False, True))
         chosen = "with" if plan.config.training.checkpoint_activations else "without"

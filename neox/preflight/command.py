@@ -247,11 +247,11 @@ def _check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport]
     training = Path(spec.script).stem == "train"
     for number, report in enumerate(reports):
         name, available = report.host.name, report.answer["memory"]
+        ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
         if report.answer["accelerators"] and training:
-            if problem := host_problem(plan, len(report.host.slots), name, available):
+            if problem := host_problem(plan, ranks, name, available):
                 raise LaunchError(f"nothing was started: {problem}")
         elif report.answer["accelerators"] == 0:
-            ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
             device = host_device(plan, ranks, name, available, training=training)
             if problems := memory_problems(plan, device, training=training):
                 raise LaunchError(f"nothing was started: {problems[0]}")

@@ -142,7 +142,8 @@ class CheckpointConfig(Section):
     """Delete older checkpoints, keeping this many."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
-    """Copy a checkpoint to CPU memory and write it while training goes on; a rank's whole state must fit there."""
+    """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; a GPU's
+    state can take more, since torch rounds pinned memory up to powers of two."""
 
     checkpoint_validation_with_forward_pass: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
     """Keep the logits of a fixed input in checkpoints, and compare them after loading."""

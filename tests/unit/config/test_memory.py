@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_leaves
 
 from neox.config import NeoXConfig, resolve
+from neox.config.fit import rank_memory
 from neox.config.memory import stage_memory
 from neox.config.memory_activations import layer_bytes
 from neox.config.memory_setting import memory_setting
@@ -25,13 +27,14 @@ LAYOUTS = {
 }
 
 
-def built_bytes(plans):
-    """On this rank, for each plan: (stage, bytes of weights, bytes of states and fp32 copies) after a step."""
-    return [_built_bytes(plan) for plan in plans]
+def built_bytes(plans, save):
+    """For each plan: bytes of weights, of states with fp32 copies, and of a background save's copies, after a step."""
+    return [_built_bytes(plan, save / str(number)) for number, plan in enumerate(plans)]
 
 
-def _built_bytes(plan):
+def _built_bytes(plan, save):
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.engine.saving import FileWriter, stage_files
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
@@ -44,22 +47,31 @@ def _built_bytes(plan):
     states = [
         t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1
     ]
-    return grid.pp_rank, weights, sum(t.numel() * t.element_size() for t in (*copies, *states))
+    writer = FileWriter(engine, deferred=True)
+    stage_files(engine, save, writer)
+    return weights, sum(t.numel() * t.element_size() for t in (*copies, *states)), _copied(writer)
+
+
+def _copied(writer):
+    """Return the bytes of the copies of tensors that a writer has queued; random states are left out."""
+    tensors = [t for _, value in writer._queue for t in tree_leaves(value) if torch.is_tensor(t)]
+    return sum(t.untyped_storage().nbytes() for t in tensors if t.is_floating_point())
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32 and bf16", "fp16"])
-def test_states_are_what_engines_hold(half):
+def test_states_are_what_engines_hold(half, tmp_path):
     if half and not get_accelerator().is_fp16_supported():
         pytest.skip("DeepSpeed trains in fp16 on no device of this machine")
-    plans = {name: tiny_plan(2, **keys) for name, keys in LAYOUTS.items() if (keys.get("precision") == "fp16") == half}
-    for rank in run_ranks(2, built_bytes, list(plans.values()), timeout=300):
-        for (name, plan), (stage, weights, optimizer) in zip(plans.items(), rank, strict=True):
-            setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-            bounds = [0, *(each.last for each in plan.stages)]
-            expected = stage_memory(plan.layers, bounds, stage, setting)
+    saving = {"save": str(tmp_path), "async_save": True}
+    chosen = {name: keys for name, keys in LAYOUTS.items() if (keys.get("precision") == "fp16") == half}
+    plans = {name: tiny_plan(2, **saving, **keys) for name, keys in chosen.items()}
+    for rank, measured in enumerate(run_ranks(2, built_bytes, list(plans.values()), tmp_path, timeout=300)):
+        for (name, plan), (weights, optimizer, copies) in zip(plans.items(), measured, strict=True):
+            expected = rank_memory(plan, rank, on_cpu=False)
             # Flat buffers are padded to whole cache lines per rank, which shows at this size.
             assert weights == pytest.approx(expected.weights, rel=0.02), name
             assert optimizer == pytest.approx(expected.optimizer, rel=0.02), name
+            assert copies == pytest.approx(expected.copies, rel=0.02), (name, rank)
 
 
 def test_activations_are_what_autograd_keeps():

@@ -25,6 +25,7 @@ from neox.config.fit import (
     memory_on,
     needed_bytes,
     rank_bytes,
+    rank_memory,
     usable_bytes,
 )
 from neox.config.report import figures, imbalance, memory_with, stage_ranks
@@ -176,11 +177,32 @@ class TestHosts:
         assert everything.total < optimizer.total < resident.total
         assert everything.host - optimizer.host == resident.weights
         enough = 4 * (optimizer.host + PROCESS_BYTES)
-        assert host_problem(plans[0], 4, "worker", 0) is None
-        assert host_problem(plans[1], 4, "worker", enough) is None
-        assert "worker: 4 ranks offload" in str(host_problem(plans[1], 4, "worker", enough - 1))
+        assert host_problem(plans[0], range(4), "worker", 0) is None
+        assert host_problem(plans[1], range(4), "worker", enough) is None
+        assert "worker: 4 ranks offload" in str(host_problem(plans[1], range(4), "worker", enough - 1))
         there = host_device(plans[1], [0], "here", 2**40, training=True)
         assert needed_bytes(memory_on(plans[1], there), there) > optimizer.host
+
+    def test_background_saves_need_main_memory(self, tiny):
+        """Weights on the first data rank, and each rank's part of the states; the whole states with ZeRO 0."""
+        for stage, parts in ((0, 1), (1, 2)):
+            keys = {**tiny, "precision": "bf16", "zero_optimization": {"stage": stage}, "save": "checkpoints"}
+            plain, copying, weights = (
+                resolve(NeoXConfig.from_flat({**keys, **other}), 2, 100)
+                for other in ({}, {"async_save": True}, {"async_save": True, "no_save_optim": True})
+            )
+            count = plain.layers.numel
+            assert (plain.memory.copies, weights.memory.copies) == (0, 2 * count)
+            assert copying.memory.copies == 2 * count + 12 * count // parts
+            second = rank_memory(copying, 1, on_cpu=False)
+            assert second.copies == (0 if stage == 0 else 12 * count // parts)
+            needed = copying.memory.copies + second.copies + 2 * PROCESS_BYTES
+            assert host_problem(copying, range(2), "worker", needed) is None
+            assert "async_save" in str(host_problem(copying, range(2), "worker", needed - 1))
+            assert "async_save" in format_plan(copying)
+            cpu = host_device(copying, range(2), "here", None, training=True)
+            on_cpus = memory_on(copying, cpu)
+            assert needed_bytes(on_cpus, cpu) == on_cpus.total + copying.memory.copies
 
     def test_the_way_out_of_a_host_is_not_more_ranks(self, tiny):
         plan = resolve(NeoXConfig.from_flat({**tiny, "hidden_size": 8192}), 1, 100)
