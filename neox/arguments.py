@@ -16,8 +16,22 @@ def add_overrides(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument("--set", "--override", *more, action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
+class _Store(argparse._StoreAction):
+    """Stores a flag's values; a flag of any number of values that is given again adds to those it has."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        earlier: Any = getattr(namespace, self.dest, None)
+        if self.nargs == "+" and option_string is not None and earlier is not self.default:
+            values = [*earlier, *values]
+        super().__call__(parser, namespace, values, option_string)
+
+
 class ScriptParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with `--version`, descriptions as they are written, and completion.
+
+    A flag that takes several values (`nargs="+"`) may be given several times.
 
     A script with the mark `PYTHON_ARGCOMPLETE_OK` in its first lines is completed by shells in which argcomplete is
     active (`eval "$(register-python-argcomplete deepy.py)"`, or `activate-global-python-argcomplete`).
@@ -29,6 +43,8 @@ class ScriptParser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**keywords)
+        self.register("action", None, _Store)
+        self.register("action", "store", _Store)
         self._asked = False
         if keywords.get("add_help", True):
             self.add_argument("--version", action="version", version=f"neox {neox.__version__}")

@@ -86,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
 def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> None:
     """Add the flags of what is read, which `preprocess_chat.py` has too: `keys` are the JSON keys read by default."""
     data = p.add_argument_group("input")
-    data.add_argument(
-        "--input", required=True, nargs="+", action="extend", help="files or directories, separated by commas or blanks"
-    )
+    data.add_argument("--input", required=True, nargs="+", help="files or directories, separated by commas or blanks")
     data.add_argument(
         *("--jsonl-keys", "--json-keys", "--json-key"), nargs="+", default=keys, metavar="KEY", help=keys_help
     )

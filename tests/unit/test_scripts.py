@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from neox.arguments import ScriptParser
 from neox.errors import DataError, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,17 @@ def test_ctrl_c_while_packages_are_imported_is_silent(script: str, package: str,
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, "")
+
+
+def test_a_flag_of_several_values_can_be_given_again() -> None:
+    parser = ScriptParser()
+    parser.add_argument("files", nargs="+")
+    group = parser.add_argument_group("more")
+    group.add_argument("--config", nargs="+", default=["base"])
+    group.add_argument("--name")
+    found = parser.parse_args(["f", "--config", "a", "b", "--config", "c", "--name", "x", "--name", "y"])
+    assert (found.files, found.config, found.name) == (["f"], ["a", "b", "c"], "y")
+    assert parser.parse_args(["f"]).config == ["base"]
 
 
 def test_what_ends_a_script(capsys: pytest.CaptureFixture[str]) -> None:
