@@ -14,7 +14,7 @@ from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import LATEST, parse_layer_file, parse_mp_rank_file, step_directory
 from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint
 from neox.checkpoint.weight_files import open_source
-from neox.errors import CheckpointError
+from neox.errors import CheckpointError, ConfigError
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -68,7 +68,8 @@ def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
 
     Raises:
-        CheckpointError: If the directory is no checkpoint and has none.
+        ConfigError: If the directory is no checkpoint and has none.
+        CheckpointError: If none in it is complete.
     """
     if path.is_dir():
         if is_checkpoint(path):
@@ -78,7 +79,7 @@ def checkpoint_at(path: Path) -> Path:
     what = "has no model files and no global_stepN directories" if path.is_dir() else "is not a directory"
     beside = [] if path.is_dir() or not path.parent.is_dir() else checkpoint_directories(path.parent)
     there = f" ({path.parent} has {', '.join(sorted(p.name for p in beside))})" if beside else ""
-    raise CheckpointError(f"{path} {what}{there}; give the global_stepN directory of a NeoX checkpoint")
+    raise ConfigError(f"{path} {what}{there}; give the global_stepN directory of a NeoX checkpoint")
 
 
 def is_checkpoint(path: Path) -> bool:

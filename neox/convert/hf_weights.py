@@ -19,7 +19,7 @@ from neox.architecture import Architecture, LayerPlan
 from neox.checkpoint import CheckpointReader, load_file
 from neox.checkpoint.reshard import VOCABULARY
 from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry, writing
-from neox.errors import CheckpointError, ConversionError
+from neox.errors import CheckpointError, ConfigError, ConversionError
 from neox.families import Family, TensorMapping, TensorSource
 from neox.log import progress
 
@@ -110,11 +110,11 @@ def _load_bin(path: Path) -> Mapping[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ConversionError."""
+    """Read a JSON object. Raises ConfigError if there is no such file, and ConversionError for what is no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConversionError(f"{path}: no such file; give the directory of a Hugging Face model") from error
+        raise ConfigError(f"{path}: no such file; give the directory of a Hugging Face model") from error
     except (OSError, ValueError) as error:
         raise ConversionError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
