@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -48,7 +48,7 @@ def train_tokenizer(
 
     Args:
         texts: Read once, one at a time.
-        vocab_size: Number of ids.
+        vocab_size: Number of ids; where the texts give fewer, a warning names both numbers.
         out_path: File or directory to write, by kind.
         kind: `byte-level-bpe` writes a `tokenizer.json` like GPT-NeoX-20B's (NFC, ByteLevel, `<|endoftext|>` 0,
             `<|padding|>` 1) for HFTokenizer. `gpt2` writes `vocab.json` and `merges.txt` into a directory (no
@@ -82,7 +82,7 @@ def train_tokenizer(
     except OSError as error:
         raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
     counted = _Counted(texts)
-    trainers_of_kinds: dict[TokenizerKind, Callable[[_Counted, int], list[bytes]]] = {
+    trainers_of_kinds: dict[TokenizerKind, Callable[[_Counted, int], _Trained]] = {
         "byte-level-bpe": _train_20b,
         "gpt2": _train_gpt2,
         "sentencepiece": partial(_train_sentencepiece, model_type="bpe", user_defined_symbols=[END_OF_DOCUMENT]),
@@ -103,9 +103,13 @@ def train_tokenizer(
         "wordpiece-cased": partial(_train_wordpiece, lowercase=False),
     }
     train = trainers_of_kinds[kind]
-    contents = train(counted, vocab_size)
+    trained = train(counted, vocab_size)
+    if trained.ids < vocab_size:
+        log.warning(
+            "the texts give a vocabulary of %s ids, not the %s asked for", f"{trained.ids:,}", f"{vocab_size:,}"
+        )
     try:
-        for file, content in zip(files, contents, strict=True):
+        for file, content in zip(files, trained.contents, strict=True):
             with atomic_write(file) as stream:
                 stream.write(content)
     except OSError as error:
@@ -113,17 +117,22 @@ def train_tokenizer(
     return tuple(files)
 
 
-def _train_20b(texts: _Counted, vocab_size: int) -> list[bytes]:
+class _Trained(NamedTuple):
+    contents: list[bytes]  # of the files
+    ids: int
+
+
+def _train_20b(texts: _Counted, vocab_size: int) -> _Trained:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     _run_bpe(backend, texts, vocab_size, [END_OF_DOCUMENT, PADDING])
-    return [backend.to_str(pretty=True).encode()]
+    return _Trained([backend.to_str(pretty=True).encode()], backend.get_vocab_size())
 
 
-def _train_gpt2(texts: _Counted, vocab_size: int) -> list[bytes]:
+def _train_gpt2(texts: _Counted, vocab_size: int) -> _Trained:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _run_bpe(backend, texts, vocab_size - 1, [])
@@ -131,7 +140,8 @@ def _train_gpt2(texts: _Counted, vocab_size: int) -> list[bytes]:
     vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     vocab[END_OF_DOCUMENT] = len(vocab)
     merges = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in model["merges"])
-    return [json.dumps(vocab, ensure_ascii=False).encode(), f"#version: 0.2\n{merges}".encode()]
+    contents = [json.dumps(vocab, ensure_ascii=False).encode(), f"#version: 0.2\n{merges}".encode()]
+    return _Trained(contents, len(vocab))
 
 
 def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, specials: list[str]) -> None:
@@ -144,7 +154,7 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, sp
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
 
 
-def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> list[bytes]:
+def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> _Trained:
     backend = word_piece_backend(models.WordPiece(unk_token=BERT_UNKNOWN), lowercase=lowercase)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS.values()), show_progress=sys.stderr.isatty()
@@ -153,10 +163,10 @@ def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> li
     if (found := backend.get_vocab_size()) > vocab_size:
         raise TokenizerError(f"vocab_size {vocab_size} is too small: the characters of the texts need {found}")
     vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
-    return ["".join(f"{token}\n" for token, _ in vocabulary).encode()]
+    return _Trained(["".join(f"{token}\n" for token, _ in vocabulary).encode()], found)
 
 
-def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> list[bytes]:
+def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> _Trained:
     try:
         import sentencepiece
     except ImportError as error:
@@ -184,7 +194,8 @@ def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> li
     except RuntimeError as error:
         texts.check()
         raise TokenizerError(f"SentencePiece could not train {vocab_size} pieces: {error}") from error
-    return [model.getvalue()]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return _Trained([model.getvalue()], processor.get_piece_size())
 
 
 def _run(train: Callable[[], None], texts: _Counted, *, bars: bool = False) -> None:

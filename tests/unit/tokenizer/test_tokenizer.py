@@ -1,6 +1,7 @@
 """Building tokenizers by NeoX's names, and training small ones."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ def test_gpt2_files_round_trip(gpt2_files: tuple[Path, Path]) -> None:
     assert (hugging.vocab_size, hugging.eod, hugging.pad) == (301, 299, 300)
     assert hugging.encode(TEXTS[1]) == gpt2.encode(TEXTS[1])
     assert build_tokenizer("HFGPT2Tokenizer", *gpt2_files).content_hash == hugging.content_hash
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "gpt2", "sentencepiece-char", "wordpiece"])
+def test_fewer_ids_than_were_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    train_tokenizer(TEXTS, 5000, tmp_path / "out", kind)  # type: ignore[arg-type]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    found = re.findall(r"[\d,]+\d", warning)
+    assert found[1] == "5,000"
+    if kind == "gpt2":
+        assert int(found[0]) == len(json.loads((tmp_path / "out" / "vocab.json").read_text()))
 
 
 def test_training_is_repeatable_and_20b_styled(tmp_path: Path) -> None:
