@@ -26,9 +26,11 @@ from neox.errors import ConfigError, run_script
 from neox.launch.containers import ENGINES, Container, split_command
 from neox.launch.environment import child_environment
 from neox.launch.every_host import command_on, named_hosts, run_on_hosts
+from neox.launch.hosts import is_this_machine
 from neox.launch.spec import new_run_id
 
 _STOP_SECONDS = 30
+_STAT_FAILED = 1
 
 
 def parser() -> ScriptParser:
@@ -55,9 +57,6 @@ def main() -> int:
     """Run the tool."""
     args = parser().parse_args()
     hosts = named_hosts(args.hosts)
-    for flag, path in (("--src", args.src), ("--wheel", args.wheel)):
-        if path is not None and not path.exists():
-            raise ConfigError(f"{flag} {path} does not exist; give a path that is the same on every host")
     container = Container(
         engine=args.engine or _installed_engine(dry_run=args.dry_run),
         image=args.image,
@@ -81,6 +80,12 @@ def main() -> int:
         host: command_on(host, container.start(names[number], hosts, number), args.ssh_port, options)
         for number, host in enumerate(hosts)
     }
+    asked = [host for host in hosts if is_this_machine(host) or not args.dry_run]
+    stat = ["stat", "--printf=", "--", *container.paths()]  # docker would make a directory that is missing
+    if status := run_on_hosts({host: command_on(host, stat, args.ssh_port, options) for host in asked}, environment):
+        if status != _STAT_FAILED:
+            return status  # of ssh
+        raise ConfigError("nothing was started: every host must have the paths of --src, --wheel and --mount")
     if args.dry_run:
         for host, words in commands.items():
             print(f"# {host}\n{join(words)}")

@@ -112,6 +112,10 @@ class Container:
         """Return the command that ends a container on its host; None where it ends with its connection."""
         return None if self.is_apptainer else [self.engine, "rm", "--force", name]
 
+    def paths(self) -> list[str]:
+        """Return the paths that the container needs on its host."""
+        return [outside for outside, _, _ in self._mounts()]
+
     def _docker(self, name: str) -> list[str]:
         gpus = ["--gpus", "all"] if self._kind == "docker" else ["--device", "nvidia.com/gpu=all"]
         return [

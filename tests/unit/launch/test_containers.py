@@ -116,6 +116,19 @@ def test_every_host_is_waited_for(capsys):
     assert "b: done" in capsys.readouterr().out
 
 
+def test_a_mount_that_is_missing_is_refused_before_a_container_starts(tmp_path):
+    engine = tmp_path / "docker"
+    engine.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    engine.chmod(0o755)
+    for mounts, status in ((["--mount", f"{tmp_path}/none:/data"], 2), (["--mount", str(tmp_path)], 0)):
+        flags = ["--engine", str(engine), "--image", "x", "--cmd", "ls", "--src", str(tmp_path), *mounts]
+        tool = str(Path(__file__).parents[3] / "tools" / "launch_container.py")
+        done = subprocess.run([sys.executable, tool, *flags], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert (tmp_path / "started").exists() == (status == 0)
+        assert ("none" in done.stdout) == (status == 2)
+
+
 def test_a_directory_of_no_run_is_a_usage_error(tmp_path):
     tool = Path(__file__).parents[3] / "tools" / "cluster.py"
     done = subprocess.run([sys.executable, str(tool), "kill", str(tmp_path)], capture_output=True, text=True)
