@@ -79,6 +79,10 @@ def main() -> int:
     else:
         if not args.command:
             raise ConfigError("run: the command is missing")
+        if "--dry-run" in args.command and args.command[0] != "--":
+            raise ConfigError(
+                "run: --dry-run stands after the command; put it before, or -- before a command that takes it"
+            )
         words = ["env", "-C", str(Path.cwd()), *args.command]
         commands = {host: command_on(host, words, args.ssh_port, options) for host in named_hosts(args.hostfile)}
     if args.dry_run:

@@ -129,6 +129,15 @@ def test_a_mount_that_is_missing_is_refused_before_a_container_starts(tmp_path):
         assert ("none" in done.stdout) == (status == 2)
 
 
+def test_a_flag_of_the_tool_after_the_command_is_refused(tmp_path):
+    tool = str(Path(__file__).parents[3] / "tools" / "cluster.py")
+    command = ["touch", str(tmp_path / "made"), "--dry-run"]
+    done = subprocess.run([sys.executable, tool, "run", "-H", "localhost", *command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--dry-run stands after the command" in done.stderr
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_directory_of_no_run_is_a_usage_error(tmp_path):
     tool = Path(__file__).parents[3] / "tools" / "cluster.py"
     done = subprocess.run([sys.executable, str(tool), "kill", str(tmp_path)], capture_output=True, text=True)
