@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -92,6 +93,31 @@ def by_host(directory: Path) -> list[tuple[int, list[str]]]:
     """Process and words of each host's container, by the number of the host."""
     found = sorted(directory.glob("neox-*.json"), key=lambda path: path.stem.rpartition("-")[2])
     return [(int(path.with_suffix("").read_text()), json.loads(path.read_text())) for path in found]
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+@on_two_machines
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+def test_sync_copies_to_the_same_path(machines: TwoMachines, tmp_path: Path) -> None:
+    here, there = tmp_path / "a b", tmp_path / "there"
+    for file in (here / "neox" / "new.py", here / "runs" / "log", here / ".git" / "HEAD", there / "old.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    (there / "runs").mkdir()
+    host = machines.add_machine(3, instead=there, of=here)
+
+    def sync(*flags: str) -> set[str]:
+        hosts = f"{machines.hosts[0]},{host}"
+        prefix = tuple(machines.inside([]))
+        running = tool("cluster.py", "sync", "-H", hosts, *flags, str(here), prefix=prefix, **machines.environment)
+        output = running.communicate(timeout=60)[0]
+        assert running.returncode == 0, output
+        return {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+
+    assert sync() == {"neox/new.py", "old.py"}
+    assert sync("--delete") == {"neox/new.py"}
+    assert (there / "runs").is_dir()
 
 
 @pytest.mark.netns
