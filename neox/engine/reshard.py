@@ -1,22 +1,14 @@
 """Loading an optimizer's state that was saved with other parallel degrees, another ZeRO stage or another precision.
 
-Whatever wrapper DeepSpeed puts around it, the optimizer inside updates fp32 tensors: whole parameters, fp32 copies of
-them, or flat partitions. Each is an `OptimizerTensor` here, with the parts of parameters that it holds; to load is to
-fill every one of them from the checkpoint's parameters.
+To load is to fill every tensor of the optimizer from the checkpoint's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
@@ -24,42 +16,13 @@ from neox.checkpoint import CheckpointReader, OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
 from neox.config import RunPlan
 from neox.engine.engine import Engine
+from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors, parameter_names
 from neox.engine.weights import fill_layer, weight_layers
-from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.optim import planned_groups
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
-Names = dict[int, tuple[int, str]]
-"""id of a parameter -> its layer's index and its name in the layer."""
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A part of a flattened parameter on this tensor rank.
-
-    Attributes:
-        index: Index of the layer.
-        name: Name of the parameter in its layer.
-        first: First element of the parameter.
-        length: Number of elements.
-        start: Position of the first element in the optimizer's tensor.
-    """
-
-    index: int
-    name: str
-    first: int
-    length: int
-    start: int
-
-
-@dataclass(frozen=True)
-class OptimizerTensor:
-    """An fp32 tensor of the optimizer, and the fragments in it; elements that no fragment covers are padding."""
-
-    tensor: Tensor
-    fragments: tuple[Fragment, ...]
 
 
 def optimizer_order(model: nn.Module, plan: RunPlan) -> list[list[tuple[int, str]]]:
@@ -67,7 +30,7 @@ def optimizer_order(model: nn.Module, plan: RunPlan) -> list[list[tuple[int, str
 
     Checkpoints store it, because without ZeRO DeepSpeed numbers parameters and does not name them.
     """
-    names = _names(model, plan.layers)
+    names = parameter_names(model, plan.layers)
     return [[names[id(p)] for p in group["params"]] for group in planned_groups(plan, model.named_parameters())]
 
 
@@ -100,7 +63,8 @@ def load_resharded_optimizer(engine: Engine, path: Path) -> None:
         CheckpointError: If something is missing in the checkpoint, or the optimizer's wrapper is unknown.
     """
     reader = OptimizerReader(path, engine.plan.layers)
-    for target in optimizer_tensors(engine):
+    model, wrapper = engine.deepspeed_engine.module, engine.deepspeed_engine.optimizer
+    for target in optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer):
         engine.optimizer.state[target.tensor] = _read_states(target, engine, reader)
     _restore_scaler(engine, reader)
     engine.restore_counters(reader.client_state)
@@ -123,65 +87,6 @@ def _read_states(target: OptimizerTensor, engine: Engine, reader: OptimizerReade
     if states and reader.optimizer.counts_steps:
         states["step"] = torch.tensor(reader.step, dtype=torch.float32, device=target.tensor.device)
     return states
-
-
-def optimizer_tensors(engine: Engine) -> Iterator[OptimizerTensor]:
-    """Yield the tensors that the optimizer updates on this rank. Raises CheckpointError for an unknown wrapper."""
-    wrapper, model = engine.deepspeed_engine.optimizer, engine.deepspeed_engine.module
-    names = _names(model, engine.plan.layers)
-    groups = planned_groups(engine.plan, model.named_parameters())
-    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        yield from _stage3_tensors(wrapper, engine.grid, names)
-    elif isinstance(wrapper, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        for number, (group, inner) in enumerate(zip(groups, engine.optimizer.param_groups, strict=True)):
-            yield _flat_tensor(number, group["params"], inner["params"], names)
-    elif wrapper is engine.optimizer or isinstance(wrapper, FP16_UnfusedOptimizer):
-        for group, inner in zip(groups, engine.optimizer.param_groups, strict=True):
-            for parameter, tensor in zip(group["params"], inner["params"], strict=True):
-                yield OptimizerTensor(tensor, (Fragment(*names[id(parameter)], 0, parameter.numel(), 0),))
-    else:
-        raise CheckpointError(
-            f"the optimizer's state cannot be loaded into {type(wrapper).__name__} from another layout; "
-            "resume with the layout it was saved with, or set no_load_optim"
-        )
-
-
-def _flat_tensor(number: int, parameters: list[nn.Parameter], tensors: list[Tensor], names: Names) -> OptimizerTensor:
-    """Return one group's flat partition. DeepSpeed links each parameter that has a part in it to that part."""
-    assert len(tensors) == 1, f"group {number} has {len(tensors)} flat partitions"
-    fragments = []
-    for parameter in parameters:
-        link = getattr(parameter, "_hp_mapping", None)
-        if link is not None:
-            source, target = link.lp_fragment_address, link.hp_fragment_address
-            fragments.append(Fragment(*names[id(parameter)], source.start, source.numel, target.start))
-    return OptimizerTensor(tensors[0], tuple(fragments))
-
-
-def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[OptimizerTensor]:
-    """Yield ZeRO 3's sub-groups of parameters; of each parameter this data rank holds an equal (padded) part."""
-    for tensor, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
-        if tensor.numel() == 0:
-            raise CheckpointError(
-                "the optimizer's state is offloaded to NVMe, where it cannot be loaded from another layout; resume "
-                "with the layout it was saved with"
-            )
-        fragments, start = [], 0
-        for parameter in parameters:
-            part = parameter.partition_numel()
-            first = grid.dp_rank * part
-            length = max(0, min(part, parameter.ds_numel - first))
-            fragments.append(Fragment(*names[id(parameter)], first, length, start))
-            start += part
-        yield OptimizerTensor(tensor, tuple(fragments))
-
-
-def _names(model: nn.Module, layers: LayerPlan) -> Names:
-    return {
-        id(p): (layers.owner(index, name), name)
-        for index, layer in weight_layers(model)
-        for name, p in layer.named_parameters()
-    }
 
 
 def _restore_scaler(engine: Engine, reader: OptimizerReader) -> None:
