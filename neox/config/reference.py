@@ -101,7 +101,8 @@ def optimizer_rows() -> Iterator[str]:
         names = ", ".join(f"`{name}`" for name in kind.names)
         if kind.host_names:
             names += f"; with offload_optimizer also {', '.join(f'`{name}`' for name in kind.host_names)}"
-        where = "ZeRO 0 to 3, any degrees" if kind.elementwise else "on whole parameters: ZeRO 0, model_parallel_size 1"
+        where = "ZeRO 0 to 3" if kind.elementwise or kind.gathers else "ZeRO 0"
+        where += ", any degrees" if kind.elementwise else ", model_parallel_size 1"
         yield f"| {names} | {'; '.join(kept)} | {where} |"
 
 

@@ -29,12 +29,14 @@ from neox.config import RunPlan
 from neox.engine.bf16_optimizer import BF16Optimizer
 from neox.engine.compiled import compile_blocks
 from neox.engine.deepspeed_log import hidden_stdout
+from neox.engine.matrix_parts import matrix_parts
+from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.shared import share_parameters
 from neox.model import GPT, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
-from neox.optim import ClippedOptimizer, NormScope, build_optimizer
+from neox.optim import ClippedOptimizer, Muon, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
 
 _NEVER = 2**31
@@ -265,6 +267,10 @@ def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) 
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state; the learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
+    if isinstance(optimizer, Muon) and engine.optimizer is not optimizer:
+        tensors = tuple(optimizer_tensors(plan, grid, engine.module, engine.optimizer, optimizer))
+        optimizer.parts = matrix_parts(grid, engine.module, parameter_names(engine.module, plan.layers), tensors)
+        optimizer.device = engine.device
     return engine, optimizer
 
 

@@ -2,15 +2,19 @@
 
 from neox.optim.build import CLASSES, build_optimizer
 from neox.optim.clipping import ClippedOptimizer, NormScope
-from neox.optim.groups import parameter_groups, planned_groups
+from neox.optim.groups import is_hidden, parameter_groups, planned_groups
+from neox.optim.muon import MatrixPart, Muon
 from neox.optim.schedule import LRSchedule
 
 __all__ = [
     "CLASSES",
     "ClippedOptimizer",
     "LRSchedule",
+    "MatrixPart",
+    "Muon",
     "NormScope",
     "build_optimizer",
+    "is_hidden",
     "parameter_groups",
     "planned_groups",
 ]

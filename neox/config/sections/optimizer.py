@@ -34,8 +34,8 @@ class OptimizerSettings(Section):
     type: str = Field("Adam", json_schema_extra={"enum": list(dict.fromkeys(_NAMES))})
     """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
     `FusedAdam`, `HybridAdam`), `Lion`, `SGD`, `madgrad_wd`, `SM3`, `Adafactor` and `Muon`. The last three need whole
-    parameters: ZeRO 0 and model_parallel_size 1. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
-    offload_optimizer."""
+    parameters: model_parallel_size 1, and for SM3 and Adafactor ZeRO 0. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are
+    Adam with offload_optimizer."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
     """Numbers of the optimizer; which there are depends on its type."""

@@ -188,7 +188,8 @@ class OptimizerKind:
         gradient_degree: Degree of a step in the size of the gradient: 0 if it does not depend on it. Learning rates
             under muP follow from it.
         elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
-            work where they see whole parameters: without ZeRO and tensor ranks.
+            need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
+        gathers: Whether it gathers parameters that are divided over data ranks.
         hidden_apart: Whether hidden parameters are updated in another way than all others.
     """
 
@@ -199,6 +200,7 @@ class OptimizerKind:
     host_names: tuple[str, ...] = ()
     gradient_degree: float = 0.0
     elementwise: bool = True
+    gathers: bool = False
     hidden_apart: bool = False
 
     def states_with(self, params: OptimizerParams) -> tuple[State, ...]:
@@ -269,6 +271,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             ),
             counts_steps=True,
             elementwise=False,
+            gathers=True,
             hidden_apart=True,
         ),
     }

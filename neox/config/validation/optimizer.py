@@ -82,9 +82,12 @@ def _whole_parameters(config: NeoXConfig) -> Iterator[str]:
         return
     flat_bf16 = choose_precision(config, []) == "bf16" and config.parallelism.pipe_parallel_size > 1
     cuts = {
-        stage: (config.value(stage) > 0, "ZeRO hands it flat pieces of them; use stage 0"),
+        stage: (config.value(stage) > 0 and not kind.gathers, "ZeRO hands it flat pieces of them; use stage 0"),
         degree: (config.value(degree) > 1, "tensor ranks hold parts of them; use 1"),
-        "pipe_parallel_size": (flat_bf16, "DeepSpeed's bf16 pipeline hands it flat pieces of them; use 1, or fp16"),
+        "pipe_parallel_size": (
+            flat_bf16 and not kind.gathers,
+            "DeepSpeed's bf16 pipeline hands it flat pieces of them; use 1, or fp16",
+        ),
     }
     for key, (cut, why) in cuts.items():
         if cut:

@@ -43,6 +43,13 @@ def test_what_does_not_work_is_refused(change, words):
         assert word in str(refused.value)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.elementwise or kind.gathers])
+def test_those_that_take_parts_work_under_every_stage(name):
+    for stage in range(4):
+        keys = {"optimizer": {"type": OPTIMIZERS[name].names[0]}, "zero_optimization": {"stage": stage}}
+        resolve(NeoXConfig.from_flat({**SIZES, **keys}), 4, 100)
+
+
 def test_weight_decay_without_effect_is_noted():
     notes = resolve(NeoXConfig.from_flat({**SIZES, "optimizer": {"type": "sm3"}, "weight_decay": 0.1}), 1, 100).notes
     assert any("weight_decay: 0.1" in note and "changes nothing" in note for note in notes), notes
