@@ -5,8 +5,6 @@ Legend: R tokens, V vocabulary here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,14 @@ _BLOCK = 8192
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores_kernel(logits: Any, labels: Any, log_sums: Any, picked: Any, columns: Any, BLOCK: tl.constexpr) -> None:
+def _scores_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    log_sums: tl.tensor,
+    picked: tl.tensor,
+    columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     scores = logits + row * columns
     largest = -float("inf")
@@ -35,7 +40,14 @@ def _scores_kernel(logits: Any, labels: Any, log_sums: Any, picked: Any, columns
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_kernel(logits: Any, labels: Any, log_sums: Any, weights: Any, columns: Any, BLOCK: tl.constexpr) -> None:
+def _gradient_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    log_sums: tl.tensor,
+    weights: tl.tensor,
+    columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * columns + at

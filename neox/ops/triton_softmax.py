@@ -27,7 +27,7 @@ _GROUP = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(
-    scores: Any, weights: Any, scale: Any, length: Any, BLOCK: tl.constexpr, GROUP: tl.constexpr
+    scores: tl.tensor, weights: tl.tensor, scale: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -42,7 +42,13 @@ def _forward_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(
-    weights: Any, grad: Any, out: Any, scale: Any, length: Any, BLOCK: tl.constexpr, GROUP: tl.constexpr
+    weights: tl.tensor,
+    grad: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    length: tl.tensor,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -57,7 +63,14 @@ def _backward_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _padded_forward_kernel(
-    scores: Any, weights: Any, visible: Any, scale: Any, rows: Any, masked: Any, length: Any, BLOCK: tl.constexpr
+    scores: tl.tensor,
+    weights: tl.tensor,
+    visible: tl.tensor,
+    scale: tl.tensor,
+    rows: tl.tensor,
+    masked: tl.tensor,
+    length: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -72,7 +85,14 @@ def _padded_forward_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _padded_backward_kernel(
-    weights: Any, grad: Any, out: Any, visible: Any, scale: Any, rows: Any, length: Any, BLOCK: tl.constexpr
+    weights: tl.tensor,
+    grad: tl.tensor,
+    out: tl.tensor,
+    visible: tl.tensor,
+    scale: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
