@@ -215,7 +215,8 @@ class CachedDecoding:
 class RecomputedDecoding:
     """Batch that is computed from its beginning at each step; slow, a reference for the cache.
 
-    Rows are padded on the right, where causal attention ignores the padding.
+    Rows are padded on the right, where causal attention ignores the padding. Those that are as long as the network
+    takes grow no further: they have ended, and wait for the others.
     """
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int]) -> None:
@@ -228,7 +229,8 @@ class RecomputedDecoding:
         """Read tokens [B, S] and return the logits [B, V] after the last."""
         new = tokens.tolist()
         if self.rows:
-            self.rows = [old + row for old, row in zip(self.rows, new, strict=True)]
+            longest = self.runner.max_length
+            self.rows = [(old + row)[:longest] for old, row in zip(self.rows, new, strict=True)]
         else:
             self.rows = [row[len(row) - length :] for row, length in zip(new, self.lengths, strict=True)]
         width = max(map(len, self.rows))

@@ -175,8 +175,11 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Look up positions [...] -> [..., H]."""
-        return F.embedding(positions + self.offset, self.weight)
+        """Look up positions [...] -> [..., H]; later ones than the last row have its vector.
+
+        Such are only rows of a batch that have ended, which are computed beside those that go on.
+        """
+        return F.embedding((positions + self.offset).clamp_(max=self.weight.shape[0] - 1), self.weight)
 
 
 class SinusoidalPositions(nn.Module):
