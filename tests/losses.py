@@ -13,7 +13,7 @@ from neox.objectives import CausalLM, MaskedLM
 
 
 def causal_lm_loss(model: GPT, tokens: Tensor, labels: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
-    return model(tokens, loss=partial(CausalLM().loss, targets=(labels, mask)), **inputs)
+    return model(tokens, loss=partial(CausalLM().scores, targets=(labels, mask)), **inputs)[0]
 
 
 def cross_entropy_reference(
@@ -26,4 +26,4 @@ def cross_entropy_reference(
 
 def masked_lm_loss(model: GPT, batch: MaskedLMBatch) -> Tensor:
     objective, values = MaskedLM(model.architecture.sentence_head), batch._asdict()
-    return model(**objective.inputs(values), loss=partial(objective.loss, targets=objective.targets(values)))
+    return model(**objective.inputs(values), loss=partial(objective.scores, targets=objective.targets(values)))[0]

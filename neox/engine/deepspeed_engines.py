@@ -46,10 +46,11 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeed's engine for the whole network on each rank (or its tensor-parallel part); ZeRO 0 to 3.
 
     Attributes:
-        step_loss: The step's mean loss over micro batches and data ranks, on the device before the update is queued.
+        step_scores: The step's mean scores [K] over micro batches and data ranks, on the device before the update is
+            queued.
     """
 
-    step_loss: Tensor
+    step_scores: Tensor
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Leave weights out of DeepSpeed's files."""
@@ -69,13 +70,14 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         wrapper.overflow_checker.has_overflow_serial = _any_not_finite
         return wrapper
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Scale the loss and run the backward pass.
+    def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Scale the loss, the first of the scores, and run the backward pass.
 
         DeepSpeed's fp16 wrapper for ZeRO 0 divides gradients by the loss scale, but its engine multiplies the loss for
         ZeRO's own optimizers only (0.19.8).
         """
         scaling = getattr(self.optimizer, "loss_scale_config", None)
+        loss = scores[0]
         if scaling is not None and scaling.use_grad_scaling:
             loss = loss.float() * scaling.cur_scale
         return super().backward(loss, *args, **kwargs)
@@ -147,7 +149,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
                 dist.all_reduce(gradient, group=group)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; DeepSpeed would add the scores [K] of an evaluation to the last training step's loss."""
+        """Evaluate; DeepSpeed would add the scores of an evaluation to those of the last training step."""
         self.total_loss = None
         return super().eval_batch(*args, **kwargs)
 
@@ -159,20 +161,20 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         return scores
 
     def _optimizer_step(self) -> None:
-        """Agree on the step's loss, and update; DeepSpeed does so in the other order, and the host waits for both."""
-        loss = torch.zeros((), device=self.device)
+        """Agree on the step's scores, and update; DeepSpeed does so in the other order, and the host waits for both."""
+        scores = torch.zeros(self.module.score_count, device=self.device)
         if self.is_last_stage():
-            loss += self.total_loss / self.gradient_accumulation_steps()
+            scores += self.total_loss / self.gradient_accumulation_steps()
             if self.dp_world_size > 1:
-                dist.all_reduce(loss, group=self.mpu.get_data_parallel_group())
-                loss /= self.dp_world_size
-        dist.broadcast(loss, self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
-        self.step_loss = loss
+                dist.all_reduce(scores, group=self.mpu.get_data_parallel_group())
+                scores /= self.dp_world_size
+        dist.broadcast(scores, self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
+        self.step_scores = scores
         self._exec_optimizer_step()
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return what `_optimizer_step` has computed."""
-        return self.step_loss
+        """Return the loss that `_optimizer_step` has computed."""
+        return self.step_scores[0]
 
     _INSTRUCTION_MAP = MappingProxyType(
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        loss: Mean over micro batches and data ranks of the objective's loss.
+        scores: Means over micro batches and data ranks of the objective's scores, by name; the loss first.
         grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
         loss_scale: 1 except in fp16.
         lr: Learning rate of this step.
@@ -40,13 +40,18 @@ class StepResult:
         noise_scale: Gradient noise scale in samples, with `log_gradient_noise_scale`, once it is known.
     """
 
-    loss: float
+    scores: Mapping[str, float]
     grad_norm: float
     loss_scale: float
     lr: float
     skipped: bool
     timers: Mapping[str, float] = field(default_factory=dict)
     noise_scale: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss that is trained."""
+        return next(iter(self.scores.values()))
 
 
 class Engine:
@@ -85,7 +90,7 @@ class Engine:
         if keys.log_gradient_noise_scale:
             steps, on_cpu = keys.gradient_noise_scale_n_batches, keys.gradient_noise_scale_cpu_offload
             self._noise_scale = NoiseScale(optimizer, batch=plan.batch.train_batch_size, steps=steps, on_cpu=on_cpu)
-        self._values = StepValues(device, 2)
+        self._values = StepValues(device, len(objective.names))
         self._copies: HostCopies | None = None
         optimizer.register_step_pre_hook(self._before_update)
         # For what only hosts know: they need not wait for their devices to agree on it.
@@ -120,23 +125,27 @@ class Engine:
         timers = self._timers.take() if self._timers is not None else {}
         noise = self._noise_scale.value if self._noise_scale is not None else None
         values = self._values.take()  # none where DeepSpeed skips the update
-        loss, norm = values or (float(self.deepspeed_engine.step_loss), math.inf)
+        scores, norm = values or (self.deepspeed_engine.step_scores.tolist(), math.inf)
         if self.optimizer.scope is not None:
             norm = self.optimizer.last_norm
-        return StepResult(loss, math.inf if was_skipped else norm, loss_scale, lr, was_skipped, timers, noise)
+        named = dict(zip(self.objective.names, scores, strict=True))
+        return StepResult(named, math.inf if was_skipped else norm, loss_scale, lr, was_skipped, timers, noise)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> list[float]:
-        """Return mean scores of the next `gradient_accumulation_steps` micro batches, over all data ranks."""
+        """Return mean scores of the next `gradient_accumulation_steps` micro batches, over all data ranks.
+
+        They stand in the order of the objective's names.
+        """
         count = self.plan.batch.gradient_accumulation_steps
         if isinstance(self.deepspeed_engine, PipelineEngine):
             self._set_length(self.plan.batch_schedule.full_length)
             scores: Tensor = self.deepspeed_engine.eval_batch(self._stage_pairs(batches), num_micro_batches=count)
             return scores.tolist()
         self.deepspeed_engine.eval()
-        total = torch.zeros(self.objective.score_count, device=self.device)
+        total = self._no_scores()
         for _ in range(count):
-            total += self._computed(self.objective.scores, next(batches))
+            total += self._scores(next(batches))
         return self._mean(total / count).tolist()
 
     def any_rank(self, flag: bool) -> bool:
@@ -191,20 +200,23 @@ class Engine:
         if not self.deepspeed_engine.module.training:  # a walk over all modules
             self.deepspeed_engine.train()
         count = self.deepspeed_engine.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.device)
+        total = self._no_scores()
         for number in range(1, count + 1):
-            loss = self._computed(self.objective.loss, next(batches))
-            total += loss.detach()
-            self.deepspeed_engine.backward(loss)
+            scores = self._scores(next(batches))
+            total += scores.detach()
+            self.deepspeed_engine.backward(scores)
             if number == count:
-                self.deepspeed_engine.step_loss = self._mean(total / count)
+                self.deepspeed_engine.step_scores = self._mean(total / count)
             self.deepspeed_engine.step()
 
-    def _computed(self, function: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """Return a micro batch's loss or scores, one of the objective's functions."""
+    def _no_scores(self) -> Tensor:
+        return torch.zeros(len(self.objective.names), device=self.device)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        """Return the objective's scores of a micro batch."""
         inputs = {name: self._on_device(value) for name, value in self.objective.inputs(batch).items()}
         targets = tuple(self._on_device(value) for value in self.objective.targets(batch))
-        result: Tensor = self.deepspeed_engine(**inputs, loss=partial(function, targets=targets))
+        result: Tensor = self.deepspeed_engine(**inputs, loss=partial(self.objective.scores, targets=targets))
         return result
 
     def _on_device(self, value: Tensor) -> Tensor:
@@ -233,12 +245,12 @@ class Engine:
         return value
 
     def _before_update(self, *_: object) -> None:
-        """Queue the copies of this step's loss and gradient norm; called before each part of the update."""
+        """Queue the copies of this step's scores and gradient norm; called before each part of the update."""
         if self._copies is not None:
             self._copies.hold()
             self._copies = None
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
-        self._values.put(self.deepspeed_engine.step_loss, 0.0 if norm is None else norm)
+        self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)
 
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:

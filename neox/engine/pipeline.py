@@ -65,7 +65,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         dtype: Type of the parameters.
 
     Attributes:
-        targets: What the objective's loss needs beside the hidden states, while a loss is to be computed.
+        score_count: Number of the objective's scores.
+        targets: What these need beside the hidden states, while they are to be computed.
     """
 
     targets: tuple[Tensor, ...] | None = None
@@ -84,7 +85,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
-        self._head_index, self.score_count = plan.layers.head.index, objective.score_count
+        self._head_index, self.score_count = plan.layers.head.index, len(objective.names)
         self._is_last = self._local_stop == self._num_layers
         if self._is_last and plan.architecture.bidirectional:  # beside the tied weight, which the list of layers holds
             self.add_module(str(self._head_index), build(self._head_index))
@@ -93,11 +94,11 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states, logits [B, S, V/tp] or a loss.
+        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states, logits [B, S, V/tp] or scores.
 
-        The last stage returns the loss if `targets` are set; in evaluation the objective's scores. It is computed here,
-        because DeepSpeed prepares for a backward pass when the gradient of this module's output arrives, and would
-        clear gradients of the head that came before.
+        The last stage returns the objective's scores if `targets` are set. They are computed here, because DeepSpeed
+        prepares for a backward pass when the gradient of this module's output arrives, and would clear gradients of the
+        head that came before.
 
         Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
         own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
@@ -120,8 +121,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             return x if lengths is None else (x, lengths)
         if self.targets is None:
             return self._head.logits(x)
-        compute = self._objective.loss if self.training else self._objective.scores
-        return compute(x, self._head, self.targets)
+        return self._objective.scores(x, self._head, self.targets)
 
     @property
     def _head(self) -> LMHead:

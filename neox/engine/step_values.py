@@ -1,4 +1,4 @@
-"""Scalars of a step on their way from the device to the host, without waiting for the optimizer's update."""
+"""Scores and gradient norm of a step on their way to the host, which need not wait for the optimizer's update."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from torch import Tensor
 
 
 class StepValues:
-    """Scalars that are copied to the host before the update is queued.
+    """Scores and a gradient norm that are copied to the host before the update is queued.
 
     A host that reads a tensor waits for all that was queued before. So the copies are queued before the update, and
     `take` waits for them alone: the device updates weights while the host prepares the next step.
 
     Args:
         device: Device of the tensors.
-        count: Number of scalars.
+        count: Number of scores.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(count, dtype=torch.float32, pin_memory=on_gpu)
+        self._host = torch.zeros(count + 1, dtype=torch.float32, pin_memory=on_gpu)
         self._numbers = self._host.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
         self._waiting = False
 
-    def put(self, *values: Tensor | float) -> None:
-        """Queue the copies of a step's scalars, unless they already are: an optimizer may update in several calls."""
+    def put(self, scores: Tensor, norm: Tensor | float) -> None:
+        """Queue the copies of a step's numbers, unless they already are: an optimizer may update in several calls."""
         if self._waiting:
             return
         self._waiting = True
-        for slot, value in zip(self._host, values, strict=True):
-            if isinstance(value, Tensor):
-                slot.copy_(value.detach().reshape(()), non_blocking=True)
-            else:
-                slot.fill_(value)
+        self._host[:-1].copy_(scores, non_blocking=True)
+        if isinstance(norm, Tensor):
+            self._host[-1:].copy_(norm.detach().reshape(1), non_blocking=True)
+        else:
+            self._host[-1] = norm
         if self._copied is not None:
             self._copied.record()
 
-    def take(self) -> list[float] | None:
-        """Return the scalars when they are there; None if none were queued since the last call."""
+    def take(self) -> tuple[list[float], float] | None:
+        """Return scores and norm when they are there; None if none were queued since the last call."""
         if not self._waiting:
             return None
         self._waiting = False
         if self._copied is not None:
             self._copied.synchronize()
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
+        *scores, norm = self._numbers.tolist()
+        return scores, norm

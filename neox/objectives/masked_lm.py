@@ -5,7 +5,7 @@ Legend: B batch, S sequence, P predicted tokens of a sample, H hidden, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from neox.data.masked_batch import MaskedLMBatch
 from neox.model import LMHead
-from neox.objectives.causal_lm import perplexity
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class MaskedLM:
     sentences: bool
 
     @property
-    def score_count(self) -> int:
-        """Length of `scores`."""
-        return 4 if self.sentences else 2
+    def names(self) -> tuple[str, ...]:
+        """Return the sum's name, the masked tokens' loss and what the sentence head adds."""
+        return ("loss", "lm_loss", "sentence_loss", "sentence_accuracy") if self.sentences else ("lm_loss",)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens and token types [B, S], and lengths without padding [B]."""
@@ -43,32 +42,16 @@ class MaskedLM:
         given = MaskedLMBatch(**batch)
         return given.masked_positions, given.masked_ids, given.masked_weights, given.next_sentence
 
-    def loss(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the sum of both mean losses in fp32; masked tokens count 0 where a batch has none."""
-        masked, sentences = self._losses(hidden, head, targets)
-        return masked if sentences is None else masked + sentences[0]
-
     def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss, that of masked tokens and, with a sentence head, that of sentences and their accuracy."""
-        masked, sentences = self._losses(hidden, head, targets)
-        if sentences is None:
-            return torch.stack((masked, masked))
-        loss, logits = sentences
-        return torch.stack((masked + loss, masked, loss, (logits.argmax(-1) == targets[3]).float().mean()))
+        """Return the losses' sum and each of them, and the sentences' accuracy; without a sentence head one loss.
 
-    def metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return the masked tokens' loss in nats and perplexity, and the sentences' loss and accuracy."""
-        names = ("lm_loss", "sentence_loss", "sentence_accuracy")
-        return {"lm_loss_ppl": perplexity(scores[1]), **dict(zip(names, scores[1:], strict=False))}
-
-    def _losses(
-        self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the mean loss of masked tokens; the sentences' mean loss and logits [B, 2], or None."""
+        The masked tokens' loss is 0 where a batch has none.
+        """
         positions, ids, weights, follows = targets
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, P, H]
         masked = head.cross_entropy(picked, ids, weights / weights.sum().clamp(min=1.0))
         if head.sentences is None:
-            return masked, None
-        logits = head.sentences(hidden).float()
-        return masked, (F.cross_entropy(logits, follows), logits)
+            return masked.unsqueeze(0)
+        logits = head.sentences(hidden).float()  # [B, 2]
+        loss = F.cross_entropy(logits, follows)
+        return torch.stack((masked + loss, masked, loss, (logits.argmax(-1) == follows).float().mean()))

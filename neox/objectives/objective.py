@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -19,20 +19,26 @@ Batch = Mapping[str, Tensor]
 class Objective(Protocol):
     """What a network is trained to do.
 
-    The first pipeline stage reads `inputs`, the last one computes `loss` from the hidden states and `targets`; without
-    stages one rank does both. Values are means over a micro batch; engines average over micro batches and data ranks.
+    The first pipeline stage reads `inputs`, the last one computes `scores` from the hidden states and `targets`;
+    without stages one rank does both. Values are means over a micro batch; engines average over micro batches and data
+    ranks.
     """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each score, as steps and evaluations report it; `lm_loss` is in nats per token."""
+        ...
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the arguments of `GPT.hidden`: integers, floating-point tensors would get gradients between stages."""
         ...
 
     def targets(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what the loss needs beside the hidden states."""
+        """Return what the scores need beside the hidden states."""
         ...
 
-    def loss(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of a micro batch, equal on all tensor ranks.
+    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the scores of a micro batch, equal on all tensor ranks: first the loss that is trained.
 
         Args:
             hidden: Hidden states after the final norm [B, S, H].
@@ -40,21 +46,8 @@ class Objective(Protocol):
             targets: Result of `targets`, on the device.
 
         Returns:
-            A scalar in fp32.
+            One number for each of `names`, in fp32.
         """
-        ...
-
-    @property
-    def score_count(self) -> int:
-        """Length of `scores`."""
-        ...
-
-    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return what an evaluation averages, [K] in fp32: the loss first. Arguments as those of `loss`."""
-        ...
-
-    def metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return what an evaluation reports for mean scores, by name."""
         ...
 
 

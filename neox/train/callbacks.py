@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from neox.engine import SaveReport, StepResult
 
@@ -16,13 +16,11 @@ class TrainState:
         iteration: Completed steps, counted from 1 over all resumes.
         skipped: Steps of this process that did not change the weights.
         nonfinite: Those of the skipped steps that the non-finite rule counted.
-        losses: The last loss of training and of each evaluation, by name.
     """
 
     iteration: int = 0
     skipped: int = 0
     nonfinite: int = 0
-    losses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """Return the step's numbers under gpt-neox's names."""
         return {
-            "train/lm_loss": self.result.loss,
+            **{f"train/{name}": score for name, score in self.result.scores.items()},
             "train/learning_rate": self.result.lr,
             "train/loss_scale": self.result.loss_scale,
             "train/grad_norm": self.result.grad_norm,

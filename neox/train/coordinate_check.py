@@ -62,7 +62,7 @@ def _movement(config: NeoXConfig, width: int, steps: int) -> Movement:
     targets = (tokens[:, 1:], torch.ones(_ROWS, length))
     seen = [_states(model, tokens[:, :-1])]
     for _ in range(steps):
-        loss = model(tokens[:, :-1], loss=lambda hidden, head: CausalLM().loss(hidden, head, targets))
+        loss = model(tokens[:, :-1], loss=lambda hidden, head: CausalLM().scores(hidden, head, targets))[0]
         loss.backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)

@@ -39,9 +39,17 @@ class Interval:
         return sum(report.seconds for report in self.reports) / len(self.reports)
 
     @property
+    def scores(self) -> dict[str, float]:
+        """Means of each score over the steps where it is finite; nan where it never is."""
+        return {name: self._mean(name) for name in self.last.result.scores}
+
+    @property
     def loss(self) -> float:
         """Mean of the losses that are finite; nan where none is."""
-        finite = [report.result.loss for report in self.reports if math.isfinite(report.result.loss)]
+        return next(iter(self.scores.values()))
+
+    def _mean(self, name: str) -> float:
+        finite = [score for report in self.reports if math.isfinite(score := report.result.scores[name])]
         return sum(finite) / len(finite) if finite else math.nan
 
     def rate(self, of_step: Callable[[StepReport], float]) -> float:
@@ -110,7 +118,7 @@ def _neox_line(interval: Interval) -> str:
         f"elapsed time per iteration (ms): {1000 * interval.seconds:.1f}",
         f"learning rate: {last.result.lr:.3E}",
         f"approx flops per GPU: {interval.rate(lambda report: report.flops_per_second_per_gpu) / 1e12:.3f}TFLOPS",
-        f"lm_loss: {interval.loss:.6E}",
+        *(f"{name}: {score:.6E}" for name, score in interval.scores.items()),
         *([f"grad norm: {last.result.grad_norm:.3f}"] if interval.plan.config.logging.log_grad_norm else []),
         f"loss scale: {last.result.loss_scale:.1f}",
         f"number of skipped iterations: {state.skipped:3d}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from neox.train.callbacks import Callback, StepReport, TrainState
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
+_LARGEST_LOSS = 20.0  # perplexities are limited to e^20, so that an untrained network's do not overflow
 
 
 class Trainer:
@@ -121,7 +123,6 @@ class Trainer:
         state.iteration = self.engine.iteration
         state.skipped += result.skipped
         state.nonfinite += self.rule.counts(result)
-        state.losses["train"] = result.loss
         samples, length = schedule.batch_size(done), schedule.seq_length(done)
         flops = samples * length * self._flops_per_token(length)
         report = StepReport(
@@ -140,7 +141,7 @@ class Trainer:
         self.rule.enforce(result, state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the mean scores over `eval_iters` batches and its perplexity, once per iteration.
+        """Report the mean scores over `eval_iters` batches and the perplexity, once per iteration.
 
         A signal ends the evaluation without a report.
 
@@ -152,18 +153,19 @@ class Trainer:
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
         started = time.perf_counter()
-        totals = [0.0] * self.engine.objective.score_count
+        names = self.engine.objective.names
+        totals = [0.0] * len(names)
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
             totals = [total + score for total, score in zip(totals, self.engine.eval_batch(batches), strict=True)]
             report_progress()
-        scores = [total / iterations for total in totals]
-        self.state.losses[name] = scores[0]
+        scores = {key: total / iterations for key, total in zip(names, totals, strict=True)}
+        scores["lm_loss_ppl"] = math.exp(min(_LARGEST_LOSS, scores["lm_loss"]))
         if name == "validation":
             self._evaluated = self.state.iteration
-        scalars = {f"{name}/{metric}": value for metric, value in self.engine.objective.metrics(scores).items()}
+        scalars = {f"{name}/{key}": value for key, value in scores.items()}
         self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
 
     def score_tasks(self) -> None:

@@ -15,7 +15,7 @@ from neox.train.trackers import MetricsFile
 
 
 def report(loss=2.5, norm=1.25):
-    result = StepResult(loss=loss, grad_norm=norm, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=1.0, lr=1e-3, skipped=False)
     return StepReport(result, 0.5, 16.0, 4096.0, 1e12, 2**30)
 
 

@@ -12,7 +12,7 @@ from tests.plans import small_plan
 
 
 def report(loss, seconds=0.5):
-    result = StepResult(loss=loss, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
     return StepReport(result, seconds, 8.0 / seconds, 1024.0 / seconds, 1e12 / seconds, 2**30, reading=0.01)
 
 
@@ -28,6 +28,15 @@ def test_the_first_then_one_every_interval_with_mean_losses(capsys):
     assert [line.split("|")[1].split()[1].split("/")[0] for line in lines] == ["1", "4", "8", "10"]
     assert "lm_loss: 3.000000E+00" in lines[1]  # of iterations 2, 3, 4
     assert "lm_loss: 9.500000E+00" in lines[3]  # of iterations 9, 10
+
+
+def test_every_score_of_an_objective_has_its_mean(capsys):
+    terminal = TerminalLine(small_plan(log_interval=2))
+    for iteration, accuracy in enumerate((0.0, 0.5, 0.75), start=1):
+        step = report(3.0)
+        scores = {"loss": 3.0, "lm_loss": 2.5, "sentence_accuracy": accuracy}
+        terminal.on_step(TrainState(iteration=iteration), replace(step, result=replace(step.result, scores=scores)))
+    assert "| loss: 3.000000E+00 | lm_loss: 2.500000E+00 | sentence_accuracy: 5.0" in capsys.readouterr().out
 
 
 def test_what_a_line_says(capsys):

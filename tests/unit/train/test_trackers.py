@@ -26,7 +26,7 @@ EVALUATION = {"validation/lm_loss": 3.0, "validation/lm_loss_ppl": math.exp(3.0)
 
 
 def report(loss):
-    result = StepResult(loss=loss, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
     return StepReport(result, 0.5, 16.0, 4096.0, 1e12, 2**30, 0.01)
 
 

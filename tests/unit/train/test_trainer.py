@@ -1,5 +1,6 @@
 """The loop with an engine that computes nothing: when it evaluates, saves, and ends."""
 
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -20,8 +21,8 @@ from tests.plans import small_plan
 class IdleEngine:
     """Counts instead of training. at: what to do when a training step or an evaluation batch comes to this number."""
 
-    def __init__(self, iteration=0, at_step=None, at_evaluation=None):
-        self.iteration, self.evaluated = iteration, 0
+    def __init__(self, iteration=0, at_step=None, at_evaluation=None, score=3.0):
+        self.iteration, self.evaluated, self.score = iteration, 0, score
         self.objective = CausalLM()
         self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
 
@@ -29,13 +30,13 @@ class IdleEngine:
         next(batches)
         self.iteration += 1
         self.at_step.get(self.iteration, lambda: None)()
-        return StepResult(loss=2.0, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
+        return StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
 
     def eval_batch(self, batches):
         next(batches)
         self.evaluated += 1
         self.at_evaluation.get(self.evaluated, lambda: None)()
-        return [3.0]
+        return [self.score]
 
     def any_rank(self, flag):
         return flag
@@ -100,7 +101,13 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
         *("start", "validation 2", "validation 4", "save 4", "validation 6", "save 6", "test 6", "end"),
     ]
     assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
+    assert diary.scalars["test/lm_loss_ppl"] == pytest.approx(math.exp(3.0))
     assert 0.0 <= diary.report.reading <= diary.report.seconds
+
+
+def test_perplexities_of_untrained_networks_are_finite(fit):
+    _, diary = fit(IdleEngine(score=1000.0))
+    assert math.isfinite(diary.scalars["test/lm_loss_ppl"])
 
 
 def test_steps_report_what_they_took(fit):
