@@ -1,6 +1,6 @@
 """Measure the memory of a training step under ZeRO 0 to 3, with and without offload, beside the plan's estimate.
 
-    benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16] [--out FILE.json]
+    benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16] [--stages 0 1 2 3] [--out FILE.json]
 
 On a GPU measured is `torch.cuda.max_memory_allocated()` of a step, and the plan's estimate of the device is compared.
 On CPU ranks host memory stands for both: measured is the peak of the storages of all tensors that operations have made
@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from neox.config import Device, NeoXConfig, RunPlan, gpu_device, host_device, resolve
-from neox.config.fit import memory_on
+from neox.config.fit import memory_on, needed_bytes
 from tests.distributed.spawn import run_ranks
+from train import describe
 
 VOCAB, SEQUENCE, BUCKET = 1000, 128, 400_000
 MIB = 2**20
@@ -144,15 +145,17 @@ def main() -> None:
         plans = [plan_of(arguments.ranks, precision, case) for case in cases]
         measured = run_ranks(arguments.ranks, step_peaks, plans, timeout=3600)
         for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
-            memory, peak = memory_on(plan, device_of(plan)), max(rank[number] for rank in measured)
-            planned = asdict(memory)
-            compared = memory.total if torch.cuda.is_available() else memory.total + memory.host
+            device = device_of(plan)
+            memory, peak = memory_on(plan, device), max(rank[number] for rank in measured)
+            planned, compared = asdict(memory), needed_bytes(memory, device)
             offload = "+".join(key.removeprefix("offload_") for key in case if key.startswith("offload"))
             rows.append({"precision": precision, "stage": case["stage"], "offload": offload or "none"})
             rows[-1] |= {**planned, "planned": compared, "measured": peak, "ratio": compared / peak}
             print("  ".join(f"{k} {_shown(v)}" for k, v in rows[-1].items()), flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        result = {**describe(kind), "ranks": arguments.ranks, "rows": rows}
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _shown(value: Any) -> str:
