@@ -1,5 +1,6 @@
 """The checks of `tests/gpu` on a CPU, so that on a GPU only the GPU is new."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.spawn import run_ranks
+from tests.distributed.training_runs import tiny_plan
 from tests.gpu import engine_checks as checks
 
 
@@ -41,3 +43,19 @@ def test_all_checks():
 
 def test_big_networks_repeat_their_weights():
     checks.big_networks_repeat_their_weights(torch.device("cpu"))
+
+
+def start_with_extensions(directory):
+    from neox.engine import initialize_distributed
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+    initialize_distributed(tiny_plan(1))
+
+
+def test_a_start_builds_no_extension(tmp_path):
+    """Every build of one would wait without an end for the lock that a killed build has left."""
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    run_ranks(1, start_with_extensions, tmp_path, timeout=100)
+    assert sorted(tmp_path.rglob("*")) == [lock.parent, lock]
