@@ -15,6 +15,11 @@ NUMBERS = {
     "adafactor": {"lr": 0.03},
 }
 SMALL = {"num_layers": 2, "warmup": 0.0}
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
 
 
 def plan_with(world, name, **keys):
@@ -43,11 +48,12 @@ def test_steps_under_zero_1_equal_those_under_zero_0():
 
 
 @pytest.mark.slow
-def test_optimizers_that_need_whole_parameters_train_in_bf16():
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_optimizers_that_need_whole_parameters_train_in_16_bits(precision):
     """Without ZeRO they get fp32 copies of whole parameters; the curves are close to those of fp32."""
     names = [name for name, kind in OPTIMIZERS.items() if not kind.elementwise]
-    plans = [plan_with(1, name, precision=precision) for name in names for precision in ("fp32", "bf16")]
-    curves = run_ranks(1, train_curves, plans, 4, timeout=300)[0]
+    plans = [plan_with(2, name, **PRECISIONS[key]) for name in names for key in ("fp32", precision)]
+    curves = run_ranks(2, train_curves, plans, 4, timeout=300)[0]
     for number, name in enumerate(names):
         exact, rounded = curves[2 * number], curves[2 * number + 1]
         assert [loss for loss, _ in rounded] == pytest.approx([loss for loss, _ in exact], rel=5e-3), name
@@ -55,10 +61,10 @@ def test_optimizers_that_need_whole_parameters_train_in_bf16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_steps_of_two_ranks_under_every_stage(precision):
     stages = (0, 1, 2, 3)
-    plans = [plan_with(2, name, zero=zero, precision=precision) for name in DIVIDED for zero in stages]
+    plans = [plan_with(2, name, zero=zero, **PRECISIONS[precision]) for name in DIVIDED for zero in stages]
     curves = run_ranks(2, train_curves, plans, 4, timeout=400)[0]
     for number, name in enumerate(DIVIDED):
         whole, *others = curves[len(stages) * number : len(stages) * (number + 1)]
