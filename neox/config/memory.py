@@ -38,7 +38,7 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     kept = _kept_per_parameter(here, setting.states)
     weights, (_, gradients, optimizer) = state_bytes(held, setting, kept)[0], state_bytes(trained, setting, kept)
     working = activation_bytes(layers, bounds, stage, setting)
-    if setting.zero == 3 and setting.dp_size > 1:
+    if setting.zero == 3 and (setting.dp_size > 1 or (setting.offload > 1 and not setting.on_cpu)):
         working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
     if setting.zero == 2 and setting.accumulation > 1 and not setting.offload and not setting.fp32_gradients:
         working += setting.bytes_per_number * trained // setting.dp_size  # this rank's part, beside its earlier sum

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from neox.config.fit import host_device, memory_on
 from neox.config.memory import reduction_bytes, stage_memory, state_bytes, step_bytes
 from neox.config.memory_activations import _CPU_LOSS_CHUNK, _LOSS_CHUNK
 from neox.config.memory_setting import memory_setting
@@ -101,6 +102,17 @@ def test_zero_3_keeps_weights_that_are_used_again_soon():
         zero = {key: value for key, value in keys.items() if value is not None}
         held[live, reuse] = small_plan(2, zero_optimization=zero).memory.activations
     assert held[1, 1] < held[1, None] == held[None, 1]
+
+
+def test_offloaded_weights_come_to_a_lone_gpu():
+    """One rank gathers nothing, but copies what is in main memory; a CPU uses it where it is."""
+    cpu = {"device": "cpu"}
+    zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    plan = small_plan(zero_optimization=zero, precision="bf16")
+    resident = small_plan(zero_optimization={**zero, "offload_param": None}, precision="bf16")
+    assert plan.memory.activations - resident.memory.activations == 2 * plan.layers.numel
+    here = host_device(plan, [0], "here", None, training=True)
+    assert memory_on(plan, here).activations == memory_on(resident, here).activations
 
 
 def test_overlapped_reductions_have_two_buffers():
