@@ -22,12 +22,14 @@ class Capabilities:
     Attributes:
         bf16: Whether every host multiplies bf16 natively; None where no host was asked.
         fp16: The same of fp16.
+        fp8: Whether every GPU does; None for CPUs, too.
         devices: The devices that were asked, for messages.
         saved: Precision of the checkpoint that the run resumes or runs; None without one.
     """
 
     bf16: bool | None = None
     fp16: bool | None = None
+    fp8: bool | None = None
     devices: str = "the hosts"
     saved: Precision | None = None
 
@@ -40,12 +42,13 @@ class Capabilities:
         """
         kinds = "/".join(sorted({str(answer["devices"]) for answer in answers}))
         owner = "this host's" if len(answers) == 1 else f"the {len(answers)} hosts'"
-        return Capabilities(_every(answers, "bf16"), _every(answers, "fp16"), f"{owner} {kinds}")
+        bf16, fp16, fp8 = (_every(answers, name) for name in ("bf16", "fp16", "fp8"))
+        return Capabilities(bf16, fp16, fp8, f"{owner} {kinds}")
 
 
 def _every(answers: Sequence[Mapping[str, Any]], name: str) -> bool | None:
     """Return whether all hosts can; None where that is not known of all, and no host is known not to."""
-    known = {answer[name] for answer in answers}
+    known = {answer.get(name) for answer in answers}
     return False if False in known else None if None in known or not known else True
 
 

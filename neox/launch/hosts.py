@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from neox.errors import ConfigError
@@ -20,14 +21,15 @@ _log = get_logger(__name__)
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?")
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
-# Flags of /proc/cpuinfo, one of which is enough, and the least compute capability of a GPU.
+# Flags of /proc/cpuinfo, one of which is enough.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 # Limit, usage and reclaimable part of a control group's memory, by version: 2 (no name), and 1 (a controller).
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-_LEAST_CAPABILITY = {"bf16": 8.0, "fp16": 5.3}
+LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
+"""Compute capability from which on a GPU multiplies a number format natively."""
 
 
 def is_this_machine(name: str) -> bool:
@@ -277,13 +279,13 @@ def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         cpuinfo: The kernel's description of the CPU, which counts where this process sees no GPU.
 
     Returns:
-        `devices`: "GPUs" or "CPU"; `bf16`, `fp16`: True or False, None where it is not known.
+        `devices`: "GPUs" or "CPU"; `bf16`, `fp16`, `fp8`: True or False, None where it is not known (fp8: of CPUs).
     """
-    known: dict[str, Any] = {"devices": "CPU", "bf16": None, "fp16": None}
+    known: dict[str, Any] = {"devices": "CPU", "bf16": None, "fp16": None, "fp8": None}
     if count_accelerators():
         known["devices"] = "GPUs"
         versions = [float(word) for word in _nvidia_smi("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
-        return known | {name: min(versions) >= least for name, least in _LEAST_CAPABILITY.items() if versions}
+        return known | {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items() if versions}
     try:
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:

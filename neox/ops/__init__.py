@@ -7,6 +7,7 @@ import torch
 from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs, unpadded_keys
 from neox.ops.cross_entropy import label_scores, logits_gradient
+from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
@@ -21,9 +22,11 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16":
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "FP8_RECIPES",
     "NORMS",
     "MASKED_SCORE",
     "AttentionImpl",
+    "Fp8Recipe",
     "PackedWeight",
     "add_product",
     "alibi_slopes",

@@ -10,12 +10,16 @@ Legend: R rows (all leading dims), I input features, O output features.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [R, I], weight [O, I], bias [O] or None) -> [R, O], without a gradient."""
 
 
 def _cpu_vendor(description: Path = Path("/proc/cpuinfo")) -> str:
@@ -41,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (And on torch.compile, which plans products of its own and does not look into this one.)
     """
     if ONEDNN and _served(x, weight) and not torch.compiler.is_compiling():
-        return _OneDNNLinear.apply(x, weight, bias)
+        return ProductLinear.apply(x, weight, bias, _multiply, _multiply)
     return F.linear(x, weight, bias)
 
 
@@ -61,25 +65,34 @@ def _served(x: Tensor, weight: Tensor) -> bool:
     return fp32 and x.dim() >= 2 and x.numel() * weight.shape[0] >= SMALLEST
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b: x [R, I], weight [O, I] -> [R, O]; any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _OneDNNLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        product = _multiply(x.flatten(0, -2), weight, bias)
-        # Not `view`: autograd forbids in-place work (the all-reduce of tensor ranks) on a view made in here.
-        return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], weight.shape[0]))
+class ProductLinear(torch.autograd.Function):
+    """x W^T + b by given products: `product` of inputs, `of_gradient` of the output's gradient with either factor.
+
+    Both are called as `linear` is, with any strides, and need no gradient of their own.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, of_gradient: Product
+    ) -> Tensor:
+        """Multiply: x [..., I], weight [O, I], bias [O] -> [..., O]."""
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.of_gradient = bias is not None, of_gradient
+        result = product(x.flatten(0, -2), weight, bias)
+        # Not `view`: autograd forbids in-place work (the all-reduce of tensor ranks) on a view made in here.
+        return torch.ops.aten._unsafe_view(result, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that are needed."""
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_x = _multiply(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = _multiply(rows.t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        grad_x = ctx.of_gradient(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None
         grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None, None

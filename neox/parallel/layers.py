@@ -89,6 +89,10 @@ class ColumnParallelLinear(nn.Module):
         multiply: Computes the product.
         **options: Device and type of the parameters.
 
+    Attributes:
+        products: What is computed instead in training with several tensor ranks: products of inputs, and of output
+            gradients with weights or inputs. They need no gradient of their own.
+
     Raises:
         ValueError: O cannot be divided over the tensor ranks.
     """
@@ -105,6 +109,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.grid, self.multiply, split = grid, multiply, grid.tp_size > 1
+        self.products = (multiply, multiply)
         here = shard_size(out_features, grid.tp_size, "output features")
         self.weight = mark_split(nn.Parameter(torch.empty(here, in_features, **options)), split)
         self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split) if bias else None
@@ -113,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [..., I] -> [..., O/tp]."""
         if self.grid.tp_size > 1 and torch.is_grad_enabled():
-            y = _ColumnLinear.apply(x, self.weight, self.bias, self.multiply, self.grid)
+            y = _ColumnLinear.apply(x, self.weight, self.bias, self.products, self.grid)
         else:
             y = self.multiply(x, self.weight, self.bias)
         return y if self.adapter is None else y + self.adapter(x)
@@ -128,11 +133,17 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply, grid: ParallelGrid
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: tuple[Multiply, Multiply],
+        grid: ParallelGrid,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.multiply, ctx.grid, ctx.has_bias = multiply, grid, bias is not None
-        return multiply(x, weight, bias)
+        product, ctx.of_gradient = products
+        ctx.grid, ctx.has_bias = grid, bias is not None
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,9 +151,9 @@ class _ColumnLinear(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = start_sum(ctx.multiply(rows, weight.t(), None), ctx.grid)
+            grad_x = start_sum(ctx.of_gradient(rows, weight.t(), None), ctx.grid)
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.multiply(rows.t(), x.flatten(0, -2).t(), None)
+            grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if grad_x is not None:

@@ -88,6 +88,13 @@ class TrainingConfig(Section):
     """Part of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1;
     torch's partitioner chooses what is recomputed in the backward pass. In place of `checkpoint_activations`."""
 
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    """Multiply in 8-bit floating point in the linear layers of blocks, with bf16 weights, activations and gradients:
+    `tensorwise`, one scale for a whole tensor and e5m2 for gradients; `rowwise`, one for each row and e4m3, slower and
+    closer to bf16. Scales are made from the values of each product. Needs `precision: bf16` and GPUs of compute
+    capability 8.9 or more (a CPU computes the same slowly). In training only: evaluation, generation and checkpoints
+    are those of bf16, and runs go on with it switched on or off."""
+
     lora: LoraSettings | None = None
     """Train low-rank adapters of linear layers, and nothing else: `{r: 8, alpha: 16, dropout: 0.0, target:
     [query_key_value]}`. With `finetune: true` they are added to the model of `load`."""

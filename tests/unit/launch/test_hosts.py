@@ -149,21 +149,27 @@ def test_formats_of_a_cpu(
     monkeypatch.setattr(hosts, "count_accelerators", lambda: 0)
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert native_formats(tmp_path / "cpuinfo") == {"devices": "CPU", "bf16": bf16, "fp16": fp16}
+    assert native_formats(tmp_path / "cpuinfo") == {"devices": "CPU", "bf16": bf16, "fp16": fp16, "fp8": None}
 
 
 @pytest.mark.parametrize(
-    ("says", "bf16", "fp16"), [("9.0\n8.0\n", True, True), ("9.0\n7.5\n", False, True), ("[N/A]\n", None, None)]
+    ("says", "bf16", "fp16", "fp8"),
+    [
+        ("9.0\n8.9\n", True, True, True),
+        ("9.0\n8.0\n", True, True, False),
+        ("9.0\n7.5\n", False, True, False),
+        ("[N/A]\n", None, None, None),
+    ],
 )
 def test_formats_of_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, bf16: bool | None, fp16: bool | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, bf16: bool | None, fp16: bool | None, fp8: bool | None
 ) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(hosts, "count_accelerators", lambda: 2)
-    assert native_formats() == {"devices": "GPUs", "bf16": bf16, "fp16": fp16}
+    assert native_formats() == {"devices": "GPUs", "bf16": bf16, "fp16": fp16, "fp8": fp8}
 
 
 def test_memory_that_control_groups_leave(tmp_path: Path) -> None:
