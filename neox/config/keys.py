@@ -198,8 +198,8 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("normalization",), "`norm`"),
         **dict.fromkeys(("compile", "torch_compile"), "`compile_layers: true`"),
         **dict.fromkeys(
-            ("fp8", "fp8_format", "fp8_recipe", "fp8_hybrid", "enable_fp8", "use_fp8"),
-            "nothing: no product is computed in fp8; `precision: bf16` is the fastest",
+            ("fp8_format", "fp8_recipe", "fp8_recipe_name", "fp8_hybrid", "enable_fp8", "use_fp8"),
+            "`fp8: tensorwise` (e4m3 and, for gradients, e5m2: Transformer Engine's hybrid) or `fp8: rowwise`",
         ),
     }
 )

@@ -210,11 +210,12 @@ class NeoXConfig(Section):
 def for_inference(config: NeoXConfig) -> NeoXConfig:
     """Return a training configuration as generation and evaluation read it: on any number of ranks.
 
-    The batch of training is left out, and `lora`: a checkpoint's adapters are added to the weights that are read.
+    The batch of training and `fp8` are left out, and `lora`: a checkpoint's adapters are added to the weights that are
+    read.
     `global_num_gpus` in a file counts the ranks of training and is left out too; given on the command line it counts
     these.
     """
-    without = ["train_batch_size", "gradient_accumulation_steps", "rampup_batch_size", "lora"]
+    without = ["train_batch_size", "gradient_accumulation_steps", "rampup_batch_size", "lora", "fp8"]
     if config.source("global_num_gpus") != "--set":
         without.append("global_num_gpus")
     micro = "train_micro_batch_size_per_gpu"

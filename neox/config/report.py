@@ -156,8 +156,9 @@ def _grid_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _model_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
+    fp8 = f" (blocks multiply in fp8, {plan.config.training.fp8})" if plan.config.training.fp8 else ""
     yield (
-        f"model     {plan.layers.numel:,} parameters, {plan.precision}, vocabulary {plan.vocab_size:,} padded to "
+        f"model     {plan.layers.numel:,} parameters, {plan.precision}{fp8}, vocabulary {plan.vocab_size:,} padded to "
         f"{plan.padded_vocab_size:,}"
     )
     network = plan.architecture

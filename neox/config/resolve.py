@@ -21,6 +21,7 @@ from neox.config.architecture import architecture_of, attention_impls, padded_vo
 from neox.config.batch_schedule import BatchPlan, ramp_problems
 from neox.config.deepspeed_json import deepspeed_json
 from neox.config.flat import in_file_order
+from neox.config.fp8 import fp8_problems
 from neox.config.loader import Draft
 from neox.config.memory import fullest_stage
 from neox.config.memory_setting import memory_setting
@@ -61,7 +62,7 @@ def resolve(
         config: What the user asked for.
         world_size: Number of ranks.
         vocab_size: Number of ids the tokenizer can produce.
-        capabilities: What the hosts can do, which decides `precision: auto`.
+        capabilities: What the hosts can do, which decides `precision: auto` and whether `fp8` works.
 
     Returns:
         The plan; its configuration names the precision that was decided.
@@ -78,7 +79,10 @@ def resolve(
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
-    return derive_plan(config, architecture_of(config), grid, batch, precision, vocab_size, precision_notes)
+    plan = derive_plan(config, architecture_of(config), grid, batch, precision, vocab_size, precision_notes)
+    if problems := list(fp8_problems(plan, capabilities)):
+        raise ConfigError(problems)
+    return plan
 
 
 def derive_plan(

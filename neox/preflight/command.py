@@ -25,6 +25,7 @@ from neox.config import (
     plan_as_dict,
 )
 from neox.config.fit import host_problem, memory_on, needed_bytes
+from neox.config.fp8 import fp8_problems
 from neox.config.precision import settle_precision
 from neox.config.report import labelled
 from neox.errors import ConfigError, LaunchError
@@ -108,7 +109,8 @@ class _Run:
         """Print the plan; problems are warnings."""
         placement, warnings = choose_hosts(self.config, self.arguments)
         script = find_script(self.arguments.script)
-        asks = self.config.model.precision == "auto" and placement.is_local
+        depends = self.config.model.precision == "auto" or self.config.training.fp8 is not None
+        asks = depends and placement.is_local
         capabilities = Capabilities.of_hosts([native_formats()]) if asks else Capabilities()
         plan, device, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
         path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
@@ -168,7 +170,10 @@ class _Run:
             notes = plan.notes
             if over_ssh and not before_plan:
                 reports = self._check_hosts(spec)
-                notes += tuple(settle_precision(plan.config, _capabilities(reports))[1])
+                capabilities = _capabilities(reports)
+                if unable_gpus := list(fp8_problems(plan, capabilities)):
+                    raise ConfigError(unable_gpus)
+                notes += tuple(settle_precision(plan.config, capabilities)[1])
             _check_memory(plan, spec, reports)
             for note in notes:
                 print(f"note: {note}", file=sys.stderr)

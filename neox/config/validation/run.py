@@ -20,7 +20,7 @@ _MOST_CHECKPOINTS = 100_000
 def run_problems(config: NeoXConfig) -> Iterator[str]:
     """Yield the rules about how a run goes that are broken."""
     rules = (
-        *(_zero, _offload, _precision, _accumulation, _compiled_layers, _recompute, _length, _checkpoint),
+        *(_zero, _offload, _precision, _fp8, _accumulation, _compiled_layers, _recompute, _length, _checkpoint),
         *(_profile, _noise_scale, _data, _data_weights, _data_labels, _reset_attention_mask, _hosts),
     )
     return chain.from_iterable(rule(config) for rule in rules)
@@ -72,6 +72,12 @@ def _precision(config: NeoXConfig) -> Iterator[str]:
         yield config.problem("fp16.fp16", f"contradicts {config.describe_setting('fp16.enabled')}; keep `enabled`")
     if config.value("dynamic_loss_scale") is False and not block.loss_scale:
         yield config.problem("dynamic_loss_scale", "needs a fixed fp16.loss_scale; give one, or remove it")
+
+
+def _fp8(config: NeoXConfig) -> Iterator[str]:
+    precision = choose_precision(config, [])
+    if config.training.fp8 is not None and config.model.precision != "auto" and precision not in ("bf16", None):
+        yield config.problem("fp8", f"needs `precision: bf16`, and this run has {precision}; remove one of them")
 
 
 def _accumulation(config: NeoXConfig) -> Iterator[str]:
