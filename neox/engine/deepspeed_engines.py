@@ -29,6 +29,7 @@ from neox.config import RunPlan
 from neox.engine.bf16_optimizer import BF16Optimizer
 from neox.engine.compiled import compile_blocks
 from neox.engine.deepspeed_log import hidden_stdout
+from neox.engine.fp8 import multiply_in_fp8
 from neox.engine.matrix_parts import matrix_parts
 from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
@@ -216,14 +217,15 @@ def _constant(value: Any) -> Any:
 def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device: torch.device) -> nn.Module:
     """Build this rank's part of the network with its initial weights, in the precision of training."""
     dtype = DTYPES[plan.precision]
-    if plan.config.deepspeed.zero_optimization.stage == 3:
-        return _partitioned_model(plan, grid, device, dtype)
     model: nn.Module
-    if grid.pp_size > 1:
+    if plan.config.deepspeed.zero_optimization.stage == 3:
+        model = _partitioned_model(plan, grid, device, dtype)
+    elif grid.pp_size > 1:
         model = PipelineGPT(plan, grid, objective, device=device, dtype=dtype)
     else:
         model = GPT(plan, grid, device=device, dtype=dtype)
         share_parameters(enumerate(model.sequential), plan.layers)
+    multiply_in_fp8(model, plan, device)
     compile_blocks(model, plan, device)
     return model
 

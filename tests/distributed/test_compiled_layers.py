@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from neox.config.compiled import compiles_layers
+from neox.engine.fp8 import multiply_in_fp8
 from neox.errors import ConfigError
 from neox.model import GPT
+from neox.ops import DTYPES, FP8_RECIPES
 from neox.parallel import ParallelGrid, Topology
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan, train_curves
@@ -88,6 +90,9 @@ def test_a_budget_is_in_the_plan():
     assert kept > fewer > least
 
 
+FP8 = {recipe: {"precision": "bf16", "fp8": recipe} for recipe in FP8_RECIPES}
+
+
 def blocks_in_one_graph(tp_size: int, networks: dict[str, dict]) -> dict[str, list[list[str]]]:
     """Train each network once with compiled blocks; return what its backward graphs call, in order.
 
@@ -112,7 +117,9 @@ def blocks_in_one_graph(tp_size: int, networks: dict[str, dict]) -> dict[str, li
         backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=record)
         results = []
         for compiled in (False, True):
-            model = GPT(small_plan(tp_size, model_parallel_size=tp_size, **keys), grid)
+            plan = small_plan(tp_size, model_parallel_size=tp_size, **keys)
+            model = GPT(plan, grid, dtype=DTYPES[plan.precision])
+            multiply_in_fp8(model, plan, torch.device("cpu"))
             torch._dynamo.reset()
             for block in model.blocks if compiled else ():
                 block.compile(fullgraph=True, backend=backend)
@@ -130,15 +137,17 @@ def blocks_in_one_graph(tp_size: int, networks: dict[str, dict]) -> dict[str, li
         pytest.param(2, ("rotary",), id="tensor"),
         pytest.param(2, tuple(networks_for(2)), id="tensor-all", marks=pytest.mark.slow),
         pytest.param(1, tuple(NETWORKS), id="plain-all", marks=pytest.mark.slow),
+        pytest.param(2, tuple(FP8), id="tensor-fp8", marks=pytest.mark.slow),
+        pytest.param(1, tuple(FP8), id="plain-fp8", marks=pytest.mark.slow),
     ],
 )
 def test_every_block_is_one_graph(tp_size: int, names: tuple[str, ...]):
-    networks = {name: NETWORKS[name] for name in names}
+    networks = {name: {**NETWORKS, **FP8}[name] for name in names}
     (calls,) = run_ranks(1, blocks_in_one_graph, tp_size, networks, timeout=400)
     assert all(calls.values())
     if tp_size == 1:
         return
-    for call in calls["rotary"]:  # an input gradient is summed over ranks beside the weight gradient's product
+    for call in calls[names[0]]:  # an input gradient is summed over ranks beside the weight gradient's product
         starts = [at for at, target in enumerate(call) if "all_reduce" in target]
         assert len(starts) == 2
         for start in starts:

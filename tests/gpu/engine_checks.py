@@ -75,6 +75,20 @@ def losses_follow_the_plain_loop(precision: str, zero: int, **keys: object) -> N
     close(curve(build(plan)), plain_curve(), precision)
 
 
+def fp8_follows_bf16(recipe: str, **keys: object) -> None:
+    """A curve near bf16's that is another one; evaluation and weights are those of bf16."""
+    curves, scores = [], []
+    for fp8 in ({}, {"fp8": recipe}):
+        plan = tiny_plan(1, zero=1, precision="bf16", **fp8, **keys)
+        engine = build(plan)
+        scores.append(engine.eval_batch(batches(plan, 0)))
+        curves.append(curve(engine))
+        assert {parameter.dtype for parameter in engine.deepspeed_engine.module.parameters()} == {torch.bfloat16}
+    close(curves[1], curves[0], "bf16")
+    assert curves[0] != curves[1]
+    assert scores[0] == scores[1]
+
+
 def recomputation_repeats_dropout() -> None:
     """Equal curves with and without recomputation, and another one without dropout."""
     keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from neox.ops import FP8_RECIPES
 from tests.gpu import engine_checks as checks
 from tests.plans import CACHED_NETWORKS
 
@@ -27,6 +28,15 @@ def test_recomputation_repeats_dropout():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_train(recompute: bool):
     checks.losses_follow_the_plain_loop("bf16", 1, compile_layers=True, checkpoint_activations=recompute)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("keys", [{}, {"compile_layers": False}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_fp8_follows_bf16(recipe: str, keys: dict[str, bool]):
+    checks.fp8_follows_bf16(recipe, **keys)
 
 
 @pytest.mark.parametrize(("precision", "zero"), [("fp32", 0), ("bf16", 1), ("fp16", 2), ("bf16", 3)])
