@@ -11,7 +11,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine generate-1.3B train-6.9B-compile
+steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
+       train-6.9B-compile-fp8 fp8-loss-160M generate-1.3B
        train-1.3B train-1.3B-compile-cudnn train-1.3B-engine-recompute train-1.3B-fused generate-410M
        generate-410M-steps memory)
 if [ "${1:-}" = --list ]; then
@@ -53,6 +54,8 @@ command_of() {
         ceilings) command=("$python" benchmarks/ceilings.py --seconds 2 --json "$work/ceilings.json") ;;
         tests) command=("$python" -m pytest tests/gpu -q) ;;
         train-*-engine) command=("${bench[@]}" --sides neox) ;;
+        train-*-compile-fp8) command=("${bench[@]}" --compile --fp8 tensorwise) ;;
+        fp8-loss-160M) command=("$python" benchmarks/fp8_loss.py --json "$work/$step.json") ;;
         train-*-engine-recompute) command=("${bench[@]}" --sides neox --recompute) ;;
         train-*-compile) command=("${bench[@]}" --compile) ;;
         train-*-compile-cudnn) command=("${bench[@]}" --compile --cudnn) ;;

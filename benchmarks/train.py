@@ -19,6 +19,7 @@ dtype, measured in the same run between the rounds.
 
 bf16 trains bf16 weights with an fp32 master copy and fp32 Adam moments (16 bytes a parameter in all). Gradients of
 "model" accumulate over micro-batches in bf16, in place: no separate fp32 gradient. No recomputation unless --recompute.
+--fp8 multiplies in fp8 in the blocks; MFU stays relative to bf16's peak, so that it compares with a run without it.
 The loss is computed in chunks without whole logits (`GPT.loss`); transformers' side uses its own, and bf16 throughout.
 """
 
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 from train_sides import DTYPES, SHAPES, SIDES, Shape, Side, make_plan
 
-from neox.ops import linear
+from neox.ops import FP8_RECIPES, linear
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 """Dense bf16 FLOP/s of data sheets, by part of the device's name; the first match counts."""
@@ -177,8 +178,9 @@ def row_of(
         "attention": args.attention,
         "cudnn": args.cudnn,
         "compile": args.compile,
+        "fp8": args.fp8 if dtype == "bf16" else None,
         "recompute": args.recompute,
-        "gradient_accumulation_dtype": "fp32" if name == "neox bf16" else dtype,
+        "gradient_accumulation_dtype": "fp32" if name.startswith("neox bf16") else dtype,
         "predicted_memory_bytes": plan.memory.total if name.startswith("neox") else None,
     }
 
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--cudnn", action="store_true", help="prefer cuDNN's attention to torch's own flash kernel")
     parser.add_argument("--micro-batch", type=int, help="samples in one micro-batch, in place of the shape's")
     parser.add_argument("--accumulation", type=int, help="micro-batches in one step, in place of the shape's")
+    parser.add_argument("--fp8", choices=FP8_RECIPES, help="multiply in fp8 in the blocks of bf16's sides, ours")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     parser.add_argument("--sides", choices=SIDES, nargs="+", help="default: all on a CPU, model on a GPU")

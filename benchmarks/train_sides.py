@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.config import NeoXConfig, RunPlan, resolve
 from neox.engine import initialize_distributed, initialize_engine
+from neox.engine.fp8 import multiply_in_fp8
 from neox.model import GPT
 from neox.objectives import CausalLM
 from neox.optim import parameter_groups
@@ -117,6 +118,7 @@ def make_plan(shape: Shape, args: argparse.Namespace, dtype: str) -> RunPlan:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1 if dtype == "bf16" else 0},
         "compile_layers": args.compile,
+        "fp8": args.fp8 if dtype == "bf16" else None,
         "train_iters": 1000,
         "lr_decay_style": "constant",
         "warmup": 0.0,
@@ -163,6 +165,11 @@ def build_model(plan: RunPlan, device: torch.device, dtype: torch.dtype) -> GPT:
     return model
 
 
+def side_name(kind: str, args: argparse.Namespace, dtype: str) -> str:
+    """Return the name of a side of ours."""
+    return f"{kind} {dtype}{f' fp8 {args.fp8}' if args.fp8 and dtype == 'bf16' else ''}"
+
+
 def engine_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
     """What a user gets: the engine, through DeepSpeed, on one rank."""
     plan = make_plan(shape, args, dtype)
@@ -180,15 +187,17 @@ def engine_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torc
         assert not result.skipped
         return torch.tensor(result.loss)
 
-    return Side(f"neox {dtype}", step)
+    return Side(side_name("neox", args, dtype), step)
 
 
 def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
     """The bare network in a plain loop."""
-    model = build_model(make_plan(shape, args, dtype), device, DTYPES[dtype])
+    plan = make_plan(shape, args, dtype)
+    model = build_model(plan, device, DTYPES[dtype])
     if args.compile:
         for block in model.blocks:  # one block at a time: all share one compiled graph
             block.compile()
+    multiply_in_fp8(model, plan, device)
     optimizer, micro = ClippedAdamW(model), batches(shape, device)
     mask = torch.ones(shape.micro_batch, shape.seq, device=device)
 
@@ -201,7 +210,7 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             return train_step(micro, loss_of, optimizer)
 
-    return Side(f"model {dtype}", step)
+    return Side(side_name("model", args, dtype), step)
 
 
 def their_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
