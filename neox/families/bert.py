@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture, LayerKind
-from neox.families.config_json import PLAIN_ACTIVATIONS, check_entries, read_activation
+from neox.families.config_json import PLAIN_ACTIVATIONS, SHAPE, check_entries, read_shape, write_shape
 from neox.families.family import Family, ModelSettings, TensorSource
 
 _DEFAULTS = MappingProxyType(
@@ -21,8 +21,10 @@ _DEFAULTS = MappingProxyType(
         "layer_norm_eps": 1e-12,
         "attention_probs_dropout_prob": 0.1,
         "hidden_dropout_prob": 0.1,
+        "tie_word_embeddings": True,
     }
 )
+_SHAPE = MappingProxyType({**SHAPE, "norm_epsilon": "layer_norm_eps", "token_types": "type_vocab_size"})
 _SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "bert": {
@@ -54,14 +56,7 @@ _LAYER, _HEAD = "bert.encoder.layer.{i}.", "cls.predictions."
 
 def _write_config(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
     return {
-        "hidden_size": architecture.hidden_size,
-        "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_attention_heads,
-        "intermediate_size": architecture.mlp_width,
-        "hidden_act": PLAIN_ACTIVATIONS.get(architecture.activation, "gelu"),
-        "max_position_embeddings": architecture.max_positions,
-        "type_vocab_size": architecture.token_types,
-        "layer_norm_eps": architecture.norm_epsilon,
+        **write_shape(architecture, PLAIN_ACTIVATIONS, _SHAPE),
         "tie_word_embeddings": True,
         "attention_probs_dropout_prob": settings.attention_dropout,
         "hidden_dropout_prob": settings.hidden_dropout,
@@ -84,26 +79,14 @@ def _bert(
     def read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         check_entries(given, fixed=_FIXED)
         hf = {**_DEFAULTS, **_SIZES[model_type], **given}
-        hidden, heads, layers = hf["hidden_size"], hf["num_attention_heads"], hf["num_hidden_layers"]
         architecture = Architecture(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            mlp_width=hf["intermediate_size"],
-            activation=read_activation(hf, "hidden_act", PLAIN_ACTIVATIONS),
+            **read_shape(hf, PLAIN_ACTIVATIONS, _SHAPE),
             norm="layernorm",
-            norm_epsilon=hf["layer_norm_eps"],
             residual="post_norm" if post_norm else "sequential",
             positions="learned",
             rotary_ndims=0,
             rotary_base=0.0,
-            max_positions=hf["max_position_embeddings"],
-            attention=("global",) * layers,
-            tie_word_embeddings=True,
             bidirectional=True,
-            token_types=hf["type_vocab_size"],
             embedding_norm=post_norm,
             sentence_head=True,
         )
@@ -121,7 +104,6 @@ def _bert(
         model_type=model_type,
         class_name=class_name,
         title=title,
-        transformers="4.57",
         write_config=_write_config,
         read_config=read_config,
         tensors=MappingProxyType(sources),

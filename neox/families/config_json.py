@@ -56,6 +56,50 @@ def read_activation(hf: Mapping[str, Any], key: str, known: Mapping[str, str]) -
     return found
 
 
+SHAPE: Mapping[str, str] = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "mlp_width": "intermediate_size",
+        "activation": "hidden_act",
+        "max_positions": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+)
+"""Field of `Architecture` -> key of the same value in `config.json`, in most families."""
+
+
+def write_shape(
+    architecture: Architecture, activations: Mapping[str, str], keys: Mapping[str, str] = SHAPE
+) -> dict[str, Any]:
+    """Return the entries of `config.json` that are fields of an architecture.
+
+    Args:
+        architecture: The architecture.
+        activations: Its activations, ours -> theirs; the first one stands for those it lacks.
+        keys: Field -> key.
+    """
+    entries = {key: getattr(architecture, field) for field, key in keys.items()}
+    default = next(iter(activations.values()))
+    return {**entries, keys["activation"]: activations.get(architecture.activation, default)}
+
+
+def read_shape(
+    hf: Mapping[str, Any], activations: Mapping[str, str], keys: Mapping[str, str] = SHAPE
+) -> dict[str, Any]:
+    """Return the fields of an architecture whose blocks all see the whole context; arguments as in `write_shape`."""
+    fields = {field: hf[key] for field, key in keys.items()}
+    heads = fields["num_attention_heads"]
+    return {
+        **fields,
+        "activation": read_activation(hf, keys["activation"], activations),
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim") or fields["hidden_size"] // heads,
+        "attention": ("global",) * fields["num_layers"],
+    }
+
+
 def check_entries(
     hf: Mapping[str, Any], *, needed: tuple[str, ...] = (), fixed: Mapping[str, Any] | None = None
 ) -> None:

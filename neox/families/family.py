@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from neox.architecture import BLOCK_OFFSET, Architecture, LayerKind, LayerPlan
@@ -124,7 +124,6 @@ class Family:
         model_type: As in `config.json`.
         class_name: Model class, as in `architectures` of `config.json`.
         title: Name for messages and model cards.
-        transformers: Lowest version of transformers that reads exports.
         write_config: (architecture, settings) -> contents of `config.json`, without `architectures` and `model_type`.
             A field that the family cannot express is written as one that it can.
         read_config: Contents of `config.json` -> (architecture, settings). Raises ConversionError.
@@ -132,18 +131,19 @@ class Family:
         base_prefix: Prefix of keys that is missing in files of the model without its head.
         key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
+        transformers: Lowest version of transformers that reads exports.
     """
 
     model_type: str
     class_name: str
     title: str
-    transformers: str
     write_config: Callable[[Architecture, ModelSettings], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any]], tuple[Architecture, ModelSettings]]
     tensors: Mapping[LayerKind, Mapping[str, TensorSource]]
     base_prefix: str
-    key_aliases: Mapping[str, str]
+    key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    transformers: str = "4.57"
 
     @property
     def is_encoder(self) -> bool:

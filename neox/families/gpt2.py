@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.config_json import PLAIN_ACTIVATIONS, check_entries, read_activation
+from neox.families.config_json import PLAIN_ACTIVATIONS, check_entries, read_shape, write_shape
 from neox.families.family import Family, ModelSettings, TensorSource
 
 _DEFAULTS = MappingProxyType(
@@ -33,57 +33,55 @@ _FIXED = MappingProxyType(
 )
 
 
-def write_shape(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
+_SHAPE = MappingProxyType(
+    {
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "mlp_width": "n_inner",
+        "activation": "activation_function",
+        "max_positions": "n_positions",
+        "norm_epsilon": "layer_norm_epsilon",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+)
+
+
+def write_entries(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
     """Return the entries of `config.json` that GPT-2 and GPT-J share."""
     return {
-        "n_embd": architecture.hidden_size,
-        "n_layer": architecture.num_layers,
-        "n_head": architecture.num_attention_heads,
-        "n_inner": architecture.mlp_width,
-        "n_positions": architecture.max_positions,
-        "activation_function": PLAIN_ACTIVATIONS.get(architecture.activation, "gelu"),
-        "layer_norm_epsilon": architecture.norm_epsilon,
-        "tie_word_embeddings": architecture.tie_word_embeddings,
+        **write_shape(architecture, PLAIN_ACTIVATIONS, _SHAPE),
         "attn_pdrop": settings.attention_dropout,
         "resid_pdrop": settings.hidden_dropout,
         "embd_pdrop": settings.hidden_dropout,
     }
 
 
-def read_shape(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Architecture` that GPT-2 and GPT-J share."""
-    hidden, heads, layers = hf["n_embd"], hf["n_head"], hf["n_layer"]
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "mlp_width": hf.get("n_inner") or 4 * hidden,
-        "activation": read_activation(hf, "activation_function", PLAIN_ACTIVATIONS),
-        "norm": "layernorm",
-        "norm_epsilon": hf["layer_norm_epsilon"],
-        "max_positions": hf["n_positions"],
-        "attention": ("global",) * layers,
-        "tie_word_embeddings": hf["tie_word_embeddings"],
-    }
+    whole = {**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}
+    return {"norm": "layernorm", **read_shape(whole, PLAIN_ACTIVATIONS, _SHAPE)}
+
+
+def read_settings(hf: Mapping[str, Any]) -> ModelSettings:
+    """Return the settings of GPT-2 and GPT-J."""
+    return ModelSettings.read(hf, attention_dropout="attn_pdrop", hidden_dropout="resid_pdrop")
 
 
 def _read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
     check_entries(given, fixed=_FIXED)
     hf = {**_DEFAULTS, **given}
     architecture = Architecture(
-        residual="sequential", positions="learned", rotary_ndims=0, rotary_base=0.0, **read_shape(hf)
+        residual="sequential", positions="learned", rotary_ndims=0, rotary_base=0.0, **read_fields(hf)
     )
-    return architecture, ModelSettings.read(hf, attention_dropout="attn_pdrop", hidden_dropout="resid_pdrop")
+    return architecture, read_settings(hf)
 
 
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     title="GPT-2",
-    transformers="4.57",
-    write_config=write_shape,
+    write_config=write_entries,
     read_config=_read_config,
     tensors=MappingProxyType(
         {
@@ -106,6 +104,5 @@ GPT2 = Family(
         }
     ),
     base_prefix="transformer.",
-    key_aliases=MappingProxyType({}),
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

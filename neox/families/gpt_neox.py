@@ -10,10 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.config_json import PLAIN_ACTIVATIONS, read_activation, read_rotary, write_rotary
+from neox.families.config_json import PLAIN_ACTIVATIONS, SHAPE, read_rotary, read_shape, write_rotary, write_shape
 from neox.families.family import Family, ModelSettings, TensorSource
 
 _ACTIVATIONS = MappingProxyType({**PLAIN_ACTIVATIONS, "gelu_tanh": "gelu_fast"})
+_SHAPE = MappingProxyType({**SHAPE, "norm_epsilon": "layer_norm_eps"})
 _DEFAULTS = MappingProxyType(
     {
         "vocab_size": 50432,
@@ -37,15 +38,8 @@ def _write_config(architecture: Architecture, settings: ModelSettings) -> dict[s
     rotary = write_rotary(architecture, base="rotary_emb_base")
     rotary["rope_parameters"]["partial_rotary_factor"] = architecture.rotary_fraction
     return {
-        "hidden_size": architecture.hidden_size,
-        "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_attention_heads,
-        "intermediate_size": architecture.mlp_width,
-        "hidden_act": _ACTIVATIONS.get(architecture.activation, "gelu"),
-        "max_position_embeddings": architecture.max_positions,
-        "layer_norm_eps": architecture.norm_epsilon,
+        **write_shape(architecture, _ACTIVATIONS, _SHAPE),
         "use_parallel_residual": architecture.residual == "parallel",
-        "tie_word_embeddings": architecture.tie_word_embeddings,
         "attention_bias": architecture.qkv_bias,
         "attention_dropout": settings.attention_dropout,
         "hidden_dropout": settings.hidden_dropout,
@@ -56,28 +50,18 @@ def _write_config(architecture: Architecture, settings: ModelSettings) -> dict[s
 
 def _read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
     hf = {**_DEFAULTS, **given}
-    hidden, heads, layers = hf["hidden_size"], hf["num_attention_heads"], hf["num_hidden_layers"]
+    shape = read_shape(hf, _ACTIVATIONS, _SHAPE)
     base, fraction, scaling = read_rotary(hf, base="rotary_emb_base", fraction="rotary_pct")
     architecture = Architecture(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        mlp_width=hf["intermediate_size"],
-        activation=read_activation(hf, "hidden_act", _ACTIVATIONS),
+        **shape,
         norm="layernorm",
-        norm_epsilon=hf["layer_norm_eps"],
         qkv_bias=hf["attention_bias"],
         attention_output_bias=hf["attention_bias"],
         positions="rotary",
-        rotary_ndims=int(hidden // heads * (fraction or 0.25)),
+        rotary_ndims=int(shape["head_dim"] * (fraction or 0.25)),
         rotary_base=base,
         rope_scaling=scaling,
-        max_positions=hf["max_position_embeddings"],
-        attention=("global",) * layers,
         residual="parallel" if hf["use_parallel_residual"] else "sequential",
-        tie_word_embeddings=hf["tie_word_embeddings"],
     )
     return architecture, ModelSettings.read(hf, hidden_dropout="hidden_dropout")
 
@@ -86,7 +70,6 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     class_name="GPTNeoXForCausalLM",
     title="GPT-NeoX",
-    transformers="4.57",
     write_config=_write_config,
     read_config=_read_config,
     tensors=MappingProxyType(

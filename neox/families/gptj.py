@@ -12,7 +12,7 @@ from typing import Any
 from neox.architecture import Architecture
 from neox.families.config_json import check_entries
 from neox.families.family import Family, ModelSettings, TensorSource
-from neox.families.gpt2 import read_shape, write_shape
+from neox.families.gpt2 import read_fields, read_settings, write_entries
 
 _DEFAULTS = MappingProxyType(
     {
@@ -30,7 +30,7 @@ _DEFAULTS = MappingProxyType(
 
 
 def _write_config(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
-    return {**write_shape(architecture, settings), "rotary_dim": architecture.rotary_ndims}
+    return {**write_entries(architecture, settings), "rotary_dim": architecture.rotary_ndims}
 
 
 def _read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
@@ -44,16 +44,15 @@ def _read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]
         positions="rotary",
         rotary_ndims=hf["rotary_dim"],
         rotary_base=10000.0,
-        **read_shape(hf),
+        **read_fields(hf),
     )
-    return architecture, ModelSettings.read(hf, attention_dropout="attn_pdrop", hidden_dropout="resid_pdrop")
+    return architecture, read_settings(hf)
 
 
 GPTJ = Family(
     model_type="gptj",
     class_name="GPTJForCausalLM",
     title="GPT-J",
-    transformers="4.57",
     write_config=_write_config,
     read_config=_read_config,
     tensors=MappingProxyType(
@@ -75,6 +74,5 @@ GPTJ = Family(
         }
     ),
     base_prefix="transformer.",
-    key_aliases=MappingProxyType({}),
     buffers=(".attn.bias", ".attn.masked_bias", ".attn.embed_positions"),
 )

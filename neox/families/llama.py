@@ -30,7 +30,6 @@ LLAMA = llama_like(
     model_type="llama",
     class_name="LlamaForCausalLM",
     title="Llama",
-    transformers="4.57",
     fields=_fields,
     entries=_entries,
     defaults={"attention_bias": False, "mlp_bias": False},

@@ -12,13 +12,22 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.config_json import GATED_ACTIVATIONS, check_entries, read_activation, read_rotary, write_rotary
+from neox.families.config_json import (
+    GATED_ACTIVATIONS,
+    SHAPE,
+    check_entries,
+    read_rotary,
+    read_shape,
+    write_rotary,
+    write_shape,
+)
 from neox.families.family import Family, ModelSettings, TensorSource
 
 _DEFAULTS = MappingProxyType(
     {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 )
 _NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+_SHAPE = MappingProxyType({**SHAPE, "norm_epsilon": "rms_norm_eps"})
 _BLOCK = MappingProxyType(
     {
         "input_layernorm": ("input_layernorm",),
@@ -36,7 +45,6 @@ def llama_like(
     model_type: str,
     class_name: str,
     title: str,
-    transformers: str,
     fields: Callable[[Mapping[str, Any]], dict[str, Any]],
     entries: Callable[[Architecture], dict[str, Any]],
     defaults: Mapping[str, Any],
@@ -48,7 +56,6 @@ def llama_like(
         model_type: As in `config.json`.
         class_name: Model class, as in `architectures` of `config.json`.
         title: Name for messages and model cards.
-        transformers: Lowest version of transformers that reads exports.
         fields: Contents of `config.json` -> fields of `Architecture` that differ from Llama without biases.
         entries: Architecture -> entries of `config.json` that not all families like Llama have.
         defaults: Values of missing entries of `config.json`.
@@ -69,7 +76,6 @@ def llama_like(
         model_type=model_type,
         class_name=class_name,
         title=title,
-        transformers=transformers,
         write_config=write_config,
         read_config=read_config,
         tensors=MappingProxyType(
@@ -87,7 +93,6 @@ def llama_like(
             }
         ),
         base_prefix="model.",
-        key_aliases=MappingProxyType({}),
         buffers=(".rotary_emb.inv_freq",),
     )
 
@@ -106,43 +111,25 @@ def window_fields(layers: int, window: int | None, windowed: Callable[[int], boo
 
 def _entries(architecture: Architecture) -> dict[str, Any]:
     return {
-        "hidden_size": architecture.hidden_size,
-        "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_attention_heads,
+        **write_shape(architecture, GATED_ACTIVATIONS, _SHAPE),
         "num_key_value_heads": architecture.num_kv_heads,
         "head_dim": architecture.head_dim,
-        "intermediate_size": architecture.mlp_width,
-        "hidden_act": GATED_ACTIVATIONS.get(architecture.activation, "silu"),
-        "max_position_embeddings": architecture.max_positions,
-        "rms_norm_eps": architecture.norm_epsilon,
-        "tie_word_embeddings": architecture.tie_word_embeddings,
         **write_rotary(architecture),
     }
 
 
 def _read(hf: Mapping[str, Any]) -> Architecture:
-    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    shape = read_shape(hf, GATED_ACTIVATIONS, _SHAPE)
     base, _, scaling = read_rotary(hf)
     return Architecture(
-        num_layers=layers,
-        hidden_size=hf["hidden_size"],
-        num_attention_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        mlp_width=hf["intermediate_size"],
-        activation=read_activation(hf, "hidden_act", GATED_ACTIVATIONS),
+        **shape,
         norm="rmsnorm",
-        norm_epsilon=hf["rms_norm_eps"],
         qkv_bias=False,
         attention_output_bias=False,
         mlp_bias=False,
         residual="sequential",
         positions="rotary",
-        rotary_ndims=head_dim,
+        rotary_ndims=shape["head_dim"],
         rotary_base=base,
         rope_scaling=scaling,
-        max_positions=hf["max_position_embeddings"],
-        attention=("global",) * layers,
-        tie_word_embeddings=hf["tie_word_embeddings"],
     )

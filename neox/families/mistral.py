@@ -24,7 +24,6 @@ MISTRAL = llama_like(
     model_type="mistral",
     class_name="MistralForCausalLM",
     title="Mistral",
-    transformers="4.57",
     fields=_fields,
     entries=_entries,
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},

@@ -30,7 +30,6 @@ OLMO2 = llama_like(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
     title="OLMo-2",
-    transformers="4.57",
     fields=_fields,
     entries=_entries,
     defaults={"attention_bias": False, "rms_norm_eps": 1e-5},
