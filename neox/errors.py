@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 # What the file system of a user's path may answer; a traceback would say no more.
@@ -64,6 +65,15 @@ class GenerationError(NeoXError, ValueError):
 
 class EvaluationError(NeoXError, ValueError):
     """A task that does not exist, or a text or token file that cannot be scored."""
+
+
+@contextmanager
+def os_errors(kind: type[NeoXError], what: str) -> Iterator[None]:
+    """Raise an error of `kind`, `WHAT: REASON`, in place of an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
 
 
 def install_command(file: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint.names import LATEST, parse_step_directory, step_directory
-from neox.errors import CheckpointError
+from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, write_text
 from neox.log import get_logger
 
@@ -121,11 +121,9 @@ def _undo(staged: Path) -> None:
 def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint; if interrupted, the rest has a name that loading ignores. Raises CheckpointError."""
     renamed = path.with_name(f"{_DELETED}{path.name}")
-    try:
+    with os_errors(CheckpointError, f"{path}: cannot be deleted"):
         os.rename(path, renamed)
         shutil.rmtree(renamed)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be deleted: {error.strerror or error}") from error
 
 
 def checkpoint_directories(save: Path) -> list[Path]:

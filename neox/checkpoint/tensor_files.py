@@ -19,7 +19,7 @@ from torch import Tensor
 from neox.architecture import LayerEntry
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
 from neox.checkpoint.reshard import neox_shard
-from neox.errors import CheckpointError
+from neox.errors import CheckpointError, os_errors
 
 # Bytes of one write. A longer one takes the kernel's largest free pages, which on a virtual machine are those that the
 # host has taken back and gives again slowly (ten times the time of the copy, measured); and it holds the file's lock.
@@ -185,9 +185,7 @@ def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
         CheckpointError: If the disk refuses.
     """
     path = directory / CONFIG
-    try:
+    with os_errors(CheckpointError, f"{path}: cannot be written"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(json.loads(json.dumps(flat)), sort_keys=True), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
     return path

@@ -12,7 +12,7 @@ from typing import Any
 from neox.config import NeoXConfig
 from neox.convert.hf_weights import Export, read_json, write_json
 from neox.convert.verification import Verification
-from neox.errors import ConfigError, ConversionError
+from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import Family
 from neox.files import atomic_directory, write_text
 from neox.log import get_logger
@@ -209,10 +209,8 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    try:
+    with os_errors(ConversionError, f"{source}: cannot be copied to {target}"):
         shutil.copyfile(source, target)
-    except OSError as error:
-        raise ConversionError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
 def model_card(

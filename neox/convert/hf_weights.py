@@ -18,8 +18,8 @@ from torch import Tensor
 from neox.architecture import Architecture, LayerPlan
 from neox.checkpoint import CheckpointReader, load_file
 from neox.checkpoint.reshard import VOCABULARY
-from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry, writing
-from neox.errors import CheckpointError, ConfigError, ConversionError
+from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry
+from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors
 from neox.families import Family, TensorMapping, TensorSource
 from neox.log import progress
 
@@ -272,7 +272,7 @@ def write_weights(
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an indented JSON object. Raises ConversionError if the disk refuses."""
-    with writing(path):
+    with os_errors(ConversionError, f"{path}: cannot be written"):
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -10,9 +10,8 @@ import json
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,20 +22,11 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import WRITE_BYTES
-from neox.errors import ConversionError
+from neox.errors import ConversionError, os_errors
 
 _THREADS = 4
 _PAGE = 4096
 _CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Name the file or directory that cannot be written. Raises ConversionError in place of the block's OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConversionError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class SafetensorsWriter:
         self._entries = list(entries)
         self._next = 0
         header, self._end = _header(entries)
-        with writing(path):
+        with os_errors(ConversionError, f"{path}: cannot be written"):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             # Raises now if the disk is full, and halves the time of writing.
             os.posix_fallocate(self._descriptor, 0, self._end)
@@ -128,7 +118,7 @@ class SafetensorsWriter:
 
     def _put(self, data: object, offset: int) -> None:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        with writing(self._path):
+        with os_errors(ConversionError, f"{self._path}: cannot be written"):
             while view:  # a write may be partial
                 count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
                 view, offset = view[count:], offset + count

@@ -16,9 +16,8 @@ from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig, Precision, RunPlan, architecture_keys
 from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_card, new_directory, write_tokenizer
 from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
-from neox.convert.safetensors_writer import writing
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
-from neox.errors import ConfigError, ConversionError
+from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.log import get_logger
 from neox.ops import DTYPES
@@ -111,8 +110,9 @@ def to_hf(
             parameters=sum(prod(item.entry.shape) for item in planned),
             check=check,
         )
-        with writing(partial / "README.md"):
-            (partial / "README.md").write_text(card, encoding="utf-8")
+        readme = partial / "README.md"
+        with os_errors(ConversionError, f"{readme}: cannot be written"):
+            readme.write_text(card, encoding="utf-8")
     return ToHFResult(output, export, check)
 
 

@@ -13,7 +13,7 @@ import zstandard
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
 from neox.corpus.document import BadInput, Document, SkipBudget
 from neox.corpus.streams import expand_inputs
-from neox.errors import DataError
+from neox.errors import DataError, os_errors
 from neox.files import atomic_write
 from neox.log import get_logger
 
@@ -84,13 +84,14 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
         raise DataError(f"{path}: documents are written as .jsonl.zst; choose a name that ends so")
     count = 0
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    try:
-        with atomic_write(path) as file, compressor.stream_writer(file, closefd=False) as stream:
-            for document in documents:
-                stream.write(_line(document, count, path))
-                count += 1
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+    with (
+        os_errors(DataError, f"{path} cannot be written"),
+        atomic_write(path) as file,
+        compressor.stream_writer(file, closefd=False) as stream,
+    ):
+        for document in documents:
+            stream.write(_line(document, count, path))
+            count += 1
     return count
 
 
@@ -111,7 +112,7 @@ def write_archive(directory: str | Path, documents: Iterable[Document]) -> int:
 
     directory = Path(directory)
     count = size = 0
-    try:
+    with os_errors(DataError, f"{directory} cannot be written"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise DataError(f"{directory} exists and is not empty: an archive is written into a directory of its own")
         archive = Archive(str(directory))
@@ -131,8 +132,6 @@ def write_archive(directory: str | Path, documents: Iterable[Document]) -> int:
         finally:
             archive.fh.close()
             (directory / "current_chunk_incomplete").unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{directory} cannot be written: {error.strerror or error}") from error
     return count
 
 

@@ -27,7 +27,7 @@ from neox.corpus.archives import (
     zip_texts,
 )
 from neox.corpus.document import CorruptInput
-from neox.errors import DataError
+from neox.errors import DataError, os_errors
 
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
@@ -74,17 +74,14 @@ def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], Non
         DataError: If the file cannot be opened or read.
     """
     path = Path(path)
-    try:
-        with open(path, "rb") as opened:
-            file = cast(IO[bytes], _Counting(opened, consumed))
-            if path.name.endswith(_PLAIN_SUFFIXES):
-                opened.seek(skip)
-                yield from _pieces(file)
-            else:
-                read = next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
-                yield from _after(read(path, file), skip)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as opened:
+        file = cast(IO[bytes], _Counting(opened, consumed))
+        if path.name.endswith(_PLAIN_SUFFIXES):
+            opened.seek(skip)
+            yield from _pieces(file)
+        else:
+            read = next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
+            yield from _after(read(path, file), skip)
 
 
 class _Counting:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from neox.data.indexed_dataset import (
     json_path,
 )
 from neox.data.sidecar import joined_sidecar, read_sidecar, write_sidecar
-from neox.errors import DataError
+from neox.errors import DataError, os_errors
 from neox.files import fsync_file, replace_file
 from neox.log import get_logger
 
@@ -195,7 +195,7 @@ class IndexedDatasetBuilder:
 
     def state(self) -> BuilderState:
         """Wait until all added data are on disk; return their amount, which can be given as `resume`."""
-        with _naming(self.prefix):
+        with os_errors(DataError, f"{self.prefix} cannot be written"):
             for file in self._files():
                 fsync_file(file)
         return self.progress
@@ -206,7 +206,7 @@ class IndexedDatasetBuilder:
         self._close()
         sizes = _mapped(self._sizes, self.num_sequences)
         counts = _mapped(self._counts, self.num_documents) if self.sentences else None
-        with _naming(self.prefix):
+        with os_errors(DataError, f"{self.prefix} cannot be written"):
             with open(self._idx, "wb") as file:
                 for part in index_parts(self.layout, self.dtype, sizes, counts):
                     file.write(part)
@@ -266,17 +266,8 @@ def _open_at(path: Path, size: int) -> BinaryIO:
 
 
 def _write_all(file: BinaryIO, array: np.ndarray) -> None:
-    with _naming(file.name):
+    with os_errors(DataError, f"{file.name} cannot be written"):
         file.write(array.data)
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn an OSError into a DataError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from neox.corpus import BadInput, SkipBudget
 from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, write_sidecar
-from neox.errors import DataError, install_command
+from neox.errors import DataError, install_command, os_errors
 from neox.log import progress
 from neox.preprocess.settings import TokenizerSpec, only_run
 
@@ -251,7 +251,7 @@ def convert_tfrecords(
 def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) -> Iterator[Pair]:
     """Yield the sentences of every record that can be read."""
     for path in inputs:
-        try:
+        with os_errors(DataError, f"{path} cannot be read"):
             for number, record in enumerate(read_records(path), start=1):
                 if isinstance(record, BadInput):
                     budget.add(record)
@@ -264,5 +264,3 @@ def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) ->
                     budget.add(BadInput(str(path), number, None, f"the record cannot be read: {error}"))
                     continue
                 yield pair
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error

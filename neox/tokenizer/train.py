@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from neox.errors import TokenizerError, install_command
+from neox.errors import TokenizerError, install_command, os_errors
 from neox.files import atomic_write, check_writable
 from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
@@ -108,12 +108,10 @@ def train_tokenizer(
         log.warning(
             "the texts give a vocabulary of %s ids, not the %s asked for", f"{trained.ids:,}", f"{vocab_size:,}"
         )
-    try:
+    with os_errors(TokenizerError, f"{file}: cannot be written"):
         for file, content in zip(files, trained.contents, strict=True):
             with atomic_write(file) as stream:
                 stream.write(content)
-    except OSError as error:
-        raise TokenizerError(f"{file}: cannot be written ({error.strerror})") from error
     return tuple(files)
 
 

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 from pydantic import Field
 
-from neox.errors import ConfigError, DataError
+from neox.errors import ConfigError, DataError, os_errors
 from neox.files import atomic_write
 from neox.log import progress
 from neox.webtext.pool import ordered_map
@@ -248,18 +248,15 @@ def _drop(job: Job[FilterUrlsSettings], dropped: IO[bytes], url: str, reason: st
 def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], object]) -> Iterator[bytes]:
     """Yield lines that are not blank, without their ends; of a line over `limit` bytes only its start."""
     for path in paths:
-        try:
-            with open(path, "rb") as file:
-                while line := file.readline(limit + 2):
-                    size, rest = len(line), line
-                    while len(rest) > limit and not rest.endswith(b"\n"):
-                        rest = file.readline(limit + 2)
-                        size += len(rest)
-                    consumed(size)
-                    if line := line.strip():
-                        yield line
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as file:
+            while line := file.readline(limit + 2):
+                size, rest = len(line), line
+                while len(rest) > limit and not rest.endswith(b"\n"):
+                    rest = file.readline(limit + 2)
+                    size += len(rest)
+                consumed(size)
+                if line := line.strip():
+                    yield line
 
 
 def _batches(lines: Iterator[bytes]) -> Iterator[list[bytes]]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from neox.corpus import BadInput, Position
-from neox.errors import DataError
+from neox.errors import DataError, os_errors
 from neox.webtext.chunks import Chunk
 from neox.webtext.step import Record
 
@@ -69,12 +69,9 @@ def warc_reader(
     """
     for number in range(start[0], len(files)):
         at = start[1] if number == start[0] else Position()
-        try:
-            with open(files[number], "rb") as file:
-                file.seek(at.offset)
-                yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
-        except OSError as error:
-            raise DataError(f"{files[number]} cannot be read: {error.strerror or error}") from error
+        with os_errors(DataError, f"{files[number]} cannot be read"), open(files[number], "rb") as file:
+            file.seek(at.offset)
+            yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
 
 
 def _file_chunks(

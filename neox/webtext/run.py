@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from neox.errors import ConfigError, DataError, install_command
+from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
 from neox.preprocess.settings import only_run
@@ -146,15 +146,13 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
     A hash is computed again only if size or time of the file differ from those in the sidecar of the output.
     """
     path = Path(file)
-    try:
+    with os_errors(DataError, f"{file} cannot be read"):
         status = path.stat()
         entry = {"path": file, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
         known = (
             other for other in (old or {}).get("inputs", ()) if {**other, "sha256": None} == {**entry, "sha256": None}
         )
         entry["sha256"] = next((other["sha256"] for other in known), None) or sha256_of(path)
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
     written_by = read_sidecar(path)
     if written_by is not None:
         recorded = written_by["outputs"].get(path.name)

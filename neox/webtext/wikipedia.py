@@ -12,7 +12,7 @@ from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from neox.corpus import BadInput, Position
-from neox.errors import DataError
+from neox.errors import DataError, os_errors
 from neox.webtext.chunks import Chunk
 from neox.webtext.documents import ChunkWork, map_documents
 from neox.webtext.filter_urls import expand_suffixes
@@ -159,12 +159,10 @@ def read_dump(
     """
     for number in range(start[0], len(files)):
         first = start[1].line if number == start[0] else 1
-        try:
-            with open(files[number], "rb") as raw, bz2.open(raw) as plain:
-                file = plain if files[number].endswith(".bz2") else raw
-                yield from _chunks(files[number], file, raw, number, first, max_bytes, consumed)
-        except OSError as error:
-            raise DataError(f"{files[number]} cannot be read: {error.strerror or error}") from error
+        reading = os_errors(DataError, f"{files[number]} cannot be read")
+        with reading, open(files[number], "rb") as raw, bz2.open(raw) as plain:
+            file = plain if files[number].endswith(".bz2") else raw
+            yield from _chunks(files[number], file, raw, number, first, max_bytes, consumed)
 
 
 def _chunks(
