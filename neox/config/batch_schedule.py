@@ -83,10 +83,6 @@ class BatchSchedule:
         """Return the samples of a step."""
         return self._phase(step).batch_size
 
-    def micro_batches(self, step: int) -> int:
-        """Return the micro batches of a step on each data-parallel rank."""
-        return self.batch_size(step) // self.batch.samples_at_once
-
     def samples(self, steps: int) -> int:
         """Return the samples of the first `steps` steps."""
         phase = self._phase(steps)
