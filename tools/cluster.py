@@ -20,7 +20,7 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, LaunchError, run_script
 from neox.launch.commands import module_command, ssh_options
 from neox.launch.environment import child_environment
-from neox.launch.every_host import command_on, named_hosts, run_on_hosts
+from neox.launch.every_host import command_on, named_hosts, print_commands, run_on_hosts
 from neox.launch.hosts import is_this_machine
 from neox.launch.spec import LaunchSpec
 
@@ -86,8 +86,7 @@ def main() -> int:
         words = ["env", "-C", str(Path.cwd()), *args.command]
         commands = {host: command_on(host, words, args.ssh_port, options) for host in named_hosts(args.hostfile)}
     if args.dry_run:
-        for host, words in commands.items():
-            print(f"# {host}\n{shlex.join(words)}")
+        print_commands(commands)
         return 0
     return run_on_hosts(commands, environment)
 

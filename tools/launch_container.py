@@ -17,7 +17,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from shlex import join, split
+from shlex import split
 
 import _checkout  # noqa: F401
 
@@ -25,7 +25,7 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, run_script
 from neox.launch.containers import ENGINES, Container, split_command
 from neox.launch.environment import child_environment
-from neox.launch.every_host import command_on, named_hosts, run_on_hosts
+from neox.launch.every_host import command_on, named_hosts, print_commands, run_on_hosts
 from neox.launch.hosts import is_this_machine
 from neox.launch.spec import new_run_id
 
@@ -87,8 +87,7 @@ def main() -> int:
             return status  # of ssh
         raise ConfigError("nothing was started: every host must have the paths of --src, --wheel and --mount")
     if args.dry_run:
-        for host, words in commands.items():
-            print(f"# {host}\n{join(words)}")
+        print_commands(commands)
         return 0
 
     def end_all() -> None:

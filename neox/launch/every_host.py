@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join
 from typing import IO
 
 from neox.errors import ConfigError, LaunchError
@@ -37,6 +38,12 @@ def named_hosts(text: str | None) -> tuple[str, ...]:
 def command_on(host: str, words: Sequence[str], ssh_port: int | None, options: Sequence[str] = ()) -> list[str]:
     """Return the command that runs words on a host: themselves here, over ssh elsewhere, each word quoted."""
     return list(words) if is_this_machine(host) else ssh_command(Host(host, ()), words, ssh_port, options)
+
+
+def print_commands(commands: Mapping[str, Sequence[str]]) -> None:
+    """Print the command of each host, for a dry run."""
+    for host, words in commands.items():
+        print(f"# {host}\n{join(words)}")
 
 
 @dataclass
