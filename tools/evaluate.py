@@ -26,7 +26,6 @@ from neox.generation.startup import (
     choose_checkpoint,
     plan_from_arguments,
     start_ranks,
-    tokenizer_of,
 )
 from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
@@ -51,9 +50,8 @@ def main() -> None:
     if args.eval_results_prefix:
         args.set.append(f"eval_results_prefix={args.eval_results_prefix}")
     setup_logging()
-    plan = plan_from_arguments(args)
+    plan, tokenizer = plan_from_arguments(args)
     keys = plan.config.generation
-    tokenizer = tokenizer_of(plan.config)
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)

@@ -23,7 +23,6 @@ from neox.generation.startup import (
     choose_checkpoint,
     plan_from_arguments,
     start_ranks,
-    tokenizer_of,
 )
 from neox.log import setup_logging
 from neox.tokenizer import Tokenizer
@@ -46,8 +45,7 @@ def main() -> None:
         if (value := getattr(args, key)) is not None:
             args.set.append(f"{key}={value}")
     setup_logging()
-    plan = plan_from_arguments(args)
-    tokenizer = tokenizer_of(plan.config)
+    plan, tokenizer = plan_from_arguments(args)
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
     if os.isatty(0) and not os.isatty(1):
         # The launcher connects rank 0 to the terminal's input; line editing and history need its output too.

@@ -25,7 +25,7 @@ from neox.errors import ConfigError, NeoXError, install_command, run_script
 from neox.generation.completions_api import Limits
 from neox.generation.load import load_model
 from neox.generation.server import make_app
-from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, tokenizer_of
+from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 
@@ -66,11 +66,10 @@ def main() -> None:
         raise NeoXError(f"{' and '.join(missing)} missing: {install_command('requirements-serve.txt')}")
     import uvicorn
 
-    plan = plan_from_arguments(args)
+    plan, tokenizer = plan_from_arguments(args)
     if plan.grid.world_size > 1:
         raise ConfigError("serving takes one process: python tools/serve.py -d configs MODEL.yml, without deepy.py")
     address = open_socket(args.host, args.port)
-    tokenizer = tokenizer_of(plan.config)
     checkpoint = choose_checkpoint(plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)

@@ -21,7 +21,7 @@ from neox.data.sentence_pairs import PairSettings, SentencePairDataset
 from neox.data.sidecar import check_fits, check_labels
 from neox.errors import DataError
 from neox.log import get_logger
-from neox.tokenizer import Tokenizer, build_tokenizer
+from neox.tokenizer import Tokenizer, tokenizer_of
 
 _log = get_logger(__name__)
 
@@ -130,9 +130,7 @@ def build_data_iterators(
     assert config.model.seq_length is not None
     if training.train_iters is None:
         raise DataError('"train_iters" is missing; it determines how much data is read')
-    if tokenizer is None:
-        section = config.tokenizer
-        tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
+    tokenizer = tokenizer or tokenizer_of(config)
     schedule = plan.batch_schedule
     counts = sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size)
     datasets = build_datasets(

@@ -42,7 +42,7 @@ from neox.log import get_logger
 from neox.model import GPT, Embedding
 from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
-from neox.tokenizer import build_tokenizer
+from neox.tokenizer import tokenizer_of
 
 _log = get_logger(__name__)
 
@@ -89,13 +89,12 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
 
 def _prompt_from_text(model: GPT, plan: RunPlan) -> None:
     """Start the soft prompt as the vectors of a text's tokens, repeated or cut to its length."""
-    settings, keys = plan.config.model.soft_prompt_tuning, plan.config.tokenizer
+    settings = plan.config.model.soft_prompt_tuning
     if not plan.architecture.soft_prompt_tokens or settings is None or not settings.init_string:
         return
 
     def encode() -> list[int]:
-        tokenizer = build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
-        if not (ids := tokenizer.encode(settings.init_string)):
+        if not (ids := tokenizer_of(plan.config).encode(settings.init_string)):
             raise ConfigError("soft_prompt_tuning.init_string has no tokens; give another text, or remove it")
         return ids
 

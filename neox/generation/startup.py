@@ -27,7 +27,7 @@ from neox.errors import CheckpointError, ConfigError
 from neox.launch.hosts import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
-from neox.tokenizer import Tokenizer, build_tokenizer
+from neox.tokenizer import Tokenizer, tokenizer_of
 
 # Keys of a training configuration that do not apply to a single process.
 _MULTI_PROCESS_KEYS = (
@@ -57,29 +57,30 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument("--payload", help="resolved configuration, passed by deepy.py")
 
 
-def plan_from_arguments(args: argparse.Namespace) -> RunPlan:
-    """Return the launcher's plan, or that of one process which holds the whole model. Raises ConfigError."""
+def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
+    """Return the launcher's plan, or that of one process which holds the whole model, and the tokenizer.
+
+    Raises:
+        ConfigError: If the configuration is wrong.
+        TokenizerError: If the tokenizer cannot be built.
+    """
     if args.payload:
-        return decode_payload(args.payload)
+        plan = decode_payload(args.payload)
+        return plan, tokenizer_of(plan.config)
     if not args.files:
         raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
     chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
     config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.set, *chosen]))
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
-    return resolve(config, 1, tokenizer_of(config).vocab_size, replace(capabilities, saved=saved))
+    tokenizer = tokenizer_of(config)
+    return resolve(config, 1, tokenizer.vocab_size, replace(capabilities, saved=saved)), tokenizer
 
 
 def one_process(config: NeoXConfig) -> NeoXConfig:
     """Return the configuration for one process, whatever number of ranks it trains on."""
     config = for_inference(config)
     return config.updated({}, without=_MULTI_PROCESS_KEYS)
-
-
-def tokenizer_of(config: NeoXConfig) -> Tokenizer:
-    """Build the configuration's tokenizer. Raises TokenizerError."""
-    keys = config.tokenizer
-    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
 
 
 def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGrid, torch.device, Path]:

@@ -54,9 +54,9 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
     """
     settings = config.tokenizer
     try:
-        from neox.tokenizer import build_tokenizer  # numpy, without which a plan can be made
+        from neox.tokenizer import tokenizer_of  # numpy, without which a plan can be made
 
-        tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
+        tokenizer = tokenizer_of(config)
         return tokenizer.vocab_size, tokenizer, []
     except TokenizerError as error:
         problem = str(error)
@@ -196,9 +196,10 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
         return [config.problem("iteration", f"is not in {load}, which has {found}")]
-    if training and (problem := _optimizer_problem(chosen, config)) is not None:
+    saved = _saved_config(chosen)
+    if training and (problem := _optimizer_problem(chosen, saved, config)) is not None:
         return [f"{config.source_prefix(key)}{problem}"]
-    differing = _differences(chosen, config, finetune=False if training and keys.finetune else None)
+    differing = _differences(saved, config, finetune=False if training and keys.finetune else None)
     if not differing:
         return []
     where, advice = config.source_prefix(key), "give the checkpoint's values, or another directory"
@@ -211,30 +212,32 @@ def finetune_notes(config: NeoXConfig) -> list[str]:
     if not keys.finetune or keys.load is None:
         return []
     chosen = _chosen_checkpoint(Path(keys.load), keys.iteration)
-    return [f"finetune: {difference} ({chosen})" for difference in _differences(chosen, config, finetune=True)]
+    differing = _differences(_saved_config(chosen), config, finetune=True)
+    return [f"finetune: {difference} ({chosen})" for difference in differing]
 
 
 def _chosen_checkpoint(load: Path, iteration: int | None) -> Path:
     return newest_checkpoint(load) if iteration is None else load / f"global_step{iteration}"
 
 
-def _differences(checkpoint: Path, config: NeoXConfig, *, finetune: bool | None) -> list[str]:
+def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool | None) -> list[str]:
     """Return the settings of the network in which a checkpoint of this program differs.
 
     Args:
-        checkpoint: A `global_stepN` directory.
+        saved: The checkpoint's configuration; None of another program's, whose tensors the ranks compare.
         config: The configuration that loads it.
         finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
     """
+    if saved is None:
+        return []
     try:
-        saved = architecture_settings(NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values))
-        found = setting_differences(saved, config, finetune=finetune)
-    except (ConfigError, TypeError):  # another program's checkpoint: the ranks compare its tensors
+        found = setting_differences(architecture_settings(saved), config, finetune=finetune)
+    except (ConfigError, TypeError):
         return []
     return [f"{key} is {value} there, {config.describe_setting(key)} here" for key, (value, _) in found.items()]
 
 
-def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
+def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXConfig) -> str | None:
     """Return why training cannot resume from the optimizer state of a checkpoint, and the ways out; None where it can.
 
     Names of files and words in pickles decide. Without files of its own (ZeRO) the state is in the client files, in
@@ -257,17 +260,17 @@ def _optimizer_problem(checkpoint: Path, config: NeoXConfig) -> str | None:
             f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before 0.7 "
             f"wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
         )
-    here, saved = config.optimizer.optimizer.name, _saved_optimizer(checkpoint)
-    return None if saved in (None, here) else other_optimizer(checkpoint, saved, here)
+    here = config.optimizer.optimizer.name
+    there = here if saved is None else saved.optimizer.optimizer.name
+    return None if there == here else other_optimizer(checkpoint, there, here)
 
 
-def _saved_optimizer(checkpoint: Path) -> str | None:
-    """Return the optimizer of a checkpoint of this program; None of another program's."""
+def _saved_config(checkpoint: Path) -> NeoXConfig | None:
+    """Return the configuration that a checkpoint of this program holds; None of another program's."""
     try:
-        saved = NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values)
+        return NeoXConfig.from_flat(read_file(checkpoint / _CHECKPOINT_CONFIG).values)
     except (ConfigError, TypeError):
         return None
-    return saved.optimizer.optimizer.name
 
 
 def _mentions(file: Path, key: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back; `flat` (with numpy) encodes many texts at once."""
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
-from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
 from neox.tokenizer.huggingface import BERT_SPECIALS, TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, special_token
 from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, train_tokenizer
 
@@ -18,5 +18,6 @@ __all__ = [
     "TokenizerKind",
     "build_tokenizer",
     "special_token",
+    "tokenizer_of",
     "train_tokenizer",
 ]

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import CharLevelTokenizer, Tokenizer
@@ -19,6 +20,9 @@ from neox.tokenizer.huggingface import (
 )
 from neox.tokenizer.sentencepiece import SPMTokenizer
 from neox.tokenizer.tiktoken import TiktokenTokenizer
+
+if TYPE_CHECKING:
+    from neox.config import NeoXConfig
 
 TOKENIZER_TYPES = (
     "HFTokenizer",
@@ -34,6 +38,12 @@ TOKENIZER_TYPES = (
 _WORD_PIECE: Mapping[str, type[WordPieceTokenizer]] = MappingProxyType(
     {kind.name: kind for kind in (BertWordPieceLowerCase, BertWordPieceCase)}
 )
+
+
+def tokenizer_of(config: NeoXConfig) -> Tokenizer:
+    """Build the tokenizer of a configuration. Raises TokenizerError as `build_tokenizer`."""
+    keys = config.tokenizer
+    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
 
 
 def build_tokenizer(

@@ -12,9 +12,9 @@ from neox.data.build import build_data_iterators
 from neox.data.epochs import samples_of_epochs
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
-from neox.generation.startup import tokenizer_of
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
+from neox.tokenizer import tokenizer_of
 from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler
 from neox.train.stopping import ignore_signals
