@@ -22,6 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from neox.config.sections.data import SPLITS
+
 
 @dataclass(frozen=True)
 class NeoXKey:
@@ -121,8 +123,7 @@ TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 REPLACEABLE = frozenset(
     {
         *TOKENIZER_KEYS,
-        *(f"{split}_data_{what}" for split in ("train", "valid", "test") for what in ("paths", "weights")),
-        *(f"{split}_label_data_paths" for split in ("train", "valid", "test")),
+        *(f"{split}_{what}" for split in SPLITS for what in ("data_paths", "data_weights", "label_data_paths")),
         *("data_path", "save", "load", "log_dir", "tensorboard_dir", "hostfile"),
     }
 )

@@ -95,11 +95,7 @@ def build_datasets(
                 '--output-prefix P), or "train_data_paths"'
             )
         return Datasets(*opener.split(data.data_path, data.split, counts))
-    paths = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
-    weights = (data.train_data_weights, data.valid_data_weights, data.test_data_weights)
-    labels = (data.train_label_data_paths, data.valid_label_data_paths, data.test_label_data_paths)
-    parts = zip(SampleCounts._fields, paths, weights, labels, counts, strict=True)
-    return Datasets(*(opener.blend(*part) for part in parts))
+    return Datasets(*(opener.blend(*blend, count) for blend, count in zip(data.blends, counts, strict=True)))
 
 
 def build_data_iterators(

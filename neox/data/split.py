@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 import zstandard
 
-from neox.config.sections.data import split_shares
+from neox.config.sections.data import SPLITS, split_shares
 from neox.corpus import BadInput, SkipBudget, expand_inputs, read_blocks
 from neox.data.builder import IndexedDatasetBuilder
 from neox.data.gpt_dataset import split_documents
@@ -21,7 +21,6 @@ from neox.errors import DataError
 from neox.files import atomic_write
 from neox.log import progress
 
-_PARTS = ("train", "valid", "test")
 _BLOCK_BYTES = 1 << 20
 _DRAWS = 4096
 
@@ -51,7 +50,7 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
     order = np.random.default_rng(seed).permutation(len(data))
     for number, part in enumerate(split_documents(split, len(data))):
         part_of[order[part.start : part.stop]] = number
-    outputs = [f"{output_prefix}_{name}" for name in _PARTS]
+    outputs = [f"{output_prefix}_{name}" for name in SPLITS]
     _refuse_existing([f"{output}.idx" for output in outputs])
     with ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(out, data.dtype, impl=data.layout)) for out in outputs]
@@ -63,11 +62,11 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
                 builder.add_documents(tokens[np.repeat(chosen, sizes)], sizes[chosen])
                 lines.write("".join(f"{prefix}\t{first + i}\n" for i in np.flatnonzero(chosen)).encode())
             bar.update(len(tokens))
-    for name, output, builder in zip(_PARTS, outputs, builders, strict=True):
+    for name, output, builder in zip(SPLITS, outputs, builders, strict=True):
         if sidecar is not None:
             settings = {**sidecar.settings, "split": split, "split_seed": seed, "part": name}
             write_sidecar(output, replace(sidecar, settings=settings, **builder.totals))
-    return {name: builder.num_documents for name, builder in zip(_PARTS, builders, strict=True)}
+    return {name: builder.num_documents for name, builder in zip(SPLITS, builders, strict=True)}
 
 
 def split_lines(
@@ -94,7 +93,7 @@ def split_lines(
         DataError: If an output exists, or more inputs are bad than may be skipped.
     """
     draws = draw_parts(split, seed)
-    names = [f"{output_prefix}_{name}" for name in _PARTS]
+    names = [f"{output_prefix}_{name}" for name in SPLITS]
     outputs = [(Path(f"{name}.jsonl.zst"), Path(f"{name}.tsv")) for name in names]
     _refuse_existing([str(output) for output, _ in outputs])
     with progress("split", None, "B") as bar:
@@ -123,7 +122,7 @@ def write_parts(
     Returns:
         Number of documents of each part.
     """
-    counts = [0] * len(_PARTS)
+    counts = [0] * len(SPLITS)
     with ExitStack() as stack:
         documents = [stack.enter_context(_compressed(output)) for output, _ in outputs]
         maps = [stack.enter_context(atomic_write(lines_map)) for _, lines_map in outputs]
@@ -132,7 +131,7 @@ def write_parts(
             documents[part].write(line + b"\n")
             maps[part].write(f"{file}\t{number}\n".encode())
             counts[part] += 1
-    return dict(zip(_PARTS, counts, strict=True))
+    return dict(zip(SPLITS, counts, strict=True))
 
 
 def _lines(

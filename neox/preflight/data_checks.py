@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from neox.config import NeoXConfig, missing_for_training
 from neox.config.batch_schedule import BatchSchedule, ramp_problems
 from neox.config.resolve import solve_batch, solve_grid
+from neox.config.sections.data import SPLITS
 from neox.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def data_prefixes(config: NeoXConfig) -> dict[str, str]:
     """Return the token files of a configuration, as prefix -> the key that names it."""
     data = config.data
     prefixes = {data.data_path: "data_path"} if data.data_path else {}
-    for split in ("train", "valid", "test"):
+    for split in SPLITS:
         for key in (f"{split}_data_paths", f"{split}_label_data_paths"):
             prefixes.update(dict.fromkeys(getattr(data, key) or (), key))
     return prefixes
@@ -35,11 +36,7 @@ def data_prefixes(config: NeoXConfig) -> dict[str, str]:
 
 def _labelled_data(config: NeoXConfig) -> dict[str, str]:
     """Return the token files that have labels, as prefix of the labels -> prefix of the data."""
-    data = config.data
-    pairs = (
-        zip(getattr(data, f"{split}_label_data_paths") or (), getattr(data, f"{split}_data_paths") or (), strict=False)
-        for split in ("train", "valid", "test")
-    )
+    pairs = (zip(blend.labels or (), blend.paths or (), strict=False) for blend in config.data.blends)
     return dict(chain.from_iterable(pairs))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -12,7 +12,17 @@ from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
 SentencePairs = Literal["nsp", "sop"]
+SPLITS = ("train", "valid", "test")
 _MASKED = OnlyWith("objective", ("masked_lm",))
+
+
+class Blend(NamedTuple):
+    """Token files of a split: `SPLIT_data_paths`, `SPLIT_data_weights` and `SPLIT_label_data_paths`."""
+
+    split: str
+    paths: tuple[str, ...] | None
+    weights: tuple[float, ...] | None
+    labels: tuple[str, ...] | None
 
 
 class DataConfig(Section):
@@ -92,6 +102,15 @@ class DataConfig(Section):
     reset_attention_mask: bool = False
     """Restart attention and positions after each end of a document, so that no token attends to another document. Not
     with pipeline stages, nor with the fused softmax."""
+
+    @property
+    def blends(self) -> tuple[Blend, ...]:
+        """Token files of training, validation and test."""
+        return (
+            Blend("train", self.train_data_paths, self.train_data_weights, self.train_label_data_paths),
+            Blend("valid", self.valid_data_paths, self.valid_data_weights, self.valid_label_data_paths),
+            Blend("test", self.test_data_paths, self.test_data_weights, self.test_label_data_paths),
+        )
 
 
 class TokenizerConfig(Section):

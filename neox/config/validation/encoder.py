@@ -8,6 +8,7 @@ from contextlib import suppress
 from neox.architecture import ACTIVATIONS
 from neox.config.architecture import FLASH, attention_kinds
 from neox.config.neox_config import NeoXConfig
+from neox.config.sections.data import SPLITS
 from neox.errors import ConfigError
 
 _DENSE = {"global", FLASH}
@@ -24,10 +25,7 @@ _CAUSAL_ALONE = {
     "scaled_upper_triang_masked_softmax_fusion": ((False,), "that kernel is causal; use scaled_masked_softmax_fusion"),
     "num_train_epochs": ((None,), "the samples of a pass are not known before they are made; give train_iters"),
     "pack_impl": (("packed",), "its samples are pairs of sentences"),
-    **{
-        f"{split}_label_data_paths": ((None,), "masked tokens alone are in its loss")
-        for split in ("train", "valid", "test")
-    },
+    **{f"{split}_label_data_paths": ((None,), "masked tokens alone are in its loss") for split in SPLITS},
     "eval_tasks": ((None, ()), "tasks score next tokens"),
     "checkpoint_validation_with_forward_pass": ((False,), "that check is for causal networks"),
 }

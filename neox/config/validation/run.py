@@ -218,9 +218,8 @@ def _data(config: NeoXConfig) -> Iterator[str]:
 
 def _data_weights(config: NeoXConfig) -> Iterator[str]:
     data = config.data
-    for split in ("train", "valid", "test"):
+    for split, paths, weights, _ in data.blends:
         key = f"{split}_data_weights"
-        paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, key)
         if weights is None:
             continue
         where = config.source_prefix(key)
@@ -236,10 +235,8 @@ def _data_weights(config: NeoXConfig) -> Iterator[str]:
 
 
 def _data_labels(config: NeoXConfig) -> Iterator[str]:
-    data = config.data
-    for split in ("train", "valid", "test"):
+    for split, paths, _, labels in config.data.blends:
         key = f"{split}_label_data_paths"
-        paths, labels = getattr(data, f"{split}_data_paths"), getattr(data, key)
         if labels is not None and len(paths or ()) != len(labels):
             yield (
                 f"{config.source_prefix(key)}`{key}: {list(labels)}` does not go with `{split}_data_paths: "
