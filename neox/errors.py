@@ -81,6 +81,15 @@ def install_command(file: str) -> str:
     return f"{sys.executable} -m pip install -r requirements/{file}"
 
 
+@contextmanager
+def needs_package(kind: type[NeoXError], what: str, package: str, file: str) -> Iterator[None]:
+    """Raise an error of `kind` in place of an ImportError of the block, with the command that installs the package."""
+    try:
+        yield
+    except ImportError as error:
+        raise kind(f"{what} needs the package {package}: {install_command(file)}") from error
+
+
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's `main` and exit.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
 from neox.data.indexed_dataset import IGNORED
-from neox.errors import TokenizerError, install_command
+from neox.errors import TokenizerError, needs_package
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import PreprocessSettings
 from neox.tokenizer import Tokenizer
@@ -190,8 +190,6 @@ def _closed(ids: np.ndarray, lengths: np.ndarray, eod: int, dtype: np.dtype) -> 
 
 def load_ftfy() -> Callable[[str], str]:
     """Return `ftfy.fix_text`. Raises TokenizerError if the package is missing."""
-    try:
+    with needs_package(TokenizerError, "--ftfy", "ftfy", "requirements-corpus.txt"):
         import ftfy
-    except ImportError as error:
-        raise TokenizerError(f"--ftfy needs the package ftfy: {install_command('requirements-corpus.txt')}") from error
     return ftfy.fix_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from neox.errors import DataError, install_command
+from neox.errors import DataError, needs_package
 
 LINES = "lines"
 """Instead of a language: each line is a sentence, as `tools/presplit_sentences.py` writes them."""
@@ -24,11 +24,8 @@ def sentence_splitter(language: str) -> Callable[[str], list[str]]:
         return _lines
     if not re.fullmatch(r"[a-z]{2,3}", language):
         raise DataError(f"--language {language}: give a code of two or three letters, such as en, de or zh")
-    try:
+    with needs_package(DataError, "splitting sentences", "sentencex", "requirements-corpus.txt"):
         import sentencex
-    except ImportError as error:
-        command = install_command("requirements-corpus.txt")
-        raise DataError(f"splitting sentences needs the package sentencex: {command}") from error
 
     def split(text: str) -> list[str]:
         return [stripped for sentence in sentencex.segment(language, text) if (stripped := sentence.strip())]

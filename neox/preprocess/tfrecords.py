@@ -18,7 +18,7 @@ import numpy as np
 from neox.corpus import BadInput, SkipBudget
 from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, write_sidecar
-from neox.errors import DataError, install_command, os_errors
+from neox.errors import DataError, needs_package, os_errors
 from neox.log import progress
 from neox.preprocess.settings import TokenizerSpec, only_run
 
@@ -83,11 +83,8 @@ def _read_data(file: BinaryIO, size: int) -> tuple[bytes, int] | None:
 
 def masked_crc(data: bytes) -> int:
     """Return TensorFlow's masked CRC-32C. Raises DataError if the package is missing."""
-    try:
+    with needs_package(DataError, "reading TFRecords", "google-crc32c", "requirements-corpus.txt"):
         import google_crc32c
-    except ImportError as error:
-        command = install_command("requirements-corpus.txt")
-        raise DataError(f"reading TFRecords needs the package google-crc32c: {command}") from error
     crc: int = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 

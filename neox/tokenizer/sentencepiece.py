@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.errors import TokenizerError, install_command
+from neox.errors import TokenizerError, needs_package
 from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 
@@ -18,12 +18,8 @@ class SPMTokenizer(Tokenizer):
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        try:
+        with needs_package(TokenizerError, "SPMTokenizer", "sentencepiece", "requirements-corpus.txt"):
             import sentencepiece
-        except ImportError as error:
-            raise TokenizerError(
-                f"SPMTokenizer needs the package sentencepiece: {install_command('requirements-corpus.txt')}"
-            ) from error
         if not path.is_file():
             raise TokenizerError(f"SentencePiece model {path} does not exist; set vocab_file to a .model file")
         self._model_bytes = path.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from neox.errors import TokenizerError, install_command
+from neox.errors import TokenizerError, needs_package
 from neox.tokenizer.base import Tokenizer
 
 
@@ -18,12 +18,8 @@ class TiktokenTokenizer(Tokenizer):
     name = "TiktokenTokenizer"
 
     def __init__(self, encoding: str) -> None:
-        try:
+        with needs_package(TokenizerError, "TiktokenTokenizer", "tiktoken", "requirements-corpus.txt"):
             import tiktoken
-        except ImportError as error:
-            raise TokenizerError(
-                f"TiktokenTokenizer needs the package tiktoken: {install_command('requirements-corpus.txt')}"
-            ) from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
         except ValueError as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from neox.errors import TokenizerError, install_command, os_errors
+from neox.errors import TokenizerError, needs_package, os_errors
 from neox.files import atomic_write, check_writable
 from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
@@ -165,12 +165,8 @@ def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> _T
 
 
 def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> _Trained:
-    try:
+    with needs_package(TokenizerError, "training of SentencePiece", "sentencepiece", "requirements-corpus.txt"):
         import sentencepiece
-    except ImportError as error:
-        raise TokenizerError(
-            f"SentencePiece's kinds need the package sentencepiece: {install_command('requirements-corpus.txt')}"
-        ) from error
     model = io.BytesIO()
 
     def train() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from neox.errors import ConfigError, DataError, NeoXError, install_command
+from neox.errors import ConfigError, DataError, NeoXError, needs_package
 from neox.log import setup_logging
 from neox.webtext.recipe import RecipeStep
 from neox.webtext.run import check_packages, run_step
@@ -66,10 +66,8 @@ def pipelines(
     Raises:
         ConfigError: If datatrove is missing, or refuses the options.
     """
-    try:
+    with needs_package(ConfigError, "--executor", "datatrove", "requirements-webtext.txt"):
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
-    except ImportError:
-        raise ConfigError(f"--executor needs datatrove: {install_command('requirements-webtext.txt')}") from None
     classes = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
     before = None
     for chosen in recipe:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from neox.arguments import ScriptParser
-from neox.errors import DataError, run_script
+from neox.errors import DataError, needs_package, os_errors, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -78,6 +78,19 @@ def test_a_flag_of_several_values_can_be_given_again() -> None:
     found = parser.parse_args(["f", "--config", "a", "b", "--config", "c", "--name", "x", "--name", "y"])
     assert (found.files, found.config, found.name) == (["f"], ["a", "b", "c"], "y")
     assert parser.parse_args(["f"]).config == ["base"]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match=r"--flag needs the package of-yore: .*pip install -r requirements/r\.txt"),
+        needs_package(DataError, "--flag", "of-yore", "r.txt"),
+    ):
+        import of_yore  # noqa: F401
+    with (
+        pytest.raises(DataError, match="the file cannot be read: No such file"),
+        os_errors(DataError, "the file cannot be read"),
+    ):
+        (tmp_path / "none").read_text()
 
 
 def test_what_ends_a_script(capsys: pytest.CaptureFixture[str]) -> None:
