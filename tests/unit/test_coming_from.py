@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shlex
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, gpu_device, load_config, resolve
+from neox.config.fit import memory_on
 from neox.config.keys import UNSUPPORTED
 from neox.launch.command_line import parse_arguments
 from neox.preflight.planning import read_config
@@ -57,3 +59,21 @@ def test_keys_load() -> None:
         assert isinstance(keys, dict), text
         NeoXConfig.from_flat(keys)
         assert not keys.keys() & UNSUPPORTED.keys(), text
+
+
+def test_memory_beside_fleetx() -> None:
+    """The page's numbers are about those of the plan."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (345M|1\.3B)[^|]*\|[^|]*\| (.*) \|$", page, re.MULTILINE))
+    no_flash, whole = 'attention_config=[[["global"], "all"]]', "checkpoint_activations=false"
+    shown = {(model, stage): cell for model, row in rows.items() for stage, cell in enumerate(row.split(" | "))}
+    (flash,) = re.findall(r"without recomputation is (.*) \(ZeRO 0\)", page)
+    asked = {("345M", stage): [no_flash, whole] for stage in (0, 1)}
+    asked |= {("1.3B", stage): [no_flash, "hidden_size=2048"] for stage in (0, 1)}
+    asked |= {("flash", 0): [whole]}
+    for (model, stage), overrides in asked.items():
+        files = [ROOT / "configs" / name for name in ("gpt2/345M.yml", "local_setup.yml")]
+        config = load_config(files, overrides=[*overrides, f"zero_optimization.stage={stage}"])
+        plan = resolve(config, 1, 50257)
+        found = memory_on(plan, gpu_device(plan)).total / 2**30
+        assert float({**shown, ("flash", 0): flash}[model, stage].split()[0]) == pytest.approx(found, rel=0.05), found
