@@ -22,7 +22,7 @@ class _Store(argparse._StoreAction):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        earlier: Any = getattr(namespace, self.dest, None)
+        earlier: Any = getattr(namespace, self.dest, self.default)
         if self.nargs == "+" and option_string is not None and earlier is not self.default:
             values = [*earlier, *values]
         super().__call__(parser, namespace, values, option_string)

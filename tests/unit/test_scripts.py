@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -75,9 +76,11 @@ def test_a_flag_of_several_values_can_be_given_again() -> None:
     group = parser.add_argument_group("more")
     group.add_argument("--config", nargs="+", default=["base"])
     group.add_argument("--name")
+    group.add_argument("--tasks", nargs="+", default=argparse.SUPPRESS)
     found = parser.parse_args(["f", "--config", "a", "b", "--config", "c", "--name", "x", "--name", "y"])
     assert (found.files, found.config, found.name) == (["f"], ["a", "b", "c"], "y")
     assert parser.parse_args(["f"]).config == ["base"]
+    assert parser.parse_args(["f", "--tasks", "a", "--tasks", "b"]).tasks == ["a", "b"]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
