@@ -1,7 +1,7 @@
 """Run one function on several ranks: processes with a gloo group, results in rank order, nothing left behind.
 
 Example: `run_ranks(2, check_all_reduce, 3.0)`. The function must be importable (top level of a module), its arguments
-and its result picklable. A test module's own functions will do.
+and its result picklable. A test module's own functions will do. `start_script` starts a script with arguments instead.
 """
 
 from __future__ import annotations
@@ -9,15 +9,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+# What ranks import: a fork server that has it starts a rank in a tenth of the time of a fresh interpreter and, unlike a
+# plain fork, does not inherit the threads of the test process.
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+_FORK_SERVER.set_forkserver_preload(
+    ["neox.train", "torch._dynamo", "triton", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest"]
+)
 
 
 class RankError(AssertionError):
@@ -31,18 +41,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     and an initialised default group. timeout: seconds for all of it. Raises RankError with the first traceback, or
     with the ranks that were still running when the time was up; every process is gone on return.
     """
-    # A fork server that has DeepSpeed imported starts a rank in a tenth of the time of a fresh interpreter, and, unlike
-    # a plain fork, does not inherit the threads of the test process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["neox.engine"])
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         store = str(Path(directory) / "store")
         processes, pipes = [], []
         try:
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
+                receiver, sender = _FORK_SERVER.Pipe(duplex=False)
+                process = _FORK_SERVER.Process(
                     target=_rank_main, args=(sender, rank, world_size, port, store, function, args), daemon=False
                 )
                 process.start()
@@ -58,6 +64,47 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+def start_script(
+    script: Path, *arguments: str, directory: Path, output: Path, errors: Path | None = None, **variables: str
+) -> BaseProcess:
+    """Start a script as `python SCRIPT ...` in a directory does, but with what it imports already loaded.
+
+    output: the file that standard output is added to, and errors where they have no file of their own. variables: of
+    its environment. Its `exitcode` is -N where a signal N ended it.
+    """
+    streams = (output, errors or output)
+    process = _FORK_SERVER.Process(target=_script_main, args=(script, arguments, directory, streams, variables))
+    process.start()
+    return process
+
+
+def run_script(
+    script: Path, *arguments: str, directory: Path, timeout: float = 180, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as `start_script` starts it, to its end."""
+    with tempfile.TemporaryDirectory(prefix="script-") as said:
+        output, errors = Path(said, "output"), Path(said, "errors")
+        process = start_script(script, *arguments, directory=directory, output=output, errors=errors, **variables)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"{script.name} still runs after {timeout} s:\n{errors.read_text()}")
+        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
+
+
+def _script_main(
+    script: Path, arguments: tuple[str, ...], directory: Path, streams: tuple[Path, Path], variables: dict[str, str]
+) -> None:
+    """Body of a process of `start_script`."""
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(directory)
+    os.environ.update(variables)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
@@ -122,7 +169,7 @@ def _rank_main(
     os._exit(1 if failure else 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a TCP port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

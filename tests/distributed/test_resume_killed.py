@@ -4,15 +4,14 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from neox.config import NeoXConfig, encode_payload, resolve
 from neox.metrics import curves
 from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import free_port, start_script
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 28
@@ -51,39 +50,38 @@ def payload(directory: Path, **changes: object) -> str:
     return encode_payload(resolve(config, 2, build_tokenizer("HFTokenizer", flat["vocab_file"]).vocab_size))
 
 
-def start(directory: Path, **changes: object) -> list[subprocess.Popen]:
+def start(directory: Path, **changes: object) -> list[BaseProcess]:
     """Start both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     directory.mkdir(exist_ok=True)
+    arguments = (ROOT / "train.py", "--payload", payload(directory, **changes))
     return [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--payload", payload(directory, **changes)],
-            cwd=directory.parent,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=open(directory / f"stderr_{rank}", "a"),
+        start_script(
+            *arguments,
+            directory=directory.parent,
+            output=directory / f"output_{rank}",
+            **{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
 
 
-def wait(processes: list[subprocess.Popen]) -> list[int]:
-    """Exit codes of the ranks."""
-    return [process.wait(timeout=120) for process in processes]
+def wait(processes: list[BaseProcess]) -> list[int | None]:
+    """Exit codes of the ranks; None where one still runs after two minutes."""
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
 
 
-def signal_when(processes: list[subprocess.Popen], condition, signum: int) -> list[int]:
+def signal_when(processes: list[BaseProcess], condition, signum: int) -> list[int | None]:
     """Send a signal to all ranks as soon as `condition()` holds, and return their exit codes."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "the condition never came"
-        assert all(process.poll() is None for process in processes), "ended before the condition came"
+        assert all(process.is_alive() for process in processes), "ended before the condition came"
         time.sleep(0.001)
     for process in processes:
-        process.send_signal(signum)
+        os.kill(process.pid, signum)
     return wait(processes)
 
 
@@ -96,7 +94,7 @@ def reached(directory: Path, iteration: int) -> bool:
 def test_killed_and_resumed_equals_undisturbed(tmp_path):
     shutil.copytree(ROOT / "tests/golden/data", tmp_path / "data")
     calm, rough = tmp_path / "calm", tmp_path / "rough"
-    assert wait(start(calm)) == [0, 0], (calm / "stderr_0").read_text()
+    assert wait(start(calm)) == [0, 0], (calm / "output_0").read_text()
 
     killed = signal_when(start(rough), lambda: reached(rough, 6), signal.SIGKILL)
     assert killed == [-signal.SIGKILL] * 2
@@ -106,18 +104,18 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path):
         return reached(rough, 8) and any((rough / "checkpoints").glob(".staging-*"))
 
     ended = signal_when(start(rough, async_save=True), saving_beside_training, signal.SIGTERM)
-    assert ended == [0, 0], (rough / "stderr_0").read_text()
+    assert ended == [0, 0], (rough / "output_0").read_text()
     saved = int((rough / "checkpoints" / "latest").read_text().strip().removeprefix("global_step"))
     assert saved >= 8
     assert not any((rough / "checkpoints").glob(".staging-*"))
-    assert "SIGTERM" in (rough / "stderr_0").read_text()
+    assert "SIGTERM" in (rough / "output_0").read_text()
 
     staging = rough / "checkpoints" / ".staging-global_step24"
     assert saved < 24
     killed = signal_when(start(rough), staging.exists, signal.SIGKILL)
     assert killed == [-signal.SIGKILL] * 2
 
-    assert wait(start(rough)) == [0, 0], (rough / "stderr_0").read_text()
+    assert wait(start(rough)) == [0, 0], (rough / "output_0").read_text()
     assert not staging.exists()
     assert curves(rough / "logs" / "metrics.jsonl") == curves(calm / "logs" / "metrics.jsonl")
     lines = [json.loads(line) for line in (calm / "logs" / "metrics.jsonl").read_text().splitlines()]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
+from tests.distributed.spawn import run_script
 from tests.end_to_end.launched_runs import CPU_ONLY, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,9 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def deepy(*arguments: str, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run deepy.py and check its exit status."""
-    command = [sys.executable, str(ROOT / "deepy.py"), *arguments]
-    environment = {**os.environ, **CPU_ONLY}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=180, env=environment)
+    done = run_script(ROOT / "deepy.py", *arguments, directory=cwd, **CPU_ONLY)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

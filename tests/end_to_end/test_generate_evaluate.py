@@ -1,11 +1,10 @@
 """deepy.py generate.py and evaluate.py on several ranks, beside the same in one process."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from tests.distributed.spawn import run_script
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -16,16 +15,8 @@ def run(tmp_path, *command):
     """Run a command of the project on the golden checkpoint; return the finished process."""
     settings = ("--set", f"load={NAME}", "--set", "save=null", "--set", f"log_dir={tmp_path / 'log'}")
     settings += ("--set", "master_port=null")  # the file's one belongs to whichever run is first
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    return subprocess.run(
-        [sys.executable, str(ROOT / command[0]), *command[1:], f"{NAME}/{NAME}.yml", *settings],
-        cwd=GOLDEN,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    script, *arguments = command
+    return run_script(ROOT / script, *arguments, f"{NAME}/{NAME}.yml", *settings, directory=GOLDEN, OMP_NUM_THREADS="1")
 
 
 def test_two_stages_write_what_one_process_writes(tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed.spawn import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -34,11 +34,8 @@ def command(home: Path) -> Command:
     """Run `python SCRIPT ...` in an empty directory of its own, as from a shell without the environment activated."""
 
     def run(script: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *arguments],
-            **{"cwd": home, "env": environment, "capture_output": True, "text": True, "timeout": 300, "check": False},
-        )
+        environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        done = run_script(ROOT / script, *arguments, directory=home, timeout=300, **environment)
         assert done.returncode == code, done.stdout[-4000:] + done.stderr[-4000:]
         return done
 
@@ -48,7 +45,7 @@ def command(home: Path) -> Command:
 @pytest.fixture(scope="module")
 def trained(home: Path, command: Command) -> Path:
     """The directory of a training run of STEPS steps from Python's sources."""
-    command("tools/quickstart_corpus.py", "--out", "data/quickstart", "--limit", "2000000")
+    command("tools/quickstart_corpus.py", "--out", "data/quickstart", "--limit", "500000")
     shards = ",".join(sorted(str(p.relative_to(home)) for p in home.glob("data/quickstart/*.jsonl.zst")))
     command(
         *("tools/train_tokenizer.py", "--input", shards),

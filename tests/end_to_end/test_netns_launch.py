@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from neox.config import NeoXConfig, encode_payload, load_config, resolve
+from neox.tokenizer import build_tokenizer
+from tests.distributed.spawn import run_script
 from tests.end_to_end.launched_runs import DUMMY_RANK, ROOT, LaunchedRun, command_line
 from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not
 
@@ -177,30 +180,29 @@ def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> N
     wait_until_gone(machines)
 
 
-def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: Path) -> None:
-    """Two stages of two data-parallel ranks, a stage on each machine: the losses of one rank a stage on one machine."""
-    curves = {}
-    runs = {}
-    for where in ("two", "one"):
-        directory = tmp_path / where
-        directory.mkdir()
-        (directory / "hosts").write_text("".join(f"{host} slots=2\n" for host in machines.hosts))
-        settings = ["doctor_timeout=30", "pipe_parallel_size=2", "train_iters=4", f"data_path={DATA}", "log_interval=1"]
-        arguments = [word for setting in settings for word in ("--set", setting)]
-        if where == "two":
-            arguments += ["-H", str(directory / "hosts")]
-            runs[where] = LaunchedRun(directory, arguments, None, None, machines.inside([]), **machines.environment)
-        else:
-            arguments += ["--set", "gradient_accumulation_steps=2"]
-            runs[where] = LaunchedRun(directory, arguments, 2, None)
-    for where, run in runs.items():
-        output = run.output(240)
-        assert run.process.returncode == 0, output
-        lines = (run.directory / "run" / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        curves[where] = [line["train/lm_loss"] for line in found if "train/lm_loss" in line]
-    assert len(curves["two"]) == 4
-    assert curves["two"] == pytest.approx(curves["one"], rel=1e-6)
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: Path, slots: int) -> None:
+    """A stage on each machine, each of `slots` data-parallel ranks: the losses of one rank."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots={slots}\n" for host in machines.hosts))
+    keys = {"train_iters": 4, "data_path": str(DATA), "log_interval": 1}
+    settings = ["doctor_timeout=30", "pipe_parallel_size=2", *(f"{key}={value}" for key, value in keys.items())]
+    arguments = ["-H", str(hostfile), *(word for setting in settings for word in ("--set", setting))]
+    run = LaunchedRun(tmp_path, arguments, None, None, machines.inside([]), **machines.environment)
+    output = run.output(240)
+    assert run.process.returncode == 0, output
+    config = load_config([run.directory / "tiny.yml"])
+    one = {**config.to_flat(), **keys, "gradient_accumulation_steps": slots, "log_dir": str(tmp_path / "one")}
+    vocabulary = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file).vocab_size
+    payload = encode_payload(resolve(NeoXConfig.from_flat(one), 1, vocabulary))
+    done = run_script(ROOT / "train.py", "--payload", payload, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    curves = []
+    for directory in (run.directory / "run", tmp_path / "one"):
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        curves.append([line["train/lm_loss"] for line in lines if "train/lm_loss" in line])
+    assert len(curves[0]) == 4
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)
     wait_until_gone(machines)
 
 
