@@ -40,8 +40,8 @@ def compiled_curves(plans, steps):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"pp": 2}, id="stages"),
-        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({}, id="plain"),
+        pytest.param({"pp": 2}, id="stages", marks=pytest.mark.slow),
         pytest.param({"mp": 2}, id="tensor", marks=pytest.mark.slow),
     ],
 )

@@ -32,9 +32,9 @@ PROMPTS = ["def main(", "The quick brown fox jumps over", "a", "one two three", 
 SETTINGS = ({}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"num_beams": 3})
 
 
-def write_texts(directory: Path) -> list[str]:
-    """Write texts in wikitext's, LAMBADA's and a corpus's form, and the harness's tasks where it is installed; return
-    them as evaluation tasks."""
+def write_texts(directory: Path, *, harness: bool) -> list[str]:
+    """Write texts in wikitext's, LAMBADA's and a corpus's form, and tasks of the harness if asked; return them as
+    evaluation tasks."""
     (directory / "wiki.raw").write_text("The old man , it 's well @-@ known , walked 3 @,@ 000 miles .\n" * 16)
     passages = ["He said hello to the old man", "Nothing is as it was before", "a b c d", "def main(self): return self"]
     (directory / "l.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
@@ -42,7 +42,7 @@ def write_texts(directory: Path) -> list[str]:
         f"wikitext={directory / 'wiki.raw'}",
         f"lambada={directory / 'l.jsonl'}",
         f"perplexity={directory / 'l.jsonl'}",
-        *(write_tasks(directory) if find_spec("lm_eval") else ()),
+        *(write_tasks(directory) if harness else ()),
     ]
 
 
@@ -77,14 +77,20 @@ def several_layouts(tasks: list[str], layouts: list) -> list:
 
 
 @pytest.mark.parametrize(
-    "layouts", [[(2, 1, 1), (1, 1, 2), (1, 2, 1)], pytest.param([(2, 1, 2), (1, 2, 2)], marks=pytest.mark.slow)]
+    ("layouts", "harness"),  # which every process takes ten seconds to import
+    [
+        ([(2, 1, 1), (1, 1, 2), (1, 2, 1)], False),
+        pytest.param([(1, 1, 2), (1, 2, 1)], True, marks=pytest.mark.slow),
+        pytest.param([(2, 1, 2), (1, 2, 2)], True, marks=pytest.mark.slow),
+    ],
 )
-def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, tmp_path):
-    tasks = write_texts(tmp_path)
+def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, harness, tmp_path):
+    harness = harness and find_spec("lm_eval") is not None
+    tasks = write_texts(tmp_path, harness=harness)
     texts, scores, top, metrics = outputs(tasks, 1, 1, 1)
-    harness = {name.split("_")[1] for name in metrics if name.startswith("eval/local_")}
-    assert harness == ({"choice", "rolling", "until"} if find_spec("lm_eval") else set())
-    assert len(metrics) >= 11
+    local = {name.split("_")[1] for name in metrics if name.startswith("eval/local_")}
+    assert local == ({"choice", "rolling", "until"} if harness else set())
+    assert len(metrics) >= (11 if harness else 5)
     world = layouts[0][0] * layouts[0][1] * layouts[0][2]
     for answers in run_ranks(world, several_layouts, tasks, layouts):
         for layout, (their_texts, their_scores, their_top, their_metrics) in zip(layouts, answers, strict=True):

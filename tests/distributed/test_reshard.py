@@ -76,7 +76,11 @@ def plan_of(world: int, layout: dict[str, Any], **keys: Any) -> RunPlan:
         ({"gpt_j_residual": True, "no_weight_tying": True}, 1e-6),
         # Layouts sum in another order, which 16 bits round differently.
         pytest.param({"precision": "bf16"}, 1e-3, marks=pytest.mark.slow),
-        ({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 1}}, 1e-3),
+        pytest.param(
+            {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 1}},
+            1e-3,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_layout_of_two_ranks_in_one_run(tmp_path, settings, tolerance):
