@@ -1,14 +1,15 @@
 """Test of checkpoints under faults: processes killed at random, bits flipped, full disks.
 
-    benchmarks/checkpoint_faults.py [--async-save] [--offload] [--kills 100] [--minutes M] [--bits 300] [--full 20]
-                                    [--seed 0] [--out FILE.json]
+    benchmarks/checkpoint_faults.py [--async-save] [--offload KIND] [--kills 100] [--minutes M] [--bits 300]
+                                    [--full 20] [--seed 0] [--out FILE.json]
 
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
 at least as new as the last one seen before it; at the end the loss curve must be an undisturbed run's, bit for bit.
 Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save for which the disk is too small at some
 point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
-saves run beside training, as the key `async_save` has them; with `--offload` the optimizer is in host memory.
+saves run beside training, as the key `async_save` has them; with `--offload optimizer` the optimizer is in host memory,
+with `--offload weights` the weights are there too (ZeRO 3, without stages).
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """
@@ -43,7 +44,13 @@ from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
-OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+CPU = {"device": "cpu"}
+WEIGHTS = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}},
+    "weights": {"zero_optimization": WEIGHTS, "pipe_parallel_size": 1},
+}
 
 
 @dataclass
@@ -353,7 +360,7 @@ def small_disk(path: Path) -> Iterator[bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--async-save", action="store_true", help="save beside training")
-    parser.add_argument("--offload", action="store_true", help="keep the optimizer in host memory")
+    parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is kept in host memory")
     parser.add_argument("--kills", type=int, default=100, help="0 leaves out kills and bits")
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
@@ -362,7 +369,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
     generator = random.Random(args.seed)
-    keys = {"async_save": args.async_save, **(OFFLOAD if args.offload else {})}
+    keys = {"async_save": args.async_save, **OFFLOADS[args.offload]}
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         started = time.monotonic()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.checkpoint_faults import OFFLOAD, fill_disk, flip_bits, kill_often
+from benchmarks.checkpoint_faults import OFFLOADS, fill_disk, flip_bits, kill_often
 
 
 def test_kills_flipped_bits_and_full_disks(tmp_path):
@@ -18,8 +18,8 @@ def test_kills_flipped_bits_and_full_disks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True])
-def test_kills_with_offloaded_states(tmp_path, async_save):
-    killed = kill_often(tmp_path, 3, random.Random(1), async_save=async_save, **OFFLOAD)
+@pytest.mark.parametrize(("offload", "async_save"), [("optimizer", False), ("optimizer", True), ("weights", True)])
+def test_kills_with_offloaded_states(tmp_path, offload, async_save):
+    killed = kill_often(tmp_path, 3, random.Random(1), async_save=async_save, **OFFLOADS[offload])
     assert (killed.kills, killed.lost, killed.corrupt, killed.same_curve) == (3, 0, 0, True)
     assert killed.inside_a_save
