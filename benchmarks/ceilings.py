@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_sides import SHAPES, Shape
 
+from neox.files import write_text
 from train import describe
 
 BACKENDS = {
@@ -125,7 +126,7 @@ def attention_rows(shape: Shape, device: torch.device, seconds: float) -> list[d
     for name, backend in BACKENDS.items():
         with contextlib.nullcontext() if backend is None else sdpa_kernel([backend]):
             try:
-                forward()
+                both()
             except RuntimeError as error:
                 rows.append({"backend": name, "refused": str(error).splitlines()[0]})
                 continue
@@ -180,7 +181,7 @@ def main() -> None:
         most = ceiling(shape, rows, attention)
         result["shapes"][name] = {"products": rows, "attention": attention, "ceiling_flops_per_second": most}
         if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_text(args.json, json.dumps(result, indent=1) + "\n")
         for row in rows:
             print(f"{name} {row['product']:16s} {row['pass']:16s} {row['flops_per_second'] / 1e12:8.2f} TFLOP/s")
         for row in attention:

@@ -2,8 +2,9 @@
 
     benchmarks/collect.py WORK PREFIX        writes PREFIX.json and PREFIX.tar.gz
 
-WORK holds `steps.tsv` (step, status, seconds), STEP.json of the benchmarks that write one and STEP.log of every step,
-in which lines that are JSON objects count as figures too. A figure file that a stopped step left unfinished is named.
+WORK holds `steps.tsv` (step, status, seconds), `running.tsv` (the same of a step under way), STEP.json of the
+benchmarks that write one and STEP.log of every step, in which lines that are JSON objects count as figures too. A
+figure file that a stopped step left unfinished is named.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def figures(work: Path, step: str) -> Any:
 
 def main(work: Path, prefix: Path) -> None:
     """Write `PREFIX.json` and `PREFIX.tar.gz`."""
-    steps = [line.split("\t") for line in (work / "steps.tsv").read_text().splitlines()]
+    lists = [path for path in (work / "steps.tsv", work / "running.tsv") if path.is_file()]
+    steps = [line.split("\t") for path in lists for line in path.read_text().splitlines()]
     found = {
         name: {"status": status, "seconds": int(seconds), "figures": figures(work, name)}
         for name, status, seconds in steps

@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("directories", nargs="*", type=Path, default=[RESULTS], metavar="DIRECTORY")
     rows = [cells(*run) for run in runs(parser.parse_args().directories)]
     if not rows:
-        print("no run on a GPU is recorded here: benchmarks/gpu.sh makes them", file=sys.stderr)
+        print("skipped: no run on a GPU is recorded here: benchmarks/gpu.sh makes them", file=sys.stderr)
         return 1
     for row in (HEADER, ["---"] * len(HEADER), *rows):
         print("| " + " | ".join(row) + " |")

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from train_sides import DTYPES, SHAPES, SIDES, Shape, Side, make_plan
 
+from neox.files import write_text
 from neox.ops import FP8_RECIPES, linear
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -78,6 +79,19 @@ def peak_of(device: torch.device, probe: float) -> tuple[float, str]:
     return probe, "matmul probe of this run"
 
 
+def halved(shape: Shape) -> Shape:
+    return replace(shape, micro_batch=shape.micro_batch // 2, accumulation=shape.accumulation * 2)
+
+
+def planned(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Shape:
+    """Halve the micro-batch until the engine's plan fits: after running out of memory DeepSpeed frees little of it."""
+    while device.type == "cuda" and shape.micro_batch > 1:
+        if make_plan(shape, args, dtype).memory.total < 0.97 * torch.cuda.mem_get_info(device)[0]:
+            break
+        shape = halved(shape)
+    return shape
+
+
 def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> tuple[Shape, Side]:
     """Build and run one step, with half the micro-batch (and twice the accumulation) as long as memory runs out."""
     while True:
@@ -93,7 +107,7 @@ def fits(shape: Shape, build: Callable[[Shape], Side], device: torch.device) -> 
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # the peak of what failed is not the peak of what runs
-        shape = replace(shape, micro_batch=shape.micro_batch // 2, accumulation=shape.accumulation * 2)
+        shape = halved(shape)
 
 
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[list[dict[str, Any]]]:
@@ -106,6 +120,7 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> Ite
     sides: list[tuple[str, Side]] = []
     for dtype in dtypes:
         for kind in kinds:
+            shape = planned(shape, args, dtype, device) if kind == "neox" else shape
             shape, side = fits(shape, lambda s, k=kind, d=dtype: SIDES[k](s, args, d, device), device)
             sides.append((dtype, side))
     seconds: dict[str, list[float]] = {side.name: [] for _, side in sides}
@@ -244,8 +259,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for rows in measure(shape, args, device):
         if args.json:  # after each round: a run that is cut off leaves what it measured
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**where, "name": args.shape, "rows": rows}, indent=1) + "\n")
+            write_text(args.json, json.dumps({**where, "name": args.shape, "rows": rows}, indent=1) + "\n")
     print(f"{args.shape}: {rows[0]['parameters'] / 1e6:,.1f} M parameters on {where['device']}, torch {where['torch']}")
     print(f"peak: {rows[0]['peak'] / 1e12:.2f} TFLOP/s ({rows[0]['peak_source']}); FLOPs per token = 6 P + 12 L S H")
     for row in rows:

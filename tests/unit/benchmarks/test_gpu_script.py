@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -67,8 +69,10 @@ def test_every_listed_step_has_a_command():
     steps = subprocess.run([SCRIPT, "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split()
     assert len(set(steps)) == len(steps)
     body = SCRIPT.read_text().partition("command_of() {")[2].partition("\n}\n")[0]
-    program = f"command_of() {{{body}\n}}\npython=p rounds=1 work=w\n"
-    program += f"for s in {' '.join(steps)}; do command=(); command_of $s; " + 'echo "$s ${#command[@]}"; done'
+    program = f"command_of() {{{body}\n}}\npython=p rounds=1 work=w rehearse=\n"
+    program += (
+        "rehearse=\n" + f"for s in {' '.join(steps)}; do command=(); command_of $s; " + 'echo "$s ${#command[@]}"; done'
+    )
     counts = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
     assert [line.split()[0] for line in counts.splitlines()] == steps
     assert all(int(line.split()[1]) > 2 for line in counts.splitlines())
@@ -93,6 +97,63 @@ def test_figures_of_steps_that_were_cut_off_are_kept(tmp_path: Path):
     assert found["steps"]["broken"]["figures"] == {"unfinished": "broken.json"}
     with tarfile.open(out / "gpu-1.tar.gz") as archive:
         assert "train.log" in archive.getnames()
+
+
+PYTHON = """#!/bin/bash
+case $1 in
+    -c) exit 0 ;;
+    benchmarks/collect.py) exec {python} "$@" ;;
+esac
+echo '{{"tokens_per_second": 5}}'
+[[ $* == *--one-by-one* ]] && exec sleep 300
+exit 3
+"""
+
+
+def results(out: Path) -> dict[str, dict[str, object]]:
+    """Return the steps in the one file of figures, and check the archive beside it."""
+    (figures,) = out.glob("gpu-*.json")
+    with tarfile.open(figures.with_suffix(".tar.gz")) as archive:
+        assert "machine.log" in archive.getnames()
+    return json.loads(figures.read_text())["steps"]
+
+
+def test_a_signal_ends_the_step_and_keeps_its_figures(tmp_path: Path):
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "OUT": str(out)}
+    command = [SCRIPT, "generate-410M", "generate-410M-steps", "generate-1.3B"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        lines = iter(script.stdout)
+        while "--one-by-one" not in next(lines):
+            pass
+        while "tokens_per_second" not in next(lines):  # of the step that takes long
+            pass
+        script.send_signal(signal.SIGTERM)
+        assert "cut off" in "".join(lines)
+    assert script.returncode == 143
+    found = results(out)
+    assert {name: step["status"] for name, step in found.items()} == {
+        "generate-410M": "failed with exit code 3",
+        "generate-410M-steps": "cut off",
+    }
+    assert found["generate-410M-steps"]["figures"] == [{"tokens_per_second": 5}]
+
+
+@pytest.mark.slow
+def test_every_step_runs_on_a_cpu_from_a_checkout_that_is_not_installed(tmp_path: Path):
+    """In an environment that finds this one's packages, but not the checkout."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    (site / "others.pth").write_text(os.path.dirname(os.path.dirname(pytest.__file__)) + "\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHON": str(tmp_path / "venv" / "bin" / "python"), "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([SCRIPT, "--rehearse"], env=environment, capture_output=True, text=True, timeout=1500)
+    found = results(tmp_path)
+    assert {name for name, step in found.items() if step["status"] != "passed"} == {"memory"}, done.stdout
+    assert found["train-1.3B-engine"]["figures"]["rows"]
+    assert found["generate-1.3B"]["figures"]
 
 
 @pytest.mark.slow
