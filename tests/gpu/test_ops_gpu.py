@@ -157,7 +157,7 @@ def test_compiled_bf16_block_gives_the_eager_numbers():
 def test_inputs_kept_on_the_cpu_take_no_memory_of_the_gpu():
     weight = (torch.eye(512, device="cuda") * 0.5).requires_grad_()
     results, held = [], []
-    for on_cpu in (False, True):
+    for on_cpu in (False, False, True):  # the first pass also allocates what libraries keep for each thread
         x = start = drawn(4096, 512, seed=3).requires_grad_()
         kept, grid = KeptInputs(ParallelGrid.single(), on_cpu=on_cpu), ParallelGrid.single()
         for _ in range(8):
@@ -169,5 +169,5 @@ def test_inputs_kept_on_the_cpu_take_no_memory_of_the_gpu():
         results.append((start.grad, weight.grad))
         weight.grad = None
         del x
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert held[0] - held[1] > 5 * start.nbytes
+    assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+    assert held[1] - held[2] > 5 * start.nbytes
