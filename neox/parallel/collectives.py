@@ -2,10 +2,14 @@
 
 torch's functional collectives, which write into no argument: torch.compile traces them, so that a compiled block is one
 graph with tensor ranks too.
+
+Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks. A rank's share of tokens [B, S, ...] is the rank's
+of T equal runs of the rows one after the other, in the shape [B, S/T, ...]: so joining shares moves nothing in memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,36 +23,55 @@ _ops = torch.ops._c10d_functional
 
 def copy_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Pass a replicated tensor into split computation: identity forward, gradients summed over tensor ranks."""
-    return x if grid.tp_size == 1 else _Copy.apply(x, grid)
+    return _exchanged(x, grid, _same, _all_reduce)
 
 
 def reduce_over_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Sum partial results over tensor ranks; the gradient passes through."""
-    return x if grid.tp_size == 1 else _Reduce.apply(x, grid)
+    return _exchanged(x, grid, _all_reduce, _same)
 
 
 def scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
-    """Take this rank's part of a replicated tensor's last dim [..., H] -> [..., H/tp]; gradients are gathered."""
-    return x if grid.tp_size == 1 else _Scatter.apply(x, grid)
+    """Take this rank's part of a replicated tensor's last dim [..., H] -> [..., H/T]; gradients are gathered."""
+    return _exchanged(x, grid, _own_part, _all_gather)
 
 
 def gather_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
-    """Join the last dim over tensor ranks [..., V/tp] -> [..., V]; each rank's gradient is its own part."""
-    return x if grid.tp_size == 1 else _Gather.apply(x, grid)
+    """Join the last dim over tensor ranks [..., V/T] -> [..., V]; each rank's gradient is its own part."""
+    return _exchanged(x, grid, _all_gather, _own_part)
 
 
 def reduce_scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
-    """Sum partial results [..., V] over tensor ranks and keep this rank's part [..., V/tp]; gradients are gathered.
+    """Sum partial results [..., V] over tensor ranks and keep this rank's part [..., V/T]; gradients are gathered.
 
     An all-reduce and a slice: a reduce-scatter would need the parts one after another in memory.
     """
-    return x if grid.tp_size == 1 else _ReduceScatter.apply(x, grid)
+    return _exchanged(x, grid, _reduced_part, _all_gather)
+
+
+def scatter_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Take this rank's share of replicated tokens [B, S, ...] -> [B, S/T, ...]; gradients are gathered."""
+    return _exchanged(x, grid, _own_share, _all_shares)
+
+
+def gather_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Join the shares of all ranks [B, S/T, ...] -> [B, S, ...]; each rank's gradient is its own share."""
+    return _exchanged(x, grid, _all_shares, _own_share)
+
+
+def copy_tokens_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Pass shares [B, S/T, ...] into split computation of all tokens [B, S, ...]; gradients are summed and divided."""
+    return _exchanged(x, grid, _all_shares, _reduced_share)
+
+
+def reduce_scatter_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Sum partial results [B, S, ...] over tensor ranks and keep a share [B, S/T, ...]; gradients are gathered."""
+    return _exchanged(x, grid, _reduced_share, _all_shares)
 
 
 def gather_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Return x of all tensor ranks, [T, *x.shape]; no gradient passes."""
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), grid.tp_size, grid.tp_name)
-    return wait(gathered).view(grid.tp_size, *x.shape)
+    return wait(start_gather(x, grid)).view(grid.tp_size, *x.shape)
 
 
 def start_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -56,9 +79,26 @@ def start_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
     return _ops.all_reduce(x.contiguous(), "sum", grid.tp_name)
 
 
+def start_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Begin to join x of all tensor ranks along the first dim; `wait` returns the result. No gradient passes."""
+    return _ops.all_gather_into_tensor(x.contiguous(), grid.tp_size, grid.tp_name)
+
+
+def start_scattered_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Begin to sum x over tensor ranks, of which each gets a part of the first dim; `wait` returns it. No gradient."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", grid.tp_size, grid.tp_name)
+
+
 def wait(x: Tensor) -> Tensor:
     """Return the result of a collective that has begun; on a GPU the stream waits, not the caller."""
     return _ops.wait_tensor(x)
+
+
+_Exchange = Callable[[Tensor, ParallelGrid], Tensor]
+
+
+def _same(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -73,55 +113,39 @@ def _all_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
     return torch.cat(gather_tensor_ranks(x, grid).unbind(0), dim=-1)
 
 
-class _Copy(torch.autograd.Function):
+def _reduced_part(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return _own_part(_all_reduce(x, grid), grid)
+
+
+def _by_shares(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """View tokens [B, S, ...] as the shares of all ranks, [T B, S/T, ...]."""
+    return x.reshape(x.shape[0] * grid.tp_size, x.shape[1] // grid.tp_size, *x.shape[2:])
+
+
+def _own_share(x: Tensor, grid: ParallelGrid) -> Tensor:
+    # A copy, so that the other shares are released.
+    return _by_shares(x, grid).chunk(grid.tp_size)[grid.tp_rank].clone()
+
+
+def _all_shares(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return wait(start_gather(x, grid)).view(x.shape[0], x.shape[1] * grid.tp_size, *x.shape[2:])
+
+
+def _reduced_share(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return wait(start_scattered_sum(_by_shares(x, grid), grid))
+
+
+def _exchanged(x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
+    """Return what one exchange makes of x; another one makes its gradient of the result's."""
+    return x if grid.tp_size == 1 else _WithGradient.apply(x, grid, forward, backward)
+
+
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        ctx.grid = grid
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.grid), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        return _all_reduce(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        ctx.grid = grid
-        return _own_part(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.grid), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        ctx.grid = grid
-        return _all_gather(x, grid)
+    def forward(ctx: Any, x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
+        ctx.grid, ctx.exchange = grid, backward
+        return forward(x, grid)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_part(grad, ctx.grid), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid) -> Tensor:
-        ctx.grid = grid
-        return _own_part(_all_reduce(x, grid), grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.grid), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grad, ctx.grid), None, None, None
