@@ -44,6 +44,9 @@ def deepspeed_json(
         result["zero_force_ds_cpu_optimizer"] = False  # the optimizer is ours, on the CPU too
     result |= _precision(config, precision, notes)
     result |= {key: getattr(ds, key) for key in _UNCHANGED if config.given(key)}
+    if grid.sequence_parallel and grid.pp_size > 1:
+        # DeepSpeed would take what stages pass on for equal on tensor ranks: send a part from each, and gather them.
+        result["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     communication = _communication(config, notes)
     if communication is not None:
         result["communication_data_type"] = communication

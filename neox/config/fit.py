@@ -244,7 +244,8 @@ def _moves(setting: MemorySetting, heads: int, layers: int) -> Iterator[MemorySe
         yield replace(setting, zero=setting.zero + 1)
     if setting.dp_size % 2 == 0:
         fewer = replace(setting, dp_size=setting.dp_size // 2, accumulation=setting.accumulation * 2)
-        if heads % (2 * setting.tp_size) == 0 and setting.tp_size < 8:
+        divides = setting.sequence % (2 * setting.token_shares) == 0 or not setting.divides_tokens
+        if heads % (2 * setting.tp_size) == 0 and setting.tp_size < 8 and divides:
             yield replace(fewer, tp_size=setting.tp_size * 2)
         if setting.zero <= 1 and setting.pp_size * 2 <= layers:
             yield replace(fewer, pp_size=setting.pp_size * 2)

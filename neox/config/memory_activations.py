@@ -17,7 +17,8 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
     heads = network.num_attention_heads * network.head_dim
     tokens = setting.micro * setting.sequence
-    # Of width H on every tensor rank: the block's input, the norms' outputs or inputs; in sequence, the MLP's input.
+    # Of width H on every tensor rank, of all tokens or its share: the block's input, the norms' outputs or inputs; in
+    # sequence, the MLP's input.
     whole = {"parallel": 3, "parallel_one_norm": 2}.get(network.residual, 4) * hidden * size
     if NORMS[network.norm].by_steps:
         whole += 2 * (2 * 4 - size) * hidden
@@ -25,7 +26,7 @@ def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
         whole += 2 * hidden  # two masks of one byte
     # Divided over tensor ranks: attention's output; the MLP's first product, and what the activation makes of it.
     divided = heads * size // split + (activation.width_factor + 1) * network.mlp_width * size // split
-    attended = tokens * (whole + divided) + sum(_attention_bytes(layers, setting))
+    attended = tokens * (whole // setting.token_shares + divided) + sum(_attention_bytes(layers, setting))
     return max(attended, _gate_bytes(layers, setting)) if not network.has_cache else attended
 
 
@@ -62,7 +63,7 @@ def _gate_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     hidden, size, length = layers.architecture.hidden_size, setting.bytes_per_number, setting.sequence
     # Input and norm's output; the gate joined over tensor ranks, normalised and applied (with amlp, its values and the
     # attention's result too). Divided: the wide product, its activation, and the gated half.
-    whole = 2 * hidden + (6 if layers.architecture.gmlp_width else 3) * 4 * hidden
+    whole = 2 * hidden // setting.token_shares + (6 if layers.architecture.gmlp_width else 3) * 4 * hidden
     divided = (8 + 8 + 4) * hidden // setting.tp_size
     return (setting.micro * length * (whole + divided) + length**2) * size
 
@@ -80,7 +81,8 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     here = layers.layers[bounds[stage] : bounds[stage + 1]]
     kinds, size = [layer.kind for layer in here], setting.bytes_per_number
     blocks = [layer.index - BLOCK_OFFSET for layer in here if layer.kind == "block"]
-    boundary = setting.micro * setting.sequence * layers.architecture.hidden_size * size
+    joined = setting.micro * setting.sequence * layers.architecture.hidden_size * size
+    boundary = joined // setting.token_shares
     in_flight = 1 if setting.pp_size == 1 else min(max(2, setting.pp_size - stage), setting.accumulation)
     one_layer = layer_bytes(layers, setting)
     of_layer = boundary + int(setting.kept * (one_layer - boundary))
@@ -105,8 +107,9 @@ def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: 
     if setting.pp_size > 1:
         total += 2 * in_flight * boundary  # what came from and goes to the neighbours
     # The backward pass begins with the head; then the blocks are at work, one after the other, with their gradients.
-    at_head = 2 * boundary + _head_bytes(layers, setting) if layers.head.kind in kinds else 0
-    return total + max(at_head, working + one_layer // 2)
+    at_head = 2 * joined + _head_bytes(layers, setting) if layers.head.kind in kinds else 0
+    gathered = 2 * (joined - boundary)  # a product's whole input, and its gradient before it is divided
+    return total + max(at_head, working + one_layer // 2 + gathered)
 
 
 def _head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:

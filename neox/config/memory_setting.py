@@ -53,6 +53,7 @@ class MemorySetting:
         kept: Part of a layer's activations that is kept, beside its input.
         copies_weights: Whether a background save copies weights on this rank, the first of its data ranks.
         copies_states: Whether it copies the optimizer's states.
+        divides_tokens: Whether tensor ranks divide tokens between layers that split features.
     """
 
     pp_size: int
@@ -86,6 +87,12 @@ class MemorySetting:
     inputs_on_cpu: bool = False
     copies_weights: bool = False
     copies_states: bool = False
+    divides_tokens: bool = False
+
+    @property
+    def token_shares(self) -> int:
+        """Parts into which tensor ranks divide tokens between layers that split features."""
+        return self.tp_size if self.divides_tokens else 1
 
     @property
     def bytes_per_number(self) -> int:
@@ -131,6 +138,7 @@ def memory_setting(
         offload=zero.offloads_optimizer + zero.offloads_weights,
         copies_weights=config.checkpoint.async_save,
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
+        divides_tokens=config.parallelism.sequence_parallel,
     )
 
 

@@ -25,11 +25,18 @@ class Topology:
 
     Ranks are numbered pipe outermost, then data, then tensor, as in NeoX and DeepSpeed's
     `PipeModelDataParallelTopology`, so that neighbouring ranks (one machine) form the tensor groups.
+
+    Attributes:
+        pp_size: Pipeline stages.
+        dp_size: Data-parallel ranks.
+        tp_size: Tensor ranks.
+        sequence_parallel: Whether tensor ranks divide the tokens where they do not divide features.
     """
 
     pp_size: int = 1
     dp_size: int = 1
     tp_size: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if min(self.pp_size, self.dp_size, self.tp_size) < 1:

@@ -148,7 +148,8 @@ def stage_ranks(plan: RunPlan, stage: int) -> tuple[int, int]:
 def _grid_lines(plan: RunPlan) -> Iterator[str]:
     grid, batch = plan.grid, plan.batch
     ranks, stages = _count(grid.world_size, "rank"), _count(grid.pp_size, "pipeline stage")
-    yield f"grid      {ranks} = {stages} x {grid.dp_size} data x {grid.tp_size} tensor"
+    divided = ", which divide tokens too" if grid.sequence_parallel else ""
+    yield f"grid      {ranks} = {stages} x {grid.dp_size} data x {grid.tp_size} tensor{divided}"
     yield (
         f"batch     {_count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per rank x "
         f"{_count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp_size} data"

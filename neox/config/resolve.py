@@ -188,7 +188,7 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[str]) -> Topo
             f"use {' or '.join(map(str, near))} GPUs, or other degrees"
         )
         return None
-    return Topology(pp_size, world_size // copy, tp_size)
+    return Topology(pp_size, world_size // copy, tp_size, tp_size > 1 and config.parallelism.sequence_parallel)
 
 
 def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) -> BatchPlan | None:

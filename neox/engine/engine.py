@@ -83,7 +83,7 @@ class Engine:
         self.schedule = LRSchedule(plan, optimizer)
         deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
-        self._length: int | None = None  # tokens of the last sample: DeepSpeed's pipeline keeps buffers of that shape
+        self._length: int | None = None  # what stages passed on last of a sample: DeepSpeed keeps buffers of that shape
         self._timers = StepTimers(deepspeed_engine, device) if plan.config.deepspeed.wall_clock_breakdown else None
         keys = plan.config.logging
         self._noise_scale: NoiseScale | None = None
@@ -139,7 +139,7 @@ class Engine:
         """
         count = self.plan.batch.gradient_accumulation_steps
         if isinstance(self.deepspeed_engine, PipelineEngine):
-            self._set_length(self.plan.batch_schedule.full_length)
+            self._pass_on(self.plan.batch_schedule.full_length)
             scores: Tensor = self.deepspeed_engine.eval_batch(self._stage_pairs(batches), num_micro_batches=count)
             return scores.tolist()
         self.deepspeed_engine.eval()
@@ -186,12 +186,13 @@ class Engine:
             ds_engine.set_train_batch_size(size)
         # DeepSpeed ends a step where the number of all micro batches is a multiple of the step's, as if none had fewer.
         ds_engine.micro_steps = 0
-        self._set_length(length)
+        self._pass_on(length // (self.grid.tp_size if self.grid.topology.sequence_parallel else 1))
         if length == schedule.full_length:
             return batches
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
 
-    def _set_length(self, length: int) -> None:
+    def _pass_on(self, length: int) -> None:
+        """Let pipeline stages pass on hidden states of so many tokens of each sample."""
         if self._length not in (None, length) and isinstance(self.deepspeed_engine, PipelineEngine):
             self.deepspeed_engine.reset_activation_shape()
         self._length = length

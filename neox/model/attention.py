@@ -1,6 +1,6 @@
 """Self-attention of one block, by name of the attention kind.
 
-Legend: B batch, S sequence, H hidden, N heads here, K heads of keys and values here, D head dim.
+Legend: B batch, S sequence, H hidden, N heads here, K heads of keys and values here, D head dim, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
         """Return the heads' outputs, before the output projection `dense`: x [B, S, H] -> [B, S, N*D].
 
         Args:
-            x: Hidden states.
+            x: Hidden states; where tokens are divided, those of this rank's share [B, S/T, H].
             tables: Of the positions (`position_tables`); those of 0..S-1 if None.
             cache: Keys and values seen before, in generation.
             visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         visible: Tensor | None,
         positions: Tensor | None,
     ) -> Tensor:
-        batch, length, _ = x.shape
+        batch, length = x.shape[0], x.shape[1] * self.query_key_value.shares
         positions = torch.arange(length, device=x.device) if positions is None else positions
         encoding, bias = self.encoding, None
         if encoding is not None:
@@ -161,9 +161,9 @@ class SelfAttention(nn.Module):
 
     def _queries_keys_values(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions."""
-        batch, length, _ = x.shape
         n, k = self.heads_here, self.kv_heads_here
         qkv = self.query_key_value(x)
+        batch, length, _ = qkv.shape
         if n == k:
             together, values = qkv.view(batch, length, n, 3, self.head_dim).split((2, 1), dim=3)  # [B, S, N, 2, D]
             values = values.squeeze(3)

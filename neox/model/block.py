@@ -21,7 +21,14 @@ from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.positions import Tables
 from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear, same_document_pairs, unpadded_keys
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions, reduce_over_tensor_ranks
+from neox.parallel import (
+    ColumnParallelLinear,
+    ParallelGrid,
+    RowParallelLinear,
+    TensorOptions,
+    TokenShares,
+    gather_tokens,
+)
 
 
 class MLP(nn.Module):
@@ -45,8 +52,10 @@ class MLP(nn.Module):
         return self.activation(self.dense_h_to_4h(x))
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(TokenShares):
     """A block: hidden states [B, S, H] -> [B, S, H], by `Architecture.residual`; a parallel one needs one all-reduce.
+
+    Where tokens are divided, hidden states are this rank's share of them.
 
     Args:
         architecture: The network.
@@ -61,10 +70,11 @@ class TransformerLayer(nn.Module):
     Attributes:
         kept_inputs: Context in which the input of a block that is recomputed whole is kept.
         recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
+        is_last: Whether the block is the network's last one, after which divided tokens are joined.
     """
 
     kept_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext
-    recomputed_whole = False
+    recomputed_whole = is_last = False
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
@@ -123,12 +133,18 @@ class TransformerLayer(nn.Module):
         if self.parallel_residual:
             if self.residual == "parallel":
                 normalised = self.post_attention_layernorm(x)
-            if self.grid.tp_size > 1:
+            drops_shares = self.shares > 1 and p > 0.0  # masks are of a share of the sum then
+            if self.grid.tp_size > 1 and not drops_shares:
                 return x + self._reduced_together(attended, mlp(normalised))
             attended = F.dropout(attention.dense(attended), p, self.training)
             return x + attended + F.dropout(mlp.dense_4h_to_h(mlp(normalised)), p, self.training)
         x = x + F.dropout(attention.dense(attended), p, self.training)
         return x + F.dropout(mlp.dense_4h_to_h(mlp(self.post_attention_layernorm(x))), p, self.training)
+
+    def parameters_on_shares(self) -> list[nn.Parameter]:
+        """Return the norms' parameters."""
+        norms = (module for module in self.children() if module is not self.attention and module is not self.mlp)
+        return [parameter for norm in norms for parameter in norm.parameters()]
 
     def _add_norms(self, names: Sequence[str], architecture: Architecture, **options: Unpack[TensorOptions]) -> None:
         for name in names:
@@ -149,7 +165,7 @@ class TransformerLayer(nn.Module):
             partials.append(partial)
             if bias is not None:
                 biases.append(bias)
-        reduced = reduce_over_tensor_ranks(partials[0] + partials[1], self.grid)
+        reduced = self.mlp.dense_4h_to_h.reduced(partials[0] + partials[1])
         return reduced + sum(biases) if biases else reduced
 
 
@@ -162,21 +178,27 @@ def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> 
 
 
 def token_positions(
-    x: Tensor, cache: KVCache | CacheStep | None = None, document_starts: Tensor | None = None, *, prompt: int = 0
+    x: Tensor,
+    cache: KVCache | CacheStep | None = None,
+    document_starts: Tensor | None = None,
+    *,
+    prompt: int = 0,
+    shares: int = 1,
 ) -> Tensor:
     """Return the positions of tokens or hidden states [B, S, ...]: [S], or [B, S] where rows differ.
 
     Args:
-        x: Tokens or hidden states.
+        x: Tokens or hidden states, or a share of them [B, S / shares, ...].
         cache: Tokens seen before, after which positions go on.
         document_starts: Where each token's document, in which positions start from 0, starts in its row, [B, S].
         prompt: Vectors of a soft prompt in the cache, which are not counted.
+        shares: Parts into which tokens are divided over tensor ranks.
     """
     assert cache is None or document_starts is None, "documents are kept apart in training and scoring alone"
     if cache is not None:
         positions = cache.positions(x.shape[1])
         return (positions - prompt).clamp_(min=0) if prompt and cache.begun else positions
-    slots = torch.arange(x.shape[1], device=x.device)
+    slots = torch.arange(x.shape[1] * shares, device=x.device)
     return slots if document_starts is None else slots - document_starts
 
 
@@ -192,7 +214,7 @@ def run_blocks(
 
     Args:
         blocks: In order.
-        x: Hidden states.
+        x: Hidden states; where blocks divide tokens, this rank's share of them, which the network's last block joins.
         cache: Tokens seen before; these are appended.
         document_starts: Where each token's document starts in its row, [B, S]; attention and positions then stay within
             documents. Not with a cache.
@@ -202,12 +224,13 @@ def run_blocks(
     """
     if not blocks:
         return x
-    length = x.shape[1]
+    shares = blocks[0].shares
+    length = x.shape[1] * shares
     visible = None if document_starts is None else same_document_pairs(document_starts)
     visible = visible if lengths is None else unpadded_keys(lengths, length)
     keys = length if cache is None else cache.keys(length)
     slots = cache.slot if isinstance(cache, CacheStep) else None
-    positions = token_positions(x, cache, document_starts)
+    positions = token_positions(x, cache, document_starts, shares=shares)
     attention = next((block.attention for block in blocks if isinstance(block, TransformerLayer)), None)
     tables = None if attention is None else attention.position_tables(positions, keys, x.dtype, slots)
     if cache is not None:
@@ -223,7 +246,7 @@ def run_blocks(
             return x
 
         x = _recomputed(run, x, chunk[0]) if together else run(x)
-    return x
+    return gather_tokens(x, blocks[-1].grid) if shares > 1 and blocks[-1].is_last else x
 
 
 def _recomputed(run: Callable[[Tensor], Tensor], x: Tensor, first: Block) -> Tensor:

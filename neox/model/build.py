@@ -15,7 +15,14 @@ from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import initialize_layer
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
-from neox.parallel import ColumnParallelLinear, KeptInputs, ParallelGrid, RowParallelLinear, TensorOptions
+from neox.parallel import (
+    ColumnParallelLinear,
+    KeptInputs,
+    ParallelGrid,
+    RowParallelLinear,
+    TensorOptions,
+    divide_tokens,
+)
 
 DRAWN_ON_DEVICE = 10**9
 """Parameters from which on initial weights are drawn on their device: a CPU core draws a billion in ten seconds."""
@@ -46,6 +53,7 @@ def build_layer(
         return nn.Identity()
     if entry.kind == "embedding":
         layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
+        divide_tokens(layer)
     elif entry.kind == "prompt":
         layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
     elif entry.kind == "block":
@@ -53,6 +61,7 @@ def build_layer(
         divided = training.partition_activations and grid.tp_size > 1
         layer.kept_inputs = KeptInputs(grid, divided=divided, on_cpu=training.checkpoint_in_cpu)
         _add_adapters(layer, plan, index)
+        divide_tokens(layer)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
     elif entry.kind == "masked_lm_head":
@@ -89,6 +98,7 @@ def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOption
         if part != "full":  # else equal layers share one compiled graph
             block.attention.recompute = part
     block.recomputed_whole = part == "full"
+    block.is_last = number == network.num_layers - 1
     return block
 
 

@@ -22,11 +22,13 @@ from neox.parallel import (
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
+    TokenShares,
     VocabParallelEmbedding,
     copy_to_tensor_ranks,
     mark_split,
     reduce_scatter_last_dim,
     scatter_last_dim,
+    scatter_tokens,
 )
 
 
@@ -73,7 +75,7 @@ class LMHead(NamedTuple):
         )
 
 
-class Embedding(nn.Module):
+class Embedding(TokenShares):
     """Layer 0: tokens [B, S] -> [B, S, H], with vectors of positions and token types added; factors, norm, dropout."""
 
     def __init__(
@@ -103,7 +105,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout.
 
-        Token types are [B, S]; all are 0 if None.
+        Token types are [B, S]; all are 0 if None. Where tokens are divided, the result is this rank's share of it.
         """
         x = self.word_embeddings(tokens)
         x = x if self.multiplier == 1.0 else x * self.multiplier
@@ -114,6 +116,7 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(torch.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.norm is None else self.norm(x)
+        x = scatter_tokens(x, self.grid) if self.shares > 1 else x
         return F.dropout(x, self.dropout, self.training)
 
     @property

@@ -21,6 +21,7 @@ from neox.parallel import (
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
+    TokenShares,
     gather_last_dim,
     scatter_last_dim,
 )
@@ -81,7 +82,7 @@ class SpatialGatingUnit(nn.Module):
         return torch.matmul(weight, gate) + bias.unsqueeze(-1)
 
 
-class GatedMLPLayer(nn.Module):
+class GatedMLPLayer(TokenShares):
     """A block `gmlp` or `amlp`: hidden states [B, S, H] -> [B, S, H], without a residual connection, as in gpt-neox.
 
     The biases of its linear layers exist in gpt-neox's files, are never used there, and stay zero here.
@@ -94,9 +95,10 @@ class GatedMLPLayer(nn.Module):
 
     Attributes:
         recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
+        is_last: Whether the block is the network's last one.
     """
 
-    recomputed_whole = False
+    recomputed_whole = is_last = False
     kept_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext  # as `TransformerLayer`'s
 
     def __init__(
@@ -121,5 +123,9 @@ class GatedMLPLayer(nn.Module):
     ) -> Tensor:
         """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
         assert cache is None, "refused by KVCache"
-        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        positions = torch.arange(x.shape[1] * self.shares, device=x.device) if positions is None else positions
         return self.output_linear(self.sgu(self.activation(self.input_linear(self.norm(x))), positions, visible))
+
+    def parameters_on_shares(self) -> list[nn.Parameter]:
+        """Return the norm's parameters."""
+        return list(self.norm.parameters())

@@ -5,9 +5,12 @@ from neox.parallel.collectives import (
     copy_to_tensor_ranks,
     gather_last_dim,
     gather_tensor_ranks,
+    gather_tokens,
     reduce_over_tensor_ranks,
     reduce_scatter_last_dim,
+    reduce_scatter_tokens,
     scatter_last_dim,
+    scatter_tokens,
 )
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
@@ -24,6 +27,7 @@ from neox.parallel.layers import (
     shard_size,
 )
 from neox.parallel.rng import RNGTracker, derive_seed
+from neox.parallel.token_shares import TokenShares, divide_tokens
 
 __all__ = [
     "ColumnParallelLinear",
@@ -32,19 +36,24 @@ __all__ = [
     "RNGTracker",
     "RowParallelLinear",
     "TensorOptions",
+    "TokenShares",
     "Topology",
     "VocabParallelEmbedding",
     "copy_to_tensor_ranks",
     "derive_seed",
+    "divide_tokens",
     "gather_last_dim",
     "gather_tensor_ranks",
+    "gather_tokens",
     "mark_decay",
     "mark_hidden",
     "mark_lr_factor",
     "mark_split",
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",
+    "reduce_scatter_tokens",
     "scatter_last_dim",
+    "scatter_tokens",
     "shard",
     "shard_size",
 ]

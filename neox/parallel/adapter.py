@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.parallel.collectives import copy_to_tensor_ranks
+from neox.parallel.collectives import copy_to_tensor_ranks, copy_tokens_to_tensor_ranks
 from neox.parallel.grid import ParallelGrid
+from neox.parallel.token_shares import TokenShares
 
 
-class Adapter(nn.Module):
+class Adapter(TokenShares):
     """The summand scale * B A dropout(x) of a linear layer (LoRA, arXiv:2106.09685).
 
     Args:
@@ -37,12 +38,18 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the summand of this rank: [..., I] -> [..., O/tp], or [..., I/tp] -> a part of the sum [..., O].
 
-        What is whole on every rank, A x or B, has a gradient of which each rank computes a part.
+        What is whole on every rank, A x or B, has a gradient of which each rank computes a part. [..., I] may be of a
+        share of the tokens; the result is of all.
         """
         x, up = F.linear(self._dropped(x), self.lora_A), self.lora_B
         if self.split_outputs:
-            return self.scale * F.linear(copy_to_tensor_ranks(x, self.grid), up)
+            copied = copy_tokens_to_tensor_ranks if self.shares > 1 else copy_to_tensor_ranks
+            return self.scale * F.linear(copied(x, self.grid), up)
         return self.scale * F.linear(x, copy_to_tensor_ranks(up, self.grid))
+
+    def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
+        """Return A, where it multiplies a share of the tokens."""
+        return (self.lora_A,) if self.split_outputs else ()
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:

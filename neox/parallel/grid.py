@@ -56,7 +56,7 @@ class ParallelGrid:
             dp_group=own_group(topology.groups("dp")),
             pp_group=own_group(topology.groups("pp")),
             model_group=own_group(topology.groups("pp", "tp")),
-            rng=RNGTracker(enabled=topology.tp_size > 1),
+            rng=RNGTracker(enabled=topology.tp_size > 1 and not topology.sequence_parallel),
         )
 
     @property
@@ -105,9 +105,11 @@ class ParallelGrid:
 
         Default stream: equal over tensor ranks (dropout of replicated tensors), different over stages and data ranks.
         Tracker's stream (`rng.fork`): different on every rank (dropout of split tensors). Initial weights use neither.
+        Where tensor ranks divide tokens no dropout is of a replicated tensor: the default stream differs on every rank.
         """
         coordinates = (self.pp_rank, self.dp_rank)
-        default = derive_seed(seed, "default", *coordinates)
+        own = (self.tp_rank,) if self.topology.sequence_parallel else ()
+        default = derive_seed(seed, "default", *coordinates, *own)
         # torch.manual_seed also queues calls for accelerators that are absent, every time.
         torch.default_generator.manual_seed(default)
         if torch.cuda.is_available():

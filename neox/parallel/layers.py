@@ -1,7 +1,9 @@
 """Layers split over tensor ranks: linear by output features (column) or input features (row), and the embedding.
 
 Legend: I input features, O output features, V vocabulary. Weights are [O, I] as in `nn.Linear`, held as this rank's
-part; constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3.
+part; constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3. Where tokens
+are divided (`TokenShares`), what is replicated here is this rank's share: it is gathered before a product that splits
+outputs, and what follows a product that splits inputs is summed and divided in one step.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ from torch import Tensor, nn
 
 from neox.architecture import ParameterSpec
 from neox.parallel.adapter import Adapter
-from neox.parallel.collectives import reduce_over_tensor_ranks, start_sum, wait
+from neox.parallel.collectives import (
+    reduce_over_tensor_ranks,
+    reduce_scatter_tokens,
+    start_gather,
+    start_scattered_sum,
+    start_sum,
+    wait,
+)
 from neox.parallel.grid import ParallelGrid
+from neox.parallel.token_shares import TokenShares
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [..., I], weight [O, I], bias [O] or None) -> [..., O]: `F.linear`, or an equal of it."""
@@ -78,7 +88,7 @@ def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tens
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(TokenShares):
     """y = x W^T + b with the outputs split: [..., I] replicated -> [..., O/tp].
 
     Args:
@@ -117,8 +127,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [..., I] -> [..., O/tp]."""
-        if self.grid.tp_size > 1 and torch.is_grad_enabled():
-            y = _ColumnLinear.apply(x, self.weight, self.bias, self.products, self.grid)
+        divided = self.shares > 1
+        if divided or (self.grid.tp_size > 1 and torch.is_grad_enabled()):
+            y = _ColumnLinear.apply(x, self.weight, self.bias, self.products, self.grid, divided)
         else:
             y = self.multiply(x, self.weight, self.bias)
         return y if self.adapter is None else y + self.adapter(x)
@@ -129,7 +140,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A product whose input gradient is summed over tensor ranks while the weight's gradient is computed."""
+    """A product whose input gradient is summed over tensor ranks while the weight's gradient is computed.
+
+    A divided input [B, S/tp, I] is kept as it is, and gathered again while its gradient is computed.
+    """
 
     @staticmethod
     def forward(
@@ -139,10 +153,13 @@ class _ColumnLinear(torch.autograd.Function):
         bias: Tensor | None,
         products: tuple[Multiply, Multiply],
         grid: ParallelGrid,
+        divided: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         product, ctx.of_gradient = products
-        ctx.grid, ctx.has_bias = grid, bias is not None
+        ctx.grid, ctx.has_bias, ctx.divided = grid, bias is not None, divided
+        if divided:
+            x = wait(start_gather(x, grid)).view(x.shape[0], -1, x.shape[-1])
         return product(x, weight, bias)
 
     @staticmethod
@@ -150,18 +167,22 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
+        gathers, start = ctx.divided and ctx.needs_input_grad[1], start_scattered_sum if ctx.divided else start_sum
+        # As rows: torch.compile would join this with the same in the forward pass, and keep its result.
+        whole = start_gather(x.flatten(0, -2), ctx.grid) if gathers else x
         if ctx.needs_input_grad[0]:
-            grad_x = start_sum(ctx.of_gradient(rows, weight.t(), None), ctx.grid)
+            grad_x = start(ctx.of_gradient(rows, weight.t(), None), ctx.grid)
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None)
+            whole = wait(whole) if gathers else whole
+            grad_weight = ctx.of_gradient(rows.t(), whole.flatten(0, -2).t(), None)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if grad_x is not None:
             grad_x = wait(grad_x).view(x.shape)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(TokenShares):
     """y = x W^T + b with the inputs split: [..., I/tp] -> [..., O] replicated.
 
     There is one bias, replicated and added once after the sum over ranks. (gpt-neox holds one per tensor rank under
@@ -190,8 +211,16 @@ class RowParallelLinear(nn.Module):
         if self.grid.tp_size == 1:
             y = self.multiply(x, self.weight, self.bias)
             return y if self.adapter is None else y + self.adapter(x)
-        y = reduce_over_tensor_ranks(self.partial(x), self.grid)
+        y = self.reduced(self.partial(x))
         return y if self.bias is None else y + self.bias
+
+    def reduced(self, partial: Tensor) -> Tensor:
+        """Sum what `partial` returned over tensor ranks; where tokens are divided, the sum is of this rank's share."""
+        return (reduce_scatter_tokens if self.shares > 1 else reduce_over_tensor_ranks)(partial, self.grid)
+
+    def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
+        """Return the bias, which is added after the sum."""
+        return () if self.bias is None else (self.bias,)
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""

@@ -19,6 +19,11 @@ class ParallelismConfig(Section):
     model_parallel_size: int = Field(1, ge=1)
     """Tensor-parallel ranks that split every layer."""
 
+    sequence_parallel: bool = False
+    """Divide the tokens of a micro batch over tensor ranks in norms, dropout and residuals, so that each rank keeps its
+    share of these activations. Ranks exchange a quarter more, with gpt_j_residual a third. A choice of the run:
+    checkpoints are the same, and dropout draws other masks."""
+
     pipe_partition_method: str = "type:transformer|mlp"
     """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or
     `type:REGEX` (equal counts of layers whose class name matches, ignoring case; blocks are `TransformerLayer`)."""

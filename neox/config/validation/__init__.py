@@ -39,6 +39,7 @@ def notes_without_effect(config: NeoXConfig) -> list[str]:
         *_save_notes(config),
         *_replacement_notes(config),
         *_attention_notes(config),
+        *_parallel_notes(config),
     ]
 
 
@@ -108,6 +109,14 @@ def _attention_notes(config: NeoXConfig) -> Iterator[str]:
     if recomputed and config.model.pos_emb != "rpe" and {*attention_impls(config)} == {"flash"}:
         key = config.describe_setting("recompute_granularity")
         yield f"{key} changes nothing: flash attention, which every layer has, keeps no scores to release"
+
+
+def _parallel_notes(config: NeoXConfig) -> Iterator[str]:
+    """Yield that there are no tensor ranks to divide tokens over."""
+    keys = config.parallelism
+    if keys.sequence_parallel and keys.model_parallel_size == 1:
+        degree = config.describe_setting("model_parallel_size")
+        yield f"{config.describe_setting('sequence_parallel')} changes nothing with {degree}"
 
 
 def _save_notes(config: NeoXConfig) -> Iterator[str]:

@@ -37,6 +37,7 @@ def network_problems(config: NeoXConfig) -> Iterator[str]:
     yield from _heads(config)
     yield from _mlp(config)
     yield from _divided_inputs(config)
+    yield from _divided_tokens(config)
     yield from _combinations(config)
     yield from _lengths(config)
     yield from _stages(config)
@@ -107,6 +108,27 @@ def _divided_inputs(config: NeoXConfig) -> Iterator[str]:
     if config.training.partition_activations and hidden % degree:
         ranks = config.describe_setting("model_parallel_size")
         yield config.problem("partition_activations", f"divides vectors of {hidden} numbers over {ranks}; remove it")
+
+
+def _divided_tokens(config: NeoXConfig) -> Iterator[str]:
+    key, degree = "sequence_parallel", config.parallelism.model_parallel_size
+    if not config.parallelism.sequence_parallel or degree == 1:
+        return
+    ranks, length = config.describe_setting("model_parallel_size"), config.model.seq_length or 0
+    if length % degree:
+        nearest = " or ".join(str(n) for n in (length // degree * degree, -(-length // degree) * degree) if n)
+        yield config.problem("seq_length", f"cannot be divided over {ranks} ({key}); use {nearest}, or remove that")
+    curriculum = config.schedule.curriculum_learning
+    if curriculum is not None and curriculum.enabled:
+        steps = curriculum.schedule_config
+        by_steps = (curriculum.max_difficulty, steps.difficulty_step)
+        lengths = steps.difficulty if curriculum.schedule_type == "fixed_discrete" else by_steps
+        if uneven := [number for number in lengths if number and number % degree]:
+            yield config.problem(key, f"needs lengths that divide over {ranks}; curriculum_learning has {uneven[0]}")
+    if config.training.partition_activations:
+        yield config.problem("partition_activations", f"has nothing to divide: {key} divides inputs; keep one of them")
+    if config.model.soft_prompt_tuning is not None and config.model.soft_prompt_tuning.enabled:
+        yield config.problem(key, "does not work with soft_prompt_tuning, whose vectors every rank holds; remove one")
 
 
 def _combinations(config: NeoXConfig) -> Iterator[str]:

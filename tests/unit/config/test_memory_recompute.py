@@ -65,6 +65,18 @@ def test_kept_inputs_that_are_divided_or_moved_away_count_less():
     assert whole - divided == 4 * BOUNDARY // 2
 
 
+def test_divided_tokens_count_less():
+    keys = {"model_parallel_size": 2, "hidden_dropout": 0.0, "attention_config": [[["flash"], "all"]]}
+    for further, boundaries in (({}, 4), ({"checkpoint_activations": True}, 1)):  # input, two norms, the MLP's input
+        whole, divided = (
+            [plan_of(2, **{**SIZES, **keys, **further, "num_layers": n, "sequence_parallel": on}) for n in (4, 8)]
+            for on in (False, True)
+        )
+        of_layers = [eight.memory.activations - four.memory.activations for four, eight in (whole, divided)]
+        assert of_layers[0] - of_layers[1] == 4 * boundaries * BOUNDARY // 2
+    assert not plan_of(**{**SIZES, "sequence_parallel": True}).grid.sequence_parallel
+
+
 def test_each_stage_counts_its_own_blocks():
     plan = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True, "no_recompute_layers": [0]})
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)

@@ -1,0 +1,51 @@
+"""Sequence parallelism: between layers that split features, each tensor rank computes a share of the tokens.
+
+(The idea: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor, nn
+
+from neox.parallel.collectives import start_sum, wait
+from neox.parallel.grid import ParallelGrid
+
+
+class TokenShares(nn.Module):
+    """A module that can take, or return, this rank's share of the tokens in training.
+
+    Attributes:
+        grid: Process groups.
+        divides_tokens: Whether it does (`divide_tokens`).
+    """
+
+    grid: ParallelGrid
+    divides_tokens = False
+
+    @property
+    def shares(self) -> int:
+        """Parts into which tokens are divided now: the number of tensor ranks, or 1; always 1 outside training."""
+        return self.grid.tp_size if self.divides_tokens and self.training else 1
+
+    def parameters_on_shares(self) -> Iterable[nn.Parameter]:
+        """Return the parameters of this module, whole on every rank, that see this rank's share alone."""
+        return ()
+
+
+def divide_tokens(layer: nn.Module) -> None:
+    """Let a layer of the network divide tokens in training, if the run does.
+
+    Parameters that see a share alone get a part of their gradient on each rank, which is summed as it arrives.
+    """
+    for module in layer.modules():
+        if isinstance(module, TokenShares) and module.grid.topology.sequence_parallel:
+            module.divides_tokens = True
+            for parameter in module.parameters_on_shares():
+                parameter.register_hook(partial(_summed, grid=module.grid))
+
+
+def _summed(grad: Tensor, grid: ParallelGrid) -> Tensor:
+    return wait(start_sum(grad, grid))
