@@ -23,14 +23,6 @@ def test_the_fixture_resolves(tiny):
     resolve(NeoXConfig.from_flat(tiny), 1, 100)
 
 
-ODD_LENGTHS = {
-    "enabled": True,
-    "min_difficulty": 3,
-    "max_difficulty": 32,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 3},
-}
-
 # (keys to change, words every one of which must be in one message)
 VIOLATIONS = [
     ({"hidden_size": 66}, ("`hidden_size: 66`", "num_attention_heads: 4", "64 or 68")),
@@ -98,18 +90,6 @@ VIOLATIONS = [
     ({"attention_config": [[["flash", "global", "flash"], "all"]]}, ("3 kinds over 4 layers",)),
     ({"attention_config": [["flash", 4]]}, ("should be a list such as",)),
     ({"moe_num_experts": 8}, ("moe_num_experts: 8", "mixture of experts")),
-    *(
-        ({"sequence_parallel": True, "model_parallel_size": 2, **keys}, words)
-        for keys, words in (
-            ({"seq_length": 31}, ("seq_length: 31", "model_parallel_size: 2", "30 or 32")),
-            ({"soft_prompt_tuning": {"enabled": True, "num_tokens": 2}}, ("sequence_parallel: true", "soft_prompt")),
-            (
-                {"checkpoint_activations": True, "partition_activations": True},
-                ("partition_activations: true", "sequence_parallel"),
-            ),
-            ({"curriculum_learning": ODD_LENGTHS}, ("sequence_parallel: true", "curriculum_learning has 3")),
-        )
-    ),
     ({"use_mup": True}, ("use_mup", "mup_base_hidden_size")),
     ({"precision": "fp16", "bf16": {"enabled": True}}, ("two precisions", "`precision`", "`bf16`", "keep one")),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("two precisions", "`fp16`", "`bf16`")),
