@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neox.checkpoint.names import canonical_parameter
 from neox.checkpoint.tensor_files import load_file
-from neox.config.sections.optimizer_table import OPTIMIZERS, OptimizerKind, optimizer_of_states
+from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, SCALES, VALUES, OptimizerKind, optimizer_of_states
 from neox.errors import CheckpointError
 
 FP32 = "fp32"
@@ -124,8 +124,8 @@ class WholeState:
         """Return a parameter's fp32 weights or a state."""
         if name == FP32:
             return None if self._masters is None else self._masters[key]
-        found: Tensor = self._state[key][name]
-        return found
+        kept = self._state[key]
+        return _numbers(kept, name, 0, kept[name].numel()).reshape(kept[name].shape)
 
 
 class FlatPartitions:
@@ -152,15 +152,13 @@ class FlatPartitions:
 
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state."""
-        pieces = [
-            self._flat(rank, group, name)[start : start + length] for rank, group, start, length in self._pieces[key]
-        ]
+        pieces = [self._piece(rank, group, name, start, length) for rank, group, start, length in self._pieces[key]]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(self._shapes[key])
 
-    def _flat(self, rank: int, group: int, name: str) -> Tensor:
+    def _piece(self, rank: int, group: int, name: str, start: int, length: int) -> Tensor:
         state = self._states[rank]
-        fp32: Tensor = state["single_partition_of_fp32_groups"][group]
-        return fp32 if name == FP32 else _flat_state(state["base_optimizer_state"], group, name, fp32)
+        fp32: Tensor = state["single_partition_of_fp32_groups"][group][start : start + length]
+        return fp32 if name == FP32 else _state_piece(state["base_optimizer_state"], group, name, start, fp32)
 
 
 class ParameterPartitions:
@@ -187,13 +185,13 @@ class ParameterPartitions:
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state."""
         flat, start, part = self._where[key]
-        parts = [self._flat(state, flat, name)[start : start + part] for state in self._states]
+        parts = [self._piece(state, flat, name, start, part) for state in self._states]
         shape = self._shapes[key]
         return torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
 
-    def _flat(self, state: Mapping[str, Any], flat: int, name: str) -> Tensor:
-        fp32: Tensor = state["fp32_flat_groups"][flat]
-        return fp32 if name == FP32 else _flat_state(state["optimizer_state_dict"], flat, name, fp32)
+    def _piece(self, state: Mapping[str, Any], flat: int, name: str, start: int, length: int) -> Tensor:
+        fp32: Tensor = state["fp32_flat_groups"][flat][start : start + length]
+        return fp32 if name == FP32 else _state_piece(state["optimizer_state_dict"], flat, name, start, fp32)
 
 
 def parse_name(name: str) -> Key:
@@ -227,11 +225,20 @@ def steps_taken(state: Mapping[str, Any]) -> float:
 
 
 def _tensors(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that are kept for a parameter, without the counter of steps."""
-    return frozenset(name for name, value in state.items() if isinstance(value, Tensor) and name != "step")
+    """Return the names of the states that are kept for a parameter, without the counter of steps."""
+    names = {name for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+    return frozenset(name for name in names if not name.endswith((SCALES, VALUES)))
 
 
-def _flat_state(state: Mapping[str, Any], number: int, name: str, fp32: Tensor) -> Tensor:
-    """Return a state of the tensor of that number; zeros before the first step."""
-    found: Tensor | None = state["state"].get(number, {}).get(name)
-    return torch.zeros_like(fp32) if found is None else found
+def _state_piece(state: Mapping[str, Any], number: int, name: str, start: int, fp32: Tensor) -> Tensor:
+    """Return a part of a state of the tensor of that number, as long as `fp32`; zeros before the first step."""
+    kept = state["state"].get(number, {})
+    return _numbers(kept, name, start, fp32.numel()) if name in kept else torch.zeros_like(fp32)
+
+
+def _numbers(kept: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
+    """Return a part of a flattened state; one of 8 bits in fp32."""
+    if (scales := kept.get(name + SCALES)) is None:
+        return kept[name].reshape(-1)[start : start + length]
+    codes = kept[name].reshape(-1)[start : start + length].int()
+    return kept[name + VALUES][codes] * scales[torch.arange(start, start + codes.numel()) // BLOCK]

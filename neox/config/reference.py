@@ -93,6 +93,7 @@ def optimizer_rows() -> Iterator[str]:
     for kind in OPTIMIZERS.values():
         kept = [
             state.name
+            + (f" in {state.bits} bits" if state.bits != 32 else "")
             + (f" of {state.of}" if state.of != "all" else "")
             + (f", a number for each index of axis {state.axis}" if state.axis is not None else "")
             + (f" (with {state.only_with})" if state.only_with else "")

@@ -28,7 +28,7 @@ from neox.checkpoint import (
     why_incomplete,
 )
 from neox.config import RunPlan
-from neox.config.sections.optimizer_table import other_optimizer
+from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.deepspeed_engines import build_deepspeed_engine, build_model
 from neox.engine.deepspeed_log import hidden_stdout
@@ -209,8 +209,8 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
         return Start(path, reader.iteration, new_prompt=False)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
-    if "optimizer" in changed:
-        raise CheckpointError(other_optimizer(path, *changed["optimizer"].split(" -> ")))
+    if "optimizer" in changed and not goes_on(*(both := changed["optimizer"].split(" -> "))):
+        raise CheckpointError(other_optimizer(path, *both))
     if changed:
         _log.info("the checkpoint was saved with another layout: %s", ", ".join(f"{k} {v}" for k, v in changed.items()))
     return Start(path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)

@@ -65,7 +65,7 @@ def load_resharded_optimizer(engine: Engine, path: Path) -> None:
     reader = OptimizerReader(path, engine.plan.layers)
     model, wrapper = engine.deepspeed_engine.module, engine.deepspeed_engine.optimizer
     for target in optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer):
-        engine.optimizer.state[target.tensor] = _read_states(target, engine, reader)
+        engine.optimizer.keep(target.tensor, _read_states(target, engine, reader))
     _restore_scaler(engine, reader)
     engine.restore_counters(reader.client_state)
 

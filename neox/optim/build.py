@@ -10,6 +10,7 @@ from torch import nn
 from neox.config import RunPlan
 from neox.optim.adamw import AdamW
 from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.eight_bits import Adam8bit, Lion8bit
 from neox.optim.groups import planned_groups
 from neox.optim.lion import Lion
 from neox.optim.madgrad import MADGRAD
@@ -26,6 +27,8 @@ CLASSES: Mapping[str, type[ClippedOptimizer]] = MappingProxyType(
         "sm3": SM3,
         "adafactor": Adafactor,
         "muon": Muon,
+        "adam8bit": Adam8bit,
+        "lion8bit": Lion8bit,
     }
 )
 """The class of each optimizer in `neox.config`'s table `OPTIMIZERS`."""

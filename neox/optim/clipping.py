@@ -143,6 +143,10 @@ class ClippedOptimizer(WithoutDynamo):
                 self.state[p][name] = torch.zeros_like(p)
         return [self.state[p][name] for p in parameters]
 
+    def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """Take over a parameter's saved states, in fp32."""
+        self.state[parameter] = states
+
     @property
     def last_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""

@@ -22,7 +22,7 @@ from neox.config import (
     setting_differences,
 )
 from neox.config.precision import newest_checkpoint
-from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, other_optimizer
+from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
 from neox.launch.command_line import INFERENCE
@@ -80,11 +80,13 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
 def missing_packages(config: NeoXConfig) -> list[str]:
     """Return a sentence for each optional package that a key asks for and that is not installed."""
     keys = config.logging
+    optimizer = config.optimizer.optimizer.kind.package
     harness = [task for task in config.generation.eval_tasks or () if "=" not in task]
     wanted = (
         (bool(keys.use_wandb), "use_wandb", "wandb", "requirements-wandb.txt"),
         (keys.tensorboard_dir is not None, "tensorboard_dir", "tensorboard", "requirements-tensorboard.txt"),
         (bool(harness), "eval_tasks", "lm_eval", "requirements-eval.txt"),
+        (bool(optimizer), "optimizer.type", optimizer, f"requirements-{optimizer}.txt"),
     )
     return [
         f"{config.source_prefix(key)}`{key}` needs the package {package}, which is not installed: "
@@ -262,7 +264,7 @@ def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXC
         )
     here = config.optimizer.optimizer.name
     there = here if saved is None else saved.optimizer.optimizer.name
-    return None if there == here else other_optimizer(checkpoint, there, here)
+    return None if goes_on(there, here) else other_optimizer(checkpoint, there, here)
 
 
 def _saved_config(checkpoint: Path) -> NeoXConfig | None:

@@ -13,6 +13,8 @@ NUMBERS = {
     "sgd": {"lr": 0.5, "momentum": 0.9},
     "sm3": {"lr": 0.01, "momentum": 0.9},
     "adafactor": {"lr": 0.03},
+    "adam8bit": {"min_8bit_size": 0},
+    "lion8bit": {"min_8bit_size": 0},
 }
 SMALL = {"num_layers": 2, "warmup": 0.0}
 PRECISIONS = {
@@ -32,8 +34,11 @@ DIVIDED = [name for name, kind in OPTIMIZERS.items() if kind.elementwise or kind
 
 
 def rounding_of(name, exact=2e-6):
-    """Relative difference between losses of equal trainings: Muon multiplies in bf16."""
-    return 1e-4 if name == "muon" else exact
+    """Relative difference between losses of equal trainings.
+
+    Muon multiplies in bf16, and states of 8 bits are rounded by blocks of other elements under other layouts.
+    """
+    return {"muon": 1e-4, "adam8bit": 1e-4, "lion8bit": 3e-4}.get(name, exact)
 
 
 def test_steps_under_zero_1_equal_those_under_zero_0():
@@ -71,6 +76,17 @@ def test_steps_of_two_ranks_under_every_stage(precision):
         for stage, curve in enumerate(others, 1):
             wanted = pytest.approx([loss for loss, _ in whole], rel=rounding_of(name) if precision == "fp32" else 2e-3)
             assert [loss for loss, _ in curve] == wanted, (name, stage)
+
+
+@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 2, 3))])
+def test_states_of_8_bits_resume_exactly_and_go_on_from_fp32(zero, tmp_path):
+    """On one rank: in the same layout the codes are read as they are; Adam's fp32 states are rounded to them."""
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    saving = [plan_with(1, "adam8bit", zero=zero, save=here), plan_with(1, "adam", zero=zero, save=there)]
+    resuming = [plan_with(1, "adam8bit", zero=zero, load=d) for d in (here, there)]
+    coded, exact, resumed, rounded = run_ranks(1, losses_with_saves, [*saving, *resuming], 4, 2, timeout=300)[0]
+    assert resumed == coded[2:]
+    assert rounded == pytest.approx(exact[2:], rel=rounding_of("adam8bit"))
 
 
 def losses_with_saves(plans, steps, saved_at):

@@ -9,14 +9,11 @@ from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_
 from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.optimizer_params import AdamParams, AnyParams, DecayingParams, OptimizerParams
 from neox.config.sections.optimizer_table import (
     OPTIMIZERS,
     REFUSED,
-    AdamParams,
-    AnyParams,
-    DecayingParams,
     OptimizerKind,
-    OptimizerParams,
     State,
     find_optimizer,
     optimizer_names,
@@ -35,7 +32,7 @@ class OptimizerSettings(Section):
     """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
     `FusedAdam`, `HybridAdam`), `Lion`, `SGD`, `madgrad_wd`, `SM3`, `Adafactor` and `Muon`. The last three need whole
     parameters: model_parallel_size 1, and for SM3 and Adafactor ZeRO 0. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are
-    Adam with offload_optimizer."""
+    Adam with offload_optimizer. `Adam8bit` and `Lion8bit` keep states of 8 bits and need bitsandbytes."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
     """Numbers of the optimizer; which there are depends on its type."""

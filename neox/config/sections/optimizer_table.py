@@ -1,4 +1,4 @@
-"""Table of optimizers: names, numbers, states and conditions of each.
+"""Table of optimizers: names, states and conditions of each.
 
 The class that updates weights has the same key in `neox.optim.CLASSES`. Validation, memory, saved states and the
 reference page follow from this table.
@@ -10,11 +10,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from neox.config.sections.base import Section
+from neox.config.sections.optimizer_params import (
+    AdafactorParams,
+    Adam8bitParams,
+    AdamParams,
+    Lion8bitParams,
+    LionParams,
+    MadgradParams,
+    MuonParams,
+    OptimizerParams,
+    SGDParams,
+    SM3Params,
+)
 
 WITHOUT_SAVED_OPTIMIZER = (
     "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
@@ -22,123 +31,10 @@ WITHOUT_SAVED_OPTIMIZER = (
 """What to do about an optimizer state that cannot be loaded, for messages."""
 
 
-class OptimizerParams(Section):
-    """Numbers that every optimizer has."""
-
-    lr: float = Field(0.001, ge=0)
-    """Peak learning rate."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of its class in `neox.optim`, apart from those of parameter groups."""
-        return self.model_dump(exclude={"lr", "weight_decay"})
-
-
-class DecayingParams(OptimizerParams):
-    """Numbers of an optimizer with weight decay."""
-
-    weight_decay: float | None = Field(None, ge=0)
-    """Weight decay. The flat key weight_decay sets the same value; a contradiction is refused."""
-
-
-class AdamParams(DecayingParams):
-    """With `type: Adam` or `AdamW`: numbers of Adam with decoupled weight decay (arXiv:1711.05101)."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of Adam's two moments."""
-
-    eps: float = Field(1e-8, gt=0)
-    """Added to the root of Adam's second moment."""
-
-    torch_adam: bool | None = None
-    """DeepSpeed's switch for torch's own Adam; torch's AdamW is always used here."""
-
-    adam_w_mode: bool | None = None
-    """DeepSpeed's switch for decoupled weight decay; it is always decoupled here."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of its class, without DeepSpeed's switches."""
-        return self.model_dump(include={"betas", "eps"})
-
-
-class LionParams(DecayingParams):
-    """With `type: Lion`: numbers of Lion (arXiv:2302.06675), which moves every weight by the learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Share of the momentum in a step's direction, and decay rate of the momentum."""
-
-
-class SGDParams(DecayingParams):
-    """With `type: SGD`: numbers of torch's stochastic gradient descent. Weight decay is added to the gradient."""
-
-    momentum: float = Field(0.0, ge=0, lt=1)
-    """Decay rate of the momentum; 0 keeps none."""
-
-    dampening: float = Field(0.0, ge=0, lt=1)
-    """Share of a gradient that is left out of the momentum."""
-
-    nesterov: bool = False
-    """Nesterov's momentum; needs momentum and no dampening."""
-
-
-class MadgradParams(DecayingParams):
-    """With `type: madgrad_wd`: numbers of MADGRAD (arXiv:2101.11075) with decoupled weight decay."""
-
-    momentum: float = Field(0.9, gt=0, lt=1)
-    """Share of the old weights in the new ones."""
-
-    eps: float = Field(1e-6, gt=0)
-    """Added to the cube root, and to the learning rate, as in gpt-neox."""
-
-
-class SM3Params(OptimizerParams):
-    """With `type: SM3`: numbers of SM3 (arXiv:1901.11150). It has no weight decay, as in gpt-neox."""
-
-    momentum: float = Field(0.0, ge=0, lt=1)
-    """Decay rate of an average of the steps; 0 keeps none."""
-
-    beta: float = Field(0.0, ge=0, lt=1)
-    """Decay rate of the sums of squares; 0 sums without decay, as in the paper."""
-
-    eps: float = Field(1e-30, gt=0)
-    """Added under the root."""
-
-
-class AdafactorParams(DecayingParams):
-    """With `type: Adafactor`: numbers of torch's Adafactor (arXiv:1804.04235)."""
-
-    beta2_decay: float = Field(-0.8, le=0)
-    """Power of the step in the decay rate of squares."""
-
-    eps: tuple[float | None, float] = (None, 1e-3)
-    """Smallest root of squares (null: the number format's), and smallest size of weights that steps are relative to."""
-
-    d: float = Field(1.0, ge=1)
-    """Root mean square above which a step is clipped."""
-
-
-class MuonParams(DecayingParams):
-    """With `type: Muon`: numbers of torch's Muon for matrices of blocks, and of AdamW for all others."""
-
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of Muon's momentum. The matrix of queries, keys and values is one matrix."""
-
-    nesterov: bool = True
-    """Nesterov's momentum."""
-
-    ns_steps: int = Field(5, ge=1, lt=100)
-    """Newton-Schulz iterations."""
-
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Size of Muon's steps: as large as AdamW's (arXiv:2502.16982), so that one lr serves both, or the original one."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
-
-    eps: float = Field(1e-8, gt=0)
-    """Added to the root of AdamW's second moment."""
-
-
-AnyParams = AdamParams | LionParams | SGDParams | MadgradParams | SM3Params | AdafactorParams | MuonParams
+BLOCK = 256
+"""Elements of a state of 8 bits that share a scale."""
+SCALES, VALUES = "_scales", "_values"
+"""Appended to the name of a state of 8 bits: its fp32 scales, and the number that each of the 256 codes means."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +46,26 @@ class State:
         only_with: Number of the optimizer that is not 0 where the tensor exists; "" for none.
         axis: None if it has the parameter's shape; otherwise the one axis along which it has more than one element.
         of: Parameters that have it; `hidden` ones are blocks' matrices.
-        bytes: Of an element.
+        bits: Of an element. Those of 8 bits are codes with a scale for each block of elements; they are read as fp32.
+        signed: Whether it may be negative.
     """
 
     name: str
     only_with: str = ""
     axis: int | None = None
     of: Literal["all", "matrices", "vectors", "hidden", "others"] = "all"
-    bytes: int = 4
+    bits: Literal[8, 32] = 32
+    signed: bool = True
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of an element, with its share of the block's scale."""
+        return 4 if self.bits == 32 else 1 + 4 / BLOCK
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of the tensors that hold it."""
+        return (self.name,) if self.bits == 32 else (self.name, self.name + SCALES, self.name + VALUES)
 
     def shape(self, parameter: tuple[int, ...], *, hidden: bool | None = None) -> tuple[int, ...] | None:
         """Return its shape for a parameter; None if that has no such tensor.
@@ -191,6 +99,7 @@ class OptimizerKind:
             need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
         gathers: Whether it gathers parameters that are divided over data ranks.
         hidden_apart: Whether hidden parameters are updated in another way than all others.
+        package: Optional package that it needs; "" for none.
     """
 
     names: tuple[str, ...]
@@ -202,6 +111,7 @@ class OptimizerKind:
     elementwise: bool = True
     gathers: bool = False
     hidden_apart: bool = False
+    package: str = ""
 
     def states_with(self, params: OptimizerParams) -> tuple[State, ...]:
         """Return the tensors that it keeps with these numbers."""
@@ -274,16 +184,29 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             gathers=True,
             hidden_apart=True,
         ),
+        "adam8bit": OptimizerKind(
+            names=("Adam8bit", "AdamW8bit", "adamw_bnb_8bit"),
+            params=Adam8bitParams,
+            states=(State("exp_avg", bits=8), State("exp_avg_sq", bits=8, signed=False)),
+            counts_steps=True,
+            package="bitsandbytes",
+        ),
+        "lion8bit": OptimizerKind(
+            names=("Lion8bit",),
+            params=Lion8bitParams,
+            states=(State("exp_avg", bits=8),),
+            package="bitsandbytes",
+        ),
     }
 )
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; use Adam, with communication_data_type bf16 where communication is slow"
-_EIGHT_BIT = "states of 8 bits are not supported; Lion keeps half of what Adam keeps, Adafactor next to nothing"
+_PAGED = "its pages need one GPU and no ZeRO; use Adam8bit, with offload_optimizer where memory is short"
 _WITH_MUP = "set `use_mup: true` with Adam or SGD"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _GONE),
-        **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit"), _EIGHT_BIT),
+        **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "pagedlion8bit"), _PAGED),
         **dict.fromkeys(("muadam", "muadamw", "musgd"), _WITH_MUP),
     }
 )
@@ -310,9 +233,22 @@ def optimizer_of_states(names: Collection[str]) -> str | None:
     matches = (
         key
         for key, kind in OPTIMIZERS.items()
-        if {state.name for state in kind.states if not state.only_with} <= tensors <= {s.name for s in kind.states}
+        if {name for state in kind.states if not state.only_with for name in state.stored}
+        <= tensors
+        <= {name for state in kind.states for name in state.stored}
     )
     return next(matches, None)
+
+
+def goes_on(saved: str, here: str) -> bool:
+    """Return whether an optimizer can go on with another's state: one that differs in the bits of its states alone.
+
+    Args:
+        saved: Key of the optimizer of the state.
+        here: Key of the run's optimizer.
+    """
+    theirs, ours = OPTIMIZERS[saved], OPTIMIZERS[here]
+    return [state.name for state in theirs.states] == [state.name for state in ours.states]
 
 
 def other_optimizer(path: Path, saved: str, here: str) -> str:

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
 from neox.config.sections.model import MUP_INIT_METHODS
-from neox.config.sections.optimizer_table import (
+from neox.config.sections.optimizer_params import (
     AdafactorParams,
+    Adam8bitParams,
     AdamParams,
     DecayingParams,
     LionParams,
     MuonParams,
     SGDParams,
-    plain_name,
 )
+from neox.config.sections.optimizer_table import plain_name
 
 
 def optimizer_problems(config: NeoXConfig) -> Iterator[str]:
@@ -42,7 +43,7 @@ def optimizer_notes(config: NeoXConfig) -> list[str]:
 
 def _numbers(config: NeoXConfig) -> Iterator[str]:
     params, block = config.optimizer.optimizer.params, "optimizer.params"
-    if isinstance(params, AdamParams | LionParams | MuonParams):
+    if isinstance(params, AdamParams | LionParams | MuonParams | Adam8bitParams):
         for i, beta in enumerate(params.betas):
             if not 0 <= beta < 1:
                 where = config.source_prefix(f"{block}.betas")

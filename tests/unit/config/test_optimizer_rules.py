@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from neox.config import NeoXConfig, resolve
-from neox.config.sections.optimizer_table import OPTIMIZERS, REFUSED, find_optimizer, optimizer_of_states
+from neox.config.sections.optimizer_table import OPTIMIZERS, REFUSED, find_optimizer, goes_on, optimizer_of_states
 from neox.errors import ConfigError
 from tests.plans import SIZES
 
@@ -65,7 +65,22 @@ def test_betas_that_a_schedule_cannot_cycle_are_noted(name, cycle, noted):
     assert any("cycle_momentum" in note and "changes nothing" in note for note in notes) == noted, notes
 
 
-@pytest.mark.parametrize("name", ["Adam", "adamw", "FusedAdam", "CPU_ADAM", "sm3", "madgrad_wd", "SGD", "lion", "MUON"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Adam",
+        "adamw",
+        "FusedAdam",
+        "CPU_ADAM",
+        "sm3",
+        "madgrad_wd",
+        "SGD",
+        "lion",
+        "MUON",
+        "adamw_bnb_8bit",
+        "Lion8bit",
+    ],
+)
 def test_names_are_understood_in_any_case(name):
     config = NeoXConfig.from_flat({**SIZES, "optimizer": {"type": name}})
     kind = config.optimizer.optimizer.kind
@@ -81,9 +96,16 @@ def test_known_ones_that_are_not_supported_say_what_to_use(name):
 
 def test_states_name_their_optimizer():
     for name, kind in OPTIMIZERS.items():
-        assert optimizer_of_states({state.name for state in kind.states} | {"step"}) == name
+        assert optimizer_of_states({n for state in kind.states for n in state.stored} | {"step"}) == name
     assert optimizer_of_states(set()) == "adam"
     assert optimizer_of_states({"exp_avg", "another"}) is None
+
+
+def test_an_optimizer_goes_on_with_states_of_other_bits():
+    assert goes_on("adam", "adam8bit")
+    assert goes_on("lion8bit", "lion")
+    assert not goes_on("lion", "adam")
+    assert not goes_on("adam8bit", "lion8bit")
 
 
 def test_memory_follows_the_states():
@@ -102,3 +124,5 @@ def test_memory_follows_the_states():
     assert 0 < kept["sm3"] < 0.1
     assert 0 < kept["adafactor"] < 0.1
     assert 4 < kept["muon"] < 5
+    assert 2 < kept["adam8bit"] < 2.1
+    assert 1 < kept["lion8bit"] < 1.1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from neox.config.sections.optimizer_table import OPTIMIZERS
+from neox.config.sections.optimizer_table import OPTIMIZERS, SCALES, VALUES
 from neox.optim import CLASSES, NormScope, build_optimizer
 from neox.optim.groups import is_hidden
 from neox.parallel import mark_hidden
@@ -139,12 +139,44 @@ def test_madgrad_is_the_papers_algorithm():
         torch.testing.assert_close(moved[name].double(), x, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("bits", "exact"), [("Adam8bit", "Adam"), ("Lion8bit", "Lion")])
+def test_states_of_8_bits_are_rounded_by_blocks(bits, exact):
+    """The first step is exact, as is every step of a small tensor; a code is off by 2 % of its block's scale."""
+    generator = torch.Generator().manual_seed(1)
+    start, steps = torch.randn(3, 200, generator=generator), torch.randn(3, 3, 200, generator=generator)
+    models = [nn.Linear(200, 3, bias=False) for _ in range(3)]
+    chosen = [(bits, {"min_8bit_size": 0}), (bits, {"min_8bit_size": 601}), (exact, {})]
+    optimizers = [built(model, name, **numbers) for model, (name, numbers) in zip(models, chosen, strict=True)]
+    for number, gradient in enumerate(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if number == 0:
+                model.weight.data.copy_(start)
+            model.weight.grad = gradient.clone()
+            optimizer.step()
+        coded, small, wanted = (model.weight.detach() for model in models)
+        torch.testing.assert_close(small, wanted, rtol=2e-6, atol=1e-6)
+        if number == 0:
+            torch.testing.assert_close(coded, wanted, rtol=2e-6, atol=1e-6)
+    coded, wanted = (
+        optimizer.state[model.weight] for model, optimizer in zip(models[::2], optimizers[::2], strict=True)
+    )
+    assert coded["exp_avg"].dtype == torch.uint8
+    scales = coded["exp_avg" + SCALES].repeat_interleave(256)[:600].view(3, 200)
+    off = (coded["exp_avg" + VALUES][coded["exp_avg"].int()] * scales - wanted["exp_avg"]).abs() / scales
+    assert off.max() < 0.02 * len(steps)
+
+
 def test_classes_have_the_tables_keys():
     assert CLASSES.keys() == OPTIMIZERS.keys()
 
 
 # Numbers with which every state exists.
-ALL_STATES = {"sgd": {"momentum": 0.9}, "sm3": {"momentum": 0.9}}
+ALL_STATES = {
+    "sgd": {"momentum": 0.9},
+    "sm3": {"momentum": 0.9},
+    "adam8bit": {"min_8bit_size": 5},  # of the weights alone
+    "lion8bit": {"min_8bit_size": 5},
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -153,7 +185,8 @@ def test_states_are_the_tables(name):
     optimizer = built(model, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {}))
     run(model, optimizer, steps)
     for p in model.parameters():
-        kept = {key: tuple(value.shape) for key, value in optimizer.state[p].items() if key != "step"}
+        extra = ("step", SCALES, VALUES)
+        kept = {key: tuple(value.shape) for key, value in optimizer.state[p].items() if not key.endswith(extra)}
         wanted = {s.name: s.shape(tuple(p.shape), hidden=is_hidden(p)) for s in OPTIMIZERS[name].states}
         assert kept == {key: shape for key, shape in wanted.items() if shape is not None}
         assert ("step" in optimizer.state[p]) == OPTIMIZERS[name].counts_steps

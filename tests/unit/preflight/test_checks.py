@@ -115,8 +115,10 @@ def test_a_configuration_that_cannot_be_compared_is_left_to_the_ranks(tmp_path: 
 def test_packages_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_is_installed", lambda name: False)
     assert missing_packages(config(eval_tasks=["wikitext=a.txt"])) == []
-    problems = missing_packages(config(use_wandb=True, tensorboard_dir="tb", eval_tasks=["piqa"]))
-    assert [problem.split("package ")[1].split(",")[0] for problem in problems] == ["wandb", "tensorboard", "lm_eval"]
+    keys = {"use_wandb": True, "tensorboard_dir": "tb", "eval_tasks": ["piqa"], "optimizer": {"type": "Adam8bit"}}
+    problems = missing_packages(config(**keys))
+    packages = [problem.split("package ")[1].split(",")[0] for problem in problems]
+    assert packages == ["wandb", "tensorboard", "lm_eval", "bitsandbytes"]
     command = f"{sys.executable} -m pip install -r requirements/requirements-wandb.txt"
     assert f"not installed: {command}, or unset use_wandb" in problems[0]
 

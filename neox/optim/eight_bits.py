@@ -1,0 +1,150 @@
+"""Adam and Lion of bitsandbytes, with states of 8 bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, SCALES, VALUES, State
+from neox.errors import ConfigError, install_command
+from neox.optim.clipping import ClippedOptimizer, NormScope
+
+# Elements that are updated together: on a CPU bitsandbytes makes fp32 copies of them.
+_PIECE = 2**24
+
+
+class _EightBits(ClippedOptimizer):
+    """An optimizer of bitsandbytes, which updates states of 8 bits (arXiv:2110.02861) by blocks of 256 elements.
+
+    Each code stands for one of 256 numbers, times the largest absolute value in its block. States of small tensors stay
+    in fp32.
+    """
+
+    key: str
+    theirs: str
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        max_norm: float = 0.0,
+        scope: NormScope | None = None,
+        lr: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(groups, max_norm=max_norm, scope=scope, defaults=defaults)
+        self.smallest = min_8bit_size
+        self.kind = OPTIMIZERS[self.key]
+        self._values = {s.signed: self._functions.create_dynamic_map(signed=s.signed) for s in self.kind.states}
+
+    @cached_property
+    def _functions(self) -> ModuleType:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what its matrix products lack
+        try:
+            from bitsandbytes import functional
+        except ImportError as error:
+            install = install_command("requirements-bitsandbytes.txt")
+            raise ConfigError(
+                f"optimizer.type: {self.kind.names[0]} needs bitsandbytes ({error}); {install}"
+            ) from error
+        functions: ModuleType = functional
+        return functions
+
+    def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update a group's parameters."""
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if not self.state[p]:
+                self.keep(p, {s.name: torch.zeros_like(p) for s in self.kind.states})
+            state = self.state[p]
+            if self.kind.counts_steps:
+                state["step"] += 1
+            steps = int(state.get("step", 1))
+            flat, slopes = p.view(-1), gradient.view(-1)
+            for start in range(0, flat.numel(), _PIECE):
+                self._update_piece(group, flat, slopes, slice(start, start + _PIECE), state, steps)
+
+    def _update_piece(
+        self,
+        group: dict[str, Any],
+        parameter: Tensor,
+        gradient: Tensor,
+        piece: slice,
+        state: Mapping[str, Tensor],
+        steps: int,
+    ) -> None:
+        """Update elements of a flat parameter."""
+        first, *second = (s.name for s in self.kind.states)
+        names = (first, second[0] if second else None)
+        one, two = (None if name is None else state[name].view(-1)[piece] for name in names)
+        beta, further = group["betas"]
+        weights, slopes, decay = parameter[piece], gradient[piece], group["weight_decay"]
+        if first + SCALES not in state:
+            self._functions.optimizer_update_32bit(
+                *(self.theirs, slopes, weights, one, beta, group["eps"], steps, group["lr"], two, further),
+                weight_decay=decay,
+            )
+            return
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        values = [None if name is None else state[name + VALUES] for name in names]
+        scales = [None if name is None else state[name + SCALES][blocks] for name in names]
+        self._functions.optimizer_update_8bit_blockwise(
+            *(self.theirs, slopes, weights, one, two, beta, further, 0.0, 0.0, group["eps"], steps, group["lr"]),
+            *(*values, *scales),
+            weight_decay=decay,
+        )
+
+    def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """Take over a parameter's saved states, in fp32."""
+        kept: dict[str, Tensor] = {"step": states.get("step", torch.zeros(())).cpu()} if self.kind.counts_steps else {}
+        for state in self.kind.states if states else ():
+            kept |= self._packed(state, states[state.name])
+        self.state[parameter] = kept if states else {}
+
+    def _packed(self, state: State, numbers: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that hold a state's numbers."""
+        if numbers.numel() < self.smallest:
+            return {state.name: numbers}
+        values = self._values[state.signed].to(numbers.device)
+        flat, codes = numbers.view(-1), torch.empty_like(numbers, dtype=torch.uint8)
+        scales = [flat.new_empty(0)]
+        for start in range(0, flat.numel(), _PIECE):
+            piece, found = self._functions.quantize_blockwise(
+                flat[start : start + _PIECE], code=values, blocksize=BLOCK
+            )
+            codes.view(-1)[start : start + _PIECE] = piece
+            scales.append(found.absmax)
+        return {state.name: codes, state.name + SCALES: torch.cat(scales), state.name + VALUES: values}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load; torch converts states to the parameters' type, and codes back here."""
+        super().load_state_dict(state_dict)
+        for kept in self.state.values():
+            for name in (s.name for s in self.kind.states if s.name + SCALES in kept):
+                kept[name] = kept[name].to(torch.uint8)
+
+
+class Adam8bit(_EightBits):
+    """Adam with decoupled weight decay and both moments in 8 bits.
+
+    Arguments are those of `ClippedOptimizer` and of `Adam8bitParams`.
+    """
+
+    key, theirs = "adam8bit", "adam"
+
+
+class Lion8bit(_EightBits):
+    """Lion with momentum in 8 bits.
+
+    Arguments are those of `ClippedOptimizer` and of `Lion8bitParams`.
+    """
+
+    key, theirs = "lion8bit", "lion"
