@@ -13,7 +13,9 @@ import argparse
 import csv
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import _checkout  # noqa: F401
@@ -24,6 +26,8 @@ from neox.files import check_writable, write_text
 from neox.log import setup_logging
 
 Row = dict[str, Any]
+# Exports of 16 bits are trained as numbers of 32: small steps would be lost in the rounding of the weights.
+LOADING: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "dtype": "float32"})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -160,7 +164,7 @@ def main() -> int:
     set_seed(args.seed)
     model = AutoModelForSequenceClassification.from_pretrained(
         args.model,
-        local_files_only=True,
+        **LOADING,
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},

@@ -14,7 +14,7 @@ from typing import Any
 
 import _checkout  # noqa: F401
 import numpy as np
-from finetune_classifier import add_training, check_training, fine_tune, load_tokenizer, save
+from finetune_classifier import LOADING, add_training, check_training, fine_tune, load_tokenizer, save
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, run_script
@@ -44,7 +44,7 @@ def main() -> int:
     if not 0 <= args.stride < tokenizer.model_max_length // 2:
         raise ConfigError(f"--stride {args.stride}: give less than half of {tokenizer.model_max_length} tokens")
     set_seed(args.seed)
-    model = AutoModelForQuestionAnswering.from_pretrained(args.model, local_files_only=True)
+    model = AutoModelForQuestionAnswering.from_pretrained(args.model, **LOADING)
     inputs, windows = encode(dev, tokenizer, args.stride)
     examples, training_windows = encode(train, tokenizer, args.stride)
     add_positions(train, examples, training_windows)

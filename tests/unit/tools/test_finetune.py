@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    BertForPreTraining(config).save_pretrained(path)
+    BertForPreTraining(config).half().save_pretrained(path)  # as of a run in fp16
     BertTokenizerFast(vocab=vocabulary).save_pretrained(path)
     return path
 
@@ -70,6 +70,7 @@ def test_questions(model: Path, tmp_path: Path) -> None:
     assert scores["f1"] >= scores["exact"] > 90  # a guess among the names gives 50
     predictions = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert len(predictions) == 50
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.slow
