@@ -202,7 +202,7 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
     mask = torch.ones(shape.micro_batch, shape.seq, device=device)
 
     def loss_of(ids: Tensor) -> Tensor:
-        return model(ids[:, :-1], loss=partial(CausalLM().loss, targets=(ids[:, 1:], mask)))
+        return model(ids[:, :-1], loss=partial(CausalLM().scores, targets=(ids[:, 1:], mask)))[0]
 
     def step() -> Tensor:
         if not args.cudnn:
