@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_layouts_curves import TOLERANCE
-from tests.distributed.test_reshard import relay_and_still, worst
+from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import batches, legal_layouts, tiny_plan
 from tests.plans import ENCODERS
 
@@ -76,3 +79,42 @@ def test_sixteen_bits_follow_fp32(block):
     for curve, _ in run_ranks(2, curves_and_scores, plans, timeout=300)[0]:
         for (losses, _), (losses_1, _) in zip(curve, expected, strict=True):
             assert losses["loss"] == pytest.approx(losses_1["loss"], rel=2e-2)
+
+
+def random_network(chance: random.Random) -> dict[str, Any]:
+    """Choose a bidirectional network whose sizes four tensor ranks divide."""
+    heads, width = chance.choice([4, 8]), chance.choice([8, 12, 16])
+    length = chance.randint(9, 24)
+    keys = {
+        **chance.choice([*ENCODERS.values()]),
+        "num_layers": chance.randint(4, 6),
+        "hidden_size": heads * width,
+        "num_attention_heads": heads,
+        "mlp_width": 4 * chance.randint(8, 24),
+        "activation": chance.choice(["gelu", "gelu_tanh", "relu", "silu"]),
+        "norm": chance.choice(["layernorm", "rmsnorm"]),
+        "attention_config": [[[chance.choice(["global", "flash"])], "all"]],
+        "seq_length": length,
+        "max_position_embeddings": length + chance.choice([0, 7]),
+        "max_preds_per_seq": chance.randint(2, length // 2),
+        "norm_placement": chance.choice(["input", "post"]),
+        "embed_layernorm": chance.random() < 0.5,
+        "bert_binary_head": chance.random() < 0.7,
+        "num_tokentypes": chance.choice([0, 2, 3]),
+        "use_bias_in_attn_linear": chance.random() < 0.7,
+        "checkpoint_activations": chance.random() < 0.3,
+    }
+    return keys if keys["num_tokentypes"] or not keys["bert_binary_head"] else {**keys, "num_tokentypes": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_networks_go_on_at_other_degrees(tmp_path, world):
+    chance = random.Random(world)
+    for number in range(7):
+        keys, layouts = random_network(chance), chance.sample(legal_layouts(world), 2)
+        save = str(tmp_path / f"relay{number}")
+        relayed = [plan_of(world, layout, save=save, load=save, **keys) for layout in layouts]
+        still = tiny_plan(world, zero=1, save=str(tmp_path / f"still{number}"), **keys)
+        got, expected = run_ranks(world, relay_and_still, relayed, still, timeout=300)[0]
+        assert worst([loss for loss, _ in got], [loss for loss, _ in expected]) < 1e-6, (layouts, keys)
