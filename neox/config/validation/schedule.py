@@ -122,8 +122,8 @@ def _curriculum(config: NeoXConfig) -> Iterator[str]:
     needed = [f"schedule_config.{key}" for key in required.get(settings.schedule_type, _GROWTH)]
     missing = [key for key in ("min_difficulty", "max_difficulty", *needed) if not config.value(f"{block}.{key}")]
     if missing or settings.min_difficulty is None or settings.max_difficulty is None:
-        named = ", ".join(f"{block}.{key}" for key in missing)
-        yield config.problem(f"{block}.schedule_type", f"needs {named}", settings.schedule_type)
+        named, growth = ", ".join(f"{block}.{key}" for key in missing), f"{block}.schedule_type"
+        yield config.problem(f"{block}.enabled", f"with {config.describe_setting(growth)} needs {named}")
         return
     if settings.min_difficulty > settings.max_difficulty:
         above = config.describe_setting(f"{block}.max_difficulty")

@@ -92,3 +92,12 @@ def test_impossible_batches_and_lengths_are_refused_by_name(keys, words):
         resolve(NeoXConfig.from_flat({**SIZES, "gas": 4, **keys}), 1, 100)
     text = "\n".join(refused.value.problems)
     assert all(word in text for word in words), text
+
+
+def test_what_a_curriculum_lacks_is_said_with_its_file_and_line():
+    keys = {**SIZES, "curriculum_learning": {"enabled": True, "max_difficulty": 16}}
+    config = NeoXConfig.from_flat(keys, {"curriculum_learning.enabled": "lengths.yml:3"})
+    with pytest.raises(ConfigError) as refused:
+        resolve(config, 1, 100)
+    for words in ("lengths.yml:3: `curriculum_learning.enabled: true`", "fixed_linear", "min_difficulty"):
+        assert words in str(refused.value)
