@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from neox.config.sections.optimizer_table import OPTIMIZERS, SCALES, VALUES
-from neox.optim import CLASSES, NormScope, build_optimizer
+from neox.optim import CLASSES, LRSchedule, NormScope, build_optimizer
 from neox.optim.groups import is_hidden
 from neox.parallel import mark_hidden
 from tests.plans import small_plan
@@ -219,3 +219,44 @@ def test_learning_rates_under_mup(name, hidden, others):
     assert found[1].get("lr_factor", 1.0) == others
     assert found[2]["weight_decay"] * hidden == pytest.approx(0.1)
     assert found[1]["weight_decay"] == 0.0
+
+
+_CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 2}
+SCHEDULES = {
+    **{style: {"lr_decay_style": style} for style in ("constant", "linear", "cosine", "exponential")},
+    "WSD": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2},
+    "LRRangeTest": {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.01}}},
+    "OneCycle": {"scheduler": {"type": "OneCycle", "params": _CYCLE}},
+    **{
+        name: {"scheduler": {"type": name, "params": {"warmup_num_steps": 2}}}
+        for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_schedule_goes_on_exactly(name):
+    """Saved after two of four steps: the schedule's position and the optimizer's state."""
+    for schedule, keys in SCHEDULES.items():
+        settings = {"type": OPTIMIZERS[name].names[0], "params": {"lr": 0.01, **ALL_STATES.get(name, {})}}
+        plan = small_plan(1, optimizer=settings, train_iters=STEPS, **keys)
+
+        def start(model, plan=plan):
+            optimizer = build_optimizer(plan, model.named_parameters(), NormScope(None, lambda p: True))
+            return optimizer, LRSchedule(plan, optimizer)
+
+        def train(model, optimizer, position, steps):
+            for gradients in steps:
+                run(model, optimizer, [gradients])
+                position.step()
+
+        (whole, steps), (resumed, _) = example(), example()
+        train(whole, *start(whole), steps)
+        optimizer, position = start(resumed)
+        train(resumed, optimizer, position, steps[:2])
+        further, seek = start(resumed)
+        further.load_state_dict(optimizer.state_dict())
+        seek.load_state_dict(position.state_dict())
+        train(resumed, further, seek, steps[2:])
+        for (key, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(p, q), (schedule, key)
