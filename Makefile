@@ -11,8 +11,8 @@ TEXT   ?=
 MODEL  ?= neox
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
-# how many tests run at once (many wait for other processes, so more than two cores), and which
-TEST_JOBS ?= 3
+# how many tests run at once, and which
+TEST_JOBS ?= 2
 TESTS ?= tests
 # a file is one unit of work; in alphabetical order the long ones come first, and unit tests fill what is left
 TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durations=20

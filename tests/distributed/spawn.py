@@ -34,7 +34,7 @@ class RankError(AssertionError):
     """A rank failed: the message is the traceback of the first one that did."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
     """Call `function(*args)` on `world_size` processes of one gloo group and return their results in rank order.
 
     Each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one torch thread,
@@ -81,7 +81,7 @@ def start_script(
 
 
 def run_script(
-    script: Path, *arguments: str, directory: Path, timeout: float = 180, **variables: str
+    script: Path, *arguments: str, directory: Path, timeout: float = 400, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `start_script` starts it, to its end."""
     with tempfile.TemporaryDirectory(prefix="script-") as said:

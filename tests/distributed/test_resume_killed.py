@@ -109,15 +109,15 @@ def start(directory: Path, **changes: object) -> list[BaseProcess]:
 
 
 def wait(processes: list[BaseProcess]) -> list[int | None]:
-    """Exit codes of the ranks; None where one still runs after two minutes."""
+    """Exit codes of the ranks; None where one still runs after 400 seconds."""
     for process in processes:
-        process.join(120)
+        process.join(400)
     return [process.exitcode for process in processes]
 
 
 def signal_when(processes: list[BaseProcess], condition, signum: int) -> list[int | None]:
     """Send a signal to all ranks as soon as `condition()` holds, and return their exit codes."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < deadline, "the condition never came"
         assert all(process.is_alive() for process in processes), "ended before the condition came"
