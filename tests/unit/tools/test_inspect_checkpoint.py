@@ -53,7 +53,7 @@ def test_inspect_and_reshard(tmp_path, run):
 
 def test_messages(tmp_path, run):
     failed = run("inspect_checkpoint.py", tmp_path / "global_step3")
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert failed.stderr.startswith("error: ")
     assert "Traceback" not in failed.stderr
     layers = small_plan()
