@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from itertools import islice
 from pathlib import Path
 
-from neox.evaluation.results import TaskResult
+from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, Span
 from neox.evaluation.tasks import read_passages
 from neox.tokenizer import Tokenizer
@@ -37,7 +36,7 @@ def lambada(path: str | Path, scorer: Scorer, name: str = "lambada") -> TaskResu
     metrics = {
         "acc": sum(score.greedy for score in token_scores) / len(passages),
         "strict_acc": sum(score.greedy for score in word_scores) / len(passages),
-        "ppl": math.exp(min(20.0, loss)),
+        "ppl": perplexity_of(loss),
     }
     truncated = sum(len(span.tokens) - 1 > longest for span in words)
     return TaskResult(name, metrics, {"passages": len(passages), "truncated": truncated})

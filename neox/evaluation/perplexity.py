@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from neox.errors import EvaluationError
-from neox.evaluation.results import TaskResult
+from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, TokenIds
 from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
-
-_LARGEST_LOSS = 20.0  # per token; the perplexity of an untrained model is shown as e^20 instead of overflowing
 
 # Rules that turn wikitext's tokenized text back into running text, as they are usual for published scores; in order.
 _REPLACEMENTS = (
@@ -45,13 +43,13 @@ _TITLE = re.compile(r"^ ?= [^=\n]+ = ?$", re.MULTILINE)
 
 def token_perplexity(loss: float, tokens: int) -> float:
     """Return exp(min(20, L / (T - 1)))."""
-    return math.exp(min(_LARGEST_LOSS, loss / (tokens - 1)))
+    return perplexity_of(loss / (tokens - 1))
 
 
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
     """Return exp(min(20, L / (T - 1) * (T - 1) / (O - 1))), which does not depend on the tokenizer."""
     ratio = (tokens - 1) / (words - 1)
-    return math.exp(min(_LARGEST_LOSS, loss / (tokens - 1) * ratio))
+    return perplexity_of(loss / (tokens - 1) * ratio)
 
 
 def bits_per_byte(loss: float, size: int) -> float:

@@ -35,6 +35,11 @@ class TaskResult:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
+def perplexity_of(loss: float) -> float:
+    """Return e^loss of a mean loss, in nats; at most e^20, so that an untrained network's does not overflow."""
+    return math.exp(min(20.0, loss))
+
+
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Return `eval/<task>_<metric>` -> value, the names that TensorBoard and wandb show."""
     return {f"eval/{r.task}_{name}": value for r in results for name, value in r.metrics.items()}

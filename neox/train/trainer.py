@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,13 @@ from neox.config import RunPlan
 from neox.data.batches import Batch, BatchIterator
 from neox.data.build import DataIterators
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
+from neox.evaluation.results import perplexity_of
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.train.callbacks import Callback, StepReport, TrainState
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
-_LARGEST_LOSS = 20.0  # perplexities are limited to e^20, so that an untrained network's do not overflow
 
 
 class Trainer:
@@ -162,7 +161,7 @@ class Trainer:
             totals = [total + score for total, score in zip(totals, self.engine.eval_batch(batches), strict=True)]
             report_progress()
         scores = {key: total / iterations for key, total in zip(names, totals, strict=True)}
-        scores["lm_loss_ppl"] = math.exp(min(_LARGEST_LOSS, scores["lm_loss"]))
+        scores["lm_loss_ppl"] = perplexity_of(scores["lm_loss"])
         if name == "validation":
             self._evaluated = self.state.iteration
         scalars = {f"{name}/{key}": value for key, value in scores.items()}
