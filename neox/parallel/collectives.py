@@ -23,12 +23,12 @@ _ops = torch.ops._c10d_functional
 
 def copy_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Pass a replicated tensor into split computation: identity forward, gradients summed over tensor ranks."""
-    return _exchanged(x, grid, _same, _all_reduce)
+    return _exchanged(x, grid, _same, all_reduce)
 
 
 def reduce_over_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Sum partial results over tensor ranks; the gradient passes through."""
-    return _exchanged(x, grid, _all_reduce, _same)
+    return _exchanged(x, grid, all_reduce, _same)
 
 
 def scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -51,22 +51,22 @@ def reduce_scatter_last_dim(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 def scatter_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Take this rank's share of replicated tokens [B, S, ...] -> [B, S/T, ...]; gradients are gathered."""
-    return _exchanged(x, grid, _own_share, _all_shares)
+    return _exchanged(x, grid, _own_share, all_shares)
 
 
 def gather_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Join the shares of all ranks [B, S/T, ...] -> [B, S, ...]; each rank's gradient is its own share."""
-    return _exchanged(x, grid, _all_shares, _own_share)
+    return _exchanged(x, grid, all_shares, _own_share)
 
 
 def copy_tokens_to_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Pass shares [B, S/T, ...] into split computation of all tokens [B, S, ...]; gradients are summed and divided."""
-    return _exchanged(x, grid, _all_shares, _reduced_share)
+    return _exchanged(x, grid, all_shares, _reduced_share)
 
 
 def reduce_scatter_tokens(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Sum partial results [B, S, ...] over tensor ranks and keep a share [B, S/T, ...]; gradients are gathered."""
-    return _exchanged(x, grid, _reduced_share, _all_shares)
+    return _exchanged(x, grid, _reduced_share, all_shares)
 
 
 def gather_tensor_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -101,7 +101,8 @@ def _same(x: Tensor, grid: ParallelGrid) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: Tensor, grid: ParallelGrid) -> Tensor:
+def all_reduce(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return x summed over tensor ranks; no gradient passes."""
     return wait(start_sum(x, grid))
 
 
@@ -114,7 +115,7 @@ def _all_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def _reduced_part(x: Tensor, grid: ParallelGrid) -> Tensor:
-    return _own_part(_all_reduce(x, grid), grid)
+    return _own_part(all_reduce(x, grid), grid)
 
 
 def _by_shares(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -127,7 +128,8 @@ def _own_share(x: Tensor, grid: ParallelGrid) -> Tensor:
     return _by_shares(x, grid).chunk(grid.tp_size)[grid.tp_rank].clone()
 
 
-def _all_shares(x: Tensor, grid: ParallelGrid) -> Tensor:
+def all_shares(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Join the shares of all ranks [B, S/T, ...] -> [B, S, ...]; no gradient passes."""
     return wait(start_gather(x, grid)).view(x.shape[0], x.shape[1] * grid.tp_size, *x.shape[2:])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from neox.architecture import ParameterSpec
 from neox.parallel.adapter import Adapter
 from neox.parallel.collectives import (
+    all_shares,
     reduce_over_tensor_ranks,
     reduce_scatter_tokens,
     start_gather,
@@ -159,7 +160,7 @@ class _ColumnLinear(torch.autograd.Function):
         product, ctx.of_gradient = products
         ctx.grid, ctx.has_bias, ctx.divided = grid, bias is not None, divided
         if divided:
-            x = wait(start_gather(x, grid)).view(x.shape[0], -1, x.shape[-1])
+            x = all_shares(x, grid)
         return product(x, weight, bias)
 
     @staticmethod

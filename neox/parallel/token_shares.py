@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
-from neox.parallel.collectives import start_sum, wait
+from neox.parallel.collectives import all_reduce
 from neox.parallel.grid import ParallelGrid
 
 
@@ -44,8 +44,4 @@ def divide_tokens(layer: nn.Module) -> None:
         if isinstance(module, TokenShares) and module.grid.topology.sequence_parallel:
             module.divides_tokens = True
             for parameter in module.parameters_on_shares():
-                parameter.register_hook(partial(_summed, grid=module.grid))
-
-
-def _summed(grad: Tensor, grid: ParallelGrid) -> Tensor:
-    return wait(start_sum(grad, grid))
+                parameter.register_hook(partial(all_reduce, grid=module.grid))
