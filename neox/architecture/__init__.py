@@ -2,7 +2,18 @@
 
 from neox.architecture.adapters import ADAPTER, Lora, adapter_parameters, add_adapters
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
-from neox.architecture.choices import ACTIVATIONS, ATTENTION, NORMS, POSITIONS, Activation, Attention, Norm, Positions
+from neox.architecture.choices import (
+    ACTIVATIONS,
+    ATTENTION,
+    MOST_BLOCKED,
+    NORMS,
+    POSITIONS,
+    QUERY_BLOCK,
+    Activation,
+    Attention,
+    Norm,
+    Positions,
+)
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.layers import (
     BLOCK_NORMS,
@@ -24,8 +35,10 @@ __all__ = [
     "BLOCK_NORMS",
     "BLOCK_OFFSET",
     "GATED_KINDS",
+    "MOST_BLOCKED",
     "NORMS",
     "POSITIONS",
+    "QUERY_BLOCK",
     "ROPE_SCALINGS",
     "SPARSITY",
     "WORD_EMBEDDINGS",

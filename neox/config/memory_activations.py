@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, NORMS, POSITIONS, SPARSITY, LayerPlan
+from neox.architecture import (
+    ACTIVATIONS,
+    BLOCK_OFFSET,
+    MOST_BLOCKED,
+    NORMS,
+    POSITIONS,
+    QUERY_BLOCK,
+    SPARSITY,
+    Architecture,
+    LayerPlan,
+)
 from neox.config.memory_setting import MemorySetting
 
 # Logits that head and cross entropy hold at once, on a GPU and on a CPU.
@@ -34,14 +44,19 @@ def _attention_bytes(layers: LayerPlan, setting: MemorySetting) -> tuple[int, in
     """Return bytes that attention keeps for one micro batch in a block, without its input and output.
 
     Returns:
-        Of queries, keys, values and masks; and of what kernels other than flash keep between them and the output.
+        Of queries, keys, values, masks and blocks' weights; and of what kernels other than flash keep between them and
+        the output.
     """
     network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
     heads, keys = network.num_attention_heads * network.head_dim, network.attended_heads * network.head_dim
     tokens = setting.micro * setting.sequence
     # Query-key-value, rotated queries and keys, normalised ones, repeated ones.
     divided = (heads + 2 * network.num_kv_heads * network.head_dim) * size // split
-    if POSITIONS[network.positions].rotates:
+    by_blocks = _goes_by_blocks(network, setting)
+    if by_blocks:  # their copies take the place of rotated ones
+        blocks = -(-setting.sequence // QUERY_BLOCK)
+        divided += network.num_attention_heads * (setting.sequence * (blocks + 1) // (2 * blocks)) * size // split
+    elif POSITIONS[network.positions].rotates:
         divided += (heads + keys) * size // split
     if network.qk_norm != "none":
         divided += (heads + 3 * keys - 2 * network.num_kv_heads * network.head_dim) * size // split
@@ -56,6 +71,14 @@ def _attention_bytes(layers: LayerPlan, setting: MemorySetting) -> tuple[int, in
         scores += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
         scores += per_score * network.num_attention_heads * setting.sequence // split
     return tokens * divided + masks, tokens * scores + bias
+
+
+def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
+    """Return whether attention is computed by blocks of queries, which keep their weights (`neox.ops.attention`)."""
+    causal = not network.bidirectional and {*network.attention} == {"global"}
+    biased = POSITIONS[network.positions].biases_scores or setting.attention_dropout
+    flash = setting.on_cpu and setting.attention == "flash" and setting.precision != "fp16"
+    return flash and causal and not biased and setting.sequence <= MOST_BLOCKED
 
 
 def _gate_bytes(layers: LayerPlan, setting: MemorySetting) -> int:

@@ -49,6 +49,23 @@ def test_dropout_runs_inside_the_given_context(impl: str):
     assert not torch.allclose(dropped, core_attention(q, k, v, impl=impl))
 
 
+def test_blocks_of_queries_give_the_same_numbers():
+    """Causal attention of CPUs up to 512 tokens, forward and backward, over random shapes."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(8):
+        batch, length, dim, kv, groups = (int(torch.randint(1, n, (), generator=generator)) for n in (3, 520, 40, 4, 4))
+        sizes = [(batch, length, heads, dim) for heads in (kv * groups, kv, kv)]
+        inputs = [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        outputs = []
+        for tensors, impl in ((inputs, "flash"), (exact, "eager")):
+            out = core_attention(*tensors, impl=impl, scale=0.2, softmax_scale=1.5)
+            (out * torch.arange(length).view(1, -1, 1, 1)).sum().backward()
+            outputs.append([out, *(x.grad for x in tensors)])
+        for ours, expected in zip(*outputs, strict=True):
+            torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-3 * float(expected.abs().mean()))
+
+
 def test_rotary_is_a_rotation_of_pairs_and_leaves_the_rest():
     q, k, _ = qkv(torch.float32)
     inv_freq = rotary_inv_freq(4, 10000)
