@@ -6,8 +6,9 @@ python benchmarks/train.py --shape 6.9B --compile --json out.json
 
 Sides: "neox" is what a user gets, `initialize_engine` and its `train_batch` through DeepSpeed, in one process (ZeRO 0
 in fp32; in bf16 ZeRO 1, which accumulates gradients in fp32); "model" is the bare network in a plain loop, so that the
-difference is DeepSpeed's cost; "transformers" is their GPT-NeoX in its usual loop. A GPU run has "model" alone unless
-told otherwise.
+difference is DeepSpeed's cost; "transformers" is their GPT-NeoX in its usual loop, in bf16 with fp32 weights under
+autocast (Trainer's `bf16`); "transformers-weights" is that loop with bf16 weights and moments alone, in which small
+updates are lost. A GPU run has "model" alone unless told otherwise.
 
 A step is the whole work of one: `accumulation` micro-batches forward and backward, clipping at 1.0, AdamW. Rounds go
 through all sides in turn and medians count, so that a machine that slows down slows all of them.
@@ -20,7 +21,7 @@ dtype, measured in the same run between the rounds.
 bf16 trains bf16 weights with an fp32 master copy and fp32 Adam moments (16 bytes a parameter in all). Gradients of
 "model" accumulate over micro-batches in bf16, in place: no separate fp32 gradient. No recomputation unless --recompute.
 --fp8 multiplies in fp8 in the blocks; MFU stays relative to bf16's peak, so that it compares with a run without it.
-The loss is computed in chunks without whole logits (`GPT.loss`); transformers' side uses its own, and bf16 throughout.
+The loss is computed in chunks without whole logits (`GPT.loss`); transformers' sides use their own.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def row_of(
     peak, source = peak_of(device, probe)
     flops = tokens * per_token / median
     # A ratio per round: both sides of a round met the same machine.
-    baseline = seconds.get("transformers fp32")
+    baseline = seconds.get(f"transformers {dtype}")
     ratio = statistics.median(b / s for b, s in zip(baseline, seconds[name], strict=True)) if baseline else None
     return {
         "side": name,
@@ -188,7 +189,7 @@ def row_of(
         "peak_source": source,
         "probe_flops_per_second": probe,
         "of_probe": flops / probe,
-        "times_transformers_fp32": ratio,
+        "times_transformers": ratio,
         "loss": losses[name],
         "attention": args.attention,
         "cudnn": args.cudnn,
@@ -263,13 +264,13 @@ def main() -> None:
     print(f"{args.shape}: {rows[0]['parameters'] / 1e6:,.1f} M parameters on {where['device']}, torch {where['torch']}")
     print(f"peak: {rows[0]['peak'] / 1e12:.2f} TFLOP/s ({rows[0]['peak_source']}); FLOPs per token = 6 P + 12 L S H")
     for row in rows:
-        compared = row["times_transformers_fp32"]
+        compared = row["times_transformers"]
         memory = row["peak_memory_bytes"]
         print(
             f"{row['side']:18s} {row['tokens_per_second']:10,.0f} tokens/s"
             f"  {row['model_flops_per_second'] / 1e12:8.3f} TFLOP/s"
             f"  MFU {100 * row['mfu']:5.1f} %  of probe {row['of_probe']:.2f}"
-            + (f"  {compared:.2f} x transformers fp32" if compared else "")
+            + (f"  {compared:.2f} x transformers" if compared else "")
             + (f"  {memory / 2**30:.1f} GiB, driver {row['driver_memory_bytes'] / 2**30:.1f}" if memory else "")
             + (f" (plan: {row['predicted_memory_bytes'] / 2**30:.1f})" if row["predicted_memory_bytes"] else "")
         )

@@ -213,8 +213,14 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
     return Side(side_name("model", args, dtype), step)
 
 
-def their_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device) -> Side:
-    """transformers' model in its usual loop: its own loss, clip_grad_norm_, torch's fused AdamW (Trainer's default)."""
+def their_side(
+    shape: Shape, args: argparse.Namespace, dtype: str, device: torch.device, *, bf16_weights: bool = False
+) -> Side:
+    """transformers' model in its usual loop: its own loss, clip_grad_norm_, torch's fused AdamW (Trainer's default).
+
+    bf16 is Trainer's `bf16`: autocast over fp32 weights, with fp32 gradients and moments; with `bf16_weights` weights,
+    gradients and moments are all bf16.
+    """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(
@@ -230,7 +236,7 @@ def their_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
         hidden_dropout=0.0,
         use_cache=False,
     )
-    model = GPTNeoXForCausalLM(config).to(device, DTYPES[dtype]).train()
+    model = GPTNeoXForCausalLM(config).to(device, DTYPES[dtype] if bf16_weights else torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     micro = batches(shape, device)
 
@@ -243,13 +249,17 @@ def their_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
             optimizer.step()
 
     def loss_of(ids: Tensor) -> Tensor:
-        return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16" and not bf16_weights):
+            return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
 
-    return Side(f"transformers {dtype}", lambda: train_step(micro, loss_of, Clipped))
+    return Side(
+        f"transformers {dtype}{' weights' if bf16_weights else ''}", lambda: train_step(micro, loss_of, Clipped)
+    )
 
 
 SIDES: dict[str, Callable[[Shape, argparse.Namespace, str, torch.device], Side]] = {
     "neox": engine_side,
     "model": model_side,
     "transformers": their_side,
+    "transformers-weights": partial(their_side, bf16_weights=True),
 }
