@@ -117,11 +117,9 @@ class _EightBits(ClippedOptimizer):
         flat, codes = numbers.view(-1), torch.empty_like(numbers, dtype=torch.uint8)
         scales = [flat.new_empty(0)]
         for start in range(0, flat.numel(), _PIECE):
-            piece, found = self._functions.quantize_blockwise(
-                flat[start : start + _PIECE], code=values, blocksize=BLOCK
-            )
+            piece, found = _nearest_codes(flat[start : start + _PIECE], values)
             codes.view(-1)[start : start + _PIECE] = piece
-            scales.append(found.absmax)
+            scales.append(found)
         return {state.name: codes, state.name + SCALES: torch.cat(scales), state.name + VALUES: values}
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -130,6 +128,25 @@ class _EightBits(ClippedOptimizer):
         for kept in self.state.values():
             for name in (s.name for s in self.kind.states if s.name + SCALES in kept):
                 kept[name] = kept[name].to(torch.uint8)
+
+
+def _nearest_codes(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest code of each number, and the scale of each block.
+
+    A block's scale lets its extreme number have a code's value exactly, so that what was decoded is coded the same
+    again. bitsandbytes' `quantize_blockwise` divides by the largest absolute value, but -1 is no code's value.
+
+    Args:
+        numbers: Of any count.
+        values: What the codes mean, in ascending order.
+    """
+    count = numbers.numel()
+    blocks = torch.nn.functional.pad(numbers, (0, -count % BLOCK)).view(-1, BLOCK)
+    low, high = blocks.aminmax(dim=1)
+    scales = high / values[-1] if values[0] == 0 else torch.maximum(high / values[-1], low / values[0])
+    shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
+    codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
+    return codes.view(-1)[:count].to(torch.uint8), scales
 
 
 class Adam8bit(_EightBits):

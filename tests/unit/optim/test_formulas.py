@@ -166,6 +166,29 @@ def test_states_of_8_bits_are_rounded_by_blocks(bits, exact):
     assert off.max() < 0.02 * len(steps)
 
 
+@pytest.mark.parametrize("name", ["Adam8bit", "Lion8bit"])
+def test_decoded_states_of_8_bits_are_coded_the_same_again(name):
+    """A run goes on from the numbers of a saved state, wherever it is not read as it is, such as with offload."""
+    generator = torch.Generator().manual_seed(2)
+    model = nn.Linear(150, 7, bias=False)
+    optimizer = built(model, name, min_8bit_size=0)
+    for _ in range(3):
+        model.weight.grad = torch.randn(7, 150, generator=generator)
+        model.weight.grad[:2] = 0.0  # the first block, where every code means 0
+        optimizer.step()
+    before = dict(optimizer.state[model.weight])
+    names = [key.removesuffix(SCALES) for key in before if key.endswith(SCALES)]
+    assert (before["exp_avg"].view(-1)[256:] == 0).any(), "no block has a negative extreme"
+    numbers = {
+        key: before[key + VALUES][before[key].int()] * before[key + SCALES].repeat_interleave(256)[:1050].view(7, 150)
+        for key in names
+    }
+    optimizer.keep(model.weight, numbers)
+    for key in names:
+        assert torch.equal(optimizer.state[model.weight][key].view(-1)[256:], before[key].view(-1)[256:])
+        torch.testing.assert_close(optimizer.state[model.weight][key + SCALES], before[key + SCALES])
+
+
 def test_classes_have_the_tables_keys():
     assert CLASSES.keys() == OPTIMIZERS.keys()
 
