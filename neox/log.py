@@ -55,8 +55,8 @@ class _LineProgress:
         rate = self.done / seconds
         text = f"{self.description}: {self.done:,.0f}"
         if self.total:
-            left = (self.total - self.done) / rate if rate > 0 else float("inf")
-            text += f" of {self.total:,.0f} {self.unit} ({100 * self.done / self.total:.0f} %), ETA {left:,.0f} s"
+            text += f" of {self.total:,.0f} {self.unit} ({100 * self.done / self.total:.0f} %)"
+            text += f", ETA {(self.total - self.done) / rate:,.0f} s" if self.done else ""
         else:
             text += f" {self.unit}"
         if self.unit != "s":

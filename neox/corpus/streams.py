@@ -7,6 +7,7 @@ lines that are one JSON string each (lm-dataformat's old form of a document), by
 from __future__ import annotations
 
 import gzip
+import logging
 import lzma
 import os
 import zlib
@@ -29,6 +30,8 @@ from neox.corpus.archives import (
 from neox.corpus.document import CorruptInput
 from neox.errors import DataError, os_errors
 
+log = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
 _PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -40,7 +43,7 @@ def is_readable(name: str) -> bool:
 
 
 def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
-    """Replace each directory by the inputs in it, sorted by name as in lm-dataformat.
+    """Replace each directory by the files in it, sorted by name as in lm-dataformat; its directories are left out.
 
     Raises:
         DataError: If a path does not exist, is no readable format, or is a directory without inputs.
@@ -48,9 +51,13 @@ def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
     files: list[str] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(str(path / name) for name in os.listdir(path) if is_readable(name))
+            folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+            inside = sorted(str(path / name) for name in os.listdir(path) if is_readable(name) and name not in folders)
             if not inside:
-                raise DataError(f"{path}: the directory holds no input; readable are {', '.join(_suffixes())}")
+                within = f" itself; its directories ({', '.join(folders[:5])}) can be given" if folders else ""
+                raise DataError(f"{path}: the directory holds no input{within}; readable are {', '.join(_suffixes())}")
+            if folders:
+                log.warning("%s: its directories (%s) are not read: give them, too", path, ", ".join(folders[:5]))
             files += inside
         elif not path.exists():
             raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")

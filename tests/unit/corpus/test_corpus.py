@@ -245,6 +245,17 @@ def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
             expand_inputs([path])
 
 
+def test_directories_inside_a_directory_are_named_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "more.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"more\.jsonl"):
+        expand_inputs([tmp_path])
+    (tmp_path / "a.txt").write_text("a")
+    assert expand_inputs([tmp_path]) == (str(tmp_path / "a.txt"),)
+    assert "more.jsonl" in caplog.text
+
+
 def test_a_line_too_long_is_passed_over_without_being_held(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     long = b'{"text": "' + b"x" * 40_000_000 + b'"}\n'
