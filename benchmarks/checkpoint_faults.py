@@ -9,7 +9,7 @@ at least as new as the last one seen before it; at the end the loss curve must b
 Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save for which the disk is too small at some
 point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
 saves run beside training, as the key `async_save` has them; with `--offload optimizer` the optimizer is in host memory,
-with `--offload weights` the weights are there too (ZeRO 3, without stages).
+with `--offload weights` the weights are there too (ZeRO 3, without stages), with `--offload files` both are in files.
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """
@@ -44,12 +44,14 @@ from neox.config import NeoXConfig, RunPlan, resolve
 from neox.errors import CheckpointError
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
-CPU = {"device": "cpu"}
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 WEIGHTS = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME, "sub_group_size": 100_000}
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {},
     "optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}},
     "weights": {"zero_optimization": WEIGHTS, "pipe_parallel_size": 1},
+    "files": {"zero_optimization": FILES, "pipe_parallel_size": 1},
 }
 
 
@@ -371,11 +373,9 @@ def main() -> int:
     generator = random.Random(args.seed)
     keys = {"async_save": args.async_save, **OFFLOADS[args.offload]}
     with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
-        started = time.monotonic()
+        work, started, fine = Path(directory), time.monotonic(), True
         numbers: dict[str, Any] = {"seed": args.seed, "date": time.strftime("%Y-%m-%d")}
         numbers |= {"async_save": args.async_save, "offload": args.offload}
-        fine = True
         if args.kills:
             killed = kill_often(work, args.kills, generator, args.minutes, **keys)
             curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"

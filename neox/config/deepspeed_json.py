@@ -73,6 +73,8 @@ def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any
         )
     if settings.overlap_comm is False:
         block["overlap_comm"] = False
+    if settings.states_directory is not None:
+        block["sub_group_size"] = settings.updated_at_once
     return block
 
 
@@ -84,15 +86,21 @@ def _offload(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
         given = config.describe_setting("zero_optimization.cpu_offload")
         notes.append(f"{given} is written as offload_optimizer: {{device: cpu}}, its name today")
     if settings.offloads_optimizer:
+        directory = settings.states_directory
+        place = "host memory" if directory is None else f"files of {directory}, of which host memory holds what it can"
         notes.append(
-            "offload_optimizer: optimizer states and fp32 weights are in host memory; torch's kernels update them on "
+            f"offload_optimizer: optimizer states and fp32 weights are in {place}; torch's kernels update them on "
             "the CPU, AdamW in about 1.6 ns for each parameter on two cores (DeepSpeed's CPUAdam: 1.9)"
         )
     blocks = {key: getattr(settings, key) for key, is_on in on.items() if is_on}
-    return {
-        key: {"device": "cpu", **({} if block is None else block.model_dump(exclude_none=True))}
+    written = {
+        # `nvme` too: to DeepSpeed, what is in our files is in host memory.
+        key: {**({} if block is None else block.model_dump(exclude_none=True)), "device": "cpu"}
         for key, block in blocks.items()
     }
+    if settings.weights_directory is not None:
+        written["offload_param"]["pin_memory"] = False
+    return written
 
 
 def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from neox.config.stages import held_parameters
 
 # Elements that DeepSpeed's engine reduces at once where ZeRO does not reduce.
 _ENGINE_BUCKET = 500_000_000
+# Bytes of an offloaded parameter that the host updates: its fp32 weight and gradient.
+_UPDATED = 4 + 4
 
 
 def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> MemoryPlan:
@@ -42,9 +44,9 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
         working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
     if setting.zero == 2 and setting.accumulation > 1 and not setting.offload and not setting.fp32_gradients:
         working += setting.bytes_per_number * trained // setting.dp_size  # this rank's part, beside its earlier sum
-    host = host_bytes(held, trained, setting, kept)
+    host, files = host_bytes(held, trained, setting, kept), file_bytes(held, trained, setting, kept)
     working = max(working, reduction_bytes(trained, setting), step_bytes(trained, setting))
-    return MemoryPlan(weights, gradients, optimizer, working, host, copied_bytes(held, trained, setting, kept))
+    return MemoryPlan(weights, gradients, optimizer, working, host, copied_bytes(held, trained, setting, kept), files)
 
 
 def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
@@ -151,10 +153,19 @@ def host_bytes(held: int, trained: int, setting: MemorySetting, kept: float) -> 
     if not setting.offload:
         return 0
     size, accumulates = setting.bytes_per_number, 4 if setting.fp32_gradients else setting.bytes_per_number
-    each = 4 + 4 + kept  # fp32 weights and gradients
+    each, at_once = _UPDATED + kept, 0
+    if setting.states_in_files:  # but for a sub-group
+        each, at_once = 0, int(each) * min(trained // setting.dp_size, setting.sub_group)
     if setting.zero == 3:
         each += accumulates
     else:  # the updated weights, and what gradients are accumulated in unless a GPU does it
         each += size + (size if setting.zero == 2 and setting.accumulation > 1 and not setting.fp32_gradients else 0)
-    weights = size * held if setting.offload > 1 else 0
-    return int(each * trained + weights) // setting.dp_size
+    weights = size * held if setting.offload > 1 and not setting.weights_in_files else 0
+    return int(each * trained + weights) // setting.dp_size + at_once
+
+
+def file_bytes(held: int, trained: int, setting: MemorySetting, kept: float) -> int:
+    """Return bytes on a local disk of what a rank offloads there; arguments are those of `state_bytes`."""
+    states = (_UPDATED + kept) * trained if setting.states_in_files else 0
+    weights = setting.bytes_per_number * held if setting.weights_in_files else 0
+    return int(states + weights) // setting.dp_size

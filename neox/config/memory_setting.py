@@ -13,8 +13,8 @@ from neox.config.sections.training import RecomputedPart
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
 _REDUCE_BUCKET = 500_000_000
-# DeepSpeed's defaults of ZeRO 3: elements updated at once, gathered at once, and passed before a weight is used again.
-_SUB_GROUP, _LIVE_PARAMETERS, _REUSE_DISTANCE = 1_000_000_000, 1_000_000_000, 1_000_000_000
+# DeepSpeed's defaults of ZeRO 3: elements gathered at once, and passed before a weight is used again.
+_LIVE_PARAMETERS, _REUSE_DISTANCE = 1_000_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class MemorySetting:
         communicated: Bytes of a gradient in the engine's reduction.
         on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
         offload: What is in host memory: 0 nothing, 1 optimizer states, 2 weights too.
+        states_in_files: Whether what would be in host memory of optimizer states is in files.
+        weights_in_files: Likewise of weights.
         states: What the optimizer keeps for each parameter.
         kept: Part of a layer's activations that is kept, beside its input.
         copies_weights: Whether a background save copies weights on this rank, the first of its data ranks.
@@ -78,6 +80,8 @@ class MemorySetting:
     live: int
     communicated: int
     offload: int
+    states_in_files: bool = False
+    weights_in_files: bool = False
     on_cpu: bool = False
     recomputed: RecomputedPart = "full"
     keeping: tuple[int, ...] = ()
@@ -132,10 +136,12 @@ def memory_setting(
         noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
         kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
         buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
-        sub_group=zero.sub_group_size or _SUB_GROUP,
+        sub_group=zero.updated_at_once,
         live=_gathered_at_once(zero),
         communicated=_communicated_bytes(config.deepspeed, precision),
         offload=zero.offloads_optimizer + zero.offloads_weights,
+        states_in_files=zero.states_directory is not None,
+        weights_in_files=zero.weights_directory is not None,
         copies_weights=config.checkpoint.async_save,
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
         divides_tokens=config.parallelism.sequence_parallel,

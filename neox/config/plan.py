@@ -102,6 +102,7 @@ class MemoryPlan:
         activations: The most of what is held for a time: activations and logits, or what the update needs.
         host: In main memory of the GPU's host: states and weights that are offloaded.
         copies: In main memory, too: the copies that background saves write, on the first data rank.
+        files: On a local disk: states and weights that are offloaded there.
     """
 
     weights: int
@@ -110,6 +111,7 @@ class MemoryPlan:
     activations: int
     host: int = 0
     copies: int = 0
+    files: int = 0
 
     @property
     def main_memory(self) -> int:

@@ -188,8 +188,11 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     parts = ", ".join(f"{name} {gib(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer"))
     yield f"memory    {gib(memory.total)} on the fullest rank: {parts}, activations {gib(memory.activations)}"
     if memory.host:
-        why = "; ranks on CPUs have that memory anyway: offload saves nothing" if device.shared else ""
+        saves = memory.files or not device.shared
+        why = "" if saves else "; ranks on CPUs have that memory anyway: offload saves nothing"
         yield f"          and {gib(memory.host)} of main memory for what each rank offloads{why}"
+    if memory.files:
+        yield f"          and {gib(memory.files)} of each rank in files of nvme_path"
     if memory.copies:
         yield f"          and {gib(memory.copies)} of main memory for the copies that async_save writes"
     if verbose:

@@ -9,10 +9,12 @@ import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import deepspeed.runtime.engine
+import deepspeed.runtime.zero.stage3
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
@@ -34,6 +36,7 @@ from neox.engine.matrix_parts import matrix_parts
 from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.shared import share_parameters
+from neox.engine.swap_files import SwappedStage3, move_weights_to_files
 from neox.model import GPT, build_layer
 from neox.objectives import Objective
 from neox.ops import DTYPES
@@ -237,10 +240,13 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
     """
     model = GPT(plan, grid, device="meta", dtype=dtype)
     config, mpu = runtime_json(plan), _grid_mpu(grid)
+    directory = plan.config.deepspeed.zero_optimization.weights_directory
     for entry in plan.layers:
         layer = build_layer(plan, entry.index, grid, device=device, dtype=dtype)
         if entry.parameters:
             Init(module=layer, data_parallel_group=grid.dp_group, config_dict_or_path=config, dtype=dtype, mpu=mpu)
+            if directory is not None:
+                move_weights_to_files(layer, Path(directory))
         model.sequential[entry.index] = layer
     share_parameters(enumerate(model.sequential), plan.layers)
     return model
@@ -279,12 +285,13 @@ def build_deepspeed_engine(plan: RunPlan, grid: ParallelGrid, model: nn.Module) 
 
 
 def _prepare_deepspeed() -> None:
-    """Let ZeRO partition our optimizer, and import DeepSpeed's Muon without compiling its kernels.
+    """Let ZeRO partition our optimizer, keep what it offloads in files, and import its Muon without compiling kernels.
 
     ZeRO accepts optimizers of its own list only; any that updates each element by itself can be partitioned. It imports
     Muon during every reduction; to compile it takes 10 s of CPU, most of them for the import of torch._dynamo.
     """
     deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: isinstance(optimizer, ClippedOptimizer)
+    deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3 = SwappedStage3
     compile_decorator = compiler.compile
     compiler.compile = lambda: compiler.dummy_decorator
     try:

@@ -111,11 +111,6 @@ def _flat_tensor(number: int, parameters: list[nn.Parameter], tensors: list[Tens
 def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[OptimizerTensor]:
     """Yield ZeRO 3's sub-groups of parameters; of each parameter this data rank holds an equal (padded) part."""
     for tensor, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
-        if tensor.numel() == 0:
-            raise CheckpointError(
-                "the optimizer's state is offloaded to NVMe, where it cannot be loaded from another layout; resume "
-                "with the layout it was saved with"
-            )
         fragments, start = [], 0
         for parameter in parameters:
             part = parameter.partition_numel()

@@ -17,6 +17,7 @@ from neox.checkpoint.optimizer_formats import FP32
 from neox.config import RunPlan
 from neox.engine.engine import Engine
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors, parameter_names
+from neox.engine.swap_files import SwappedStage3
 from neox.engine.weights import fill_layer, weight_layers
 from neox.log import get_logger
 from neox.optim import planned_groups
@@ -66,6 +67,8 @@ def load_resharded_optimizer(engine: Engine, path: Path) -> None:
     model, wrapper = engine.deepspeed_engine.module, engine.deepspeed_engine.optimizer
     for target in optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer):
         engine.optimizer.keep(target.tensor, _read_states(target, engine, reader))
+        if isinstance(wrapper, SwappedStage3):
+            wrapper.keep_states(target.tensor)
     _restore_scaler(engine, reader)
     engine.restore_counters(reader.client_state)
 

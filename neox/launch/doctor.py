@@ -37,6 +37,7 @@ class Checks:
 
     Attributes:
         save_paths: Directories that the run writes; all hosts must see the same file system under the first.
+        local_paths: Directories of local disks that the run writes.
         data_paths: Files that the run reads.
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
         seconds: Time that each host has to answer.
@@ -44,6 +45,7 @@ class Checks:
     """
 
     save_paths: tuple[str, ...] = ()
+    local_paths: tuple[str, ...] = ()
     data_paths: tuple[str, ...] = ()
     ssh_port: int | None = None
     seconds: float = 8.0
@@ -96,7 +98,7 @@ def _ask(
     host = spec.hosts[number]
     request = encode_request(
         port=spec.master_port if number == 0 else None,
-        paths=[*checks.save_paths, *checks.data_paths],
+        paths=[*checks.save_paths, *checks.local_paths, *checks.data_paths],
         marker=marker,
     )
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
@@ -186,7 +188,7 @@ def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
         report.problems.append(
             f"a file that this machine wrote to {checks.save_paths[0]} is not there: the directory must be shared"
         )
-    for path in checks.save_paths:
+    for path in (*checks.save_paths, *checks.local_paths):
         state = answer["paths"][path]
         if not state["writable"]:
             report.problems.append(f"{path} cannot be written")

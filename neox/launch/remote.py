@@ -58,7 +58,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "formats": native_formats(),
         "memory": available_memory(),
         "port": None if port is None else port_problem(port) or "free",
-        "paths": {path: _path_state(Path(path)) for path in request["paths"]},
+        "paths": {path: path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),
         "clock": time.time(),
     }
@@ -71,7 +71,7 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def _path_state(path: Path) -> dict[str, Any]:
+def path_state(path: Path) -> dict[str, Any]:
     """Return whether a path exists, whether it (or its nearest existing parent) is writable, and the free bytes."""
     exists = path.exists()
     nearest = path

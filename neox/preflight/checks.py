@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from neox.config import (
@@ -21,6 +21,7 @@ from neox.config import (
     memory_problem,
     setting_differences,
 )
+from neox.config.fit import gib, rank_memory
 from neox.config.precision import newest_checkpoint
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
 from neox.config.yaml_file import read_file
@@ -172,6 +173,34 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[st
     problem = memory_problem(plan, device, training=training)
     key = device.source.partition(":")[0]
     return [] if problem is None else [f"{problem} ({device.source}; with a larger {key} the run starts all the same)"]
+
+
+def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:
+    """Return the directories where each host keeps files of offloaded states and weights."""
+    zero = config.deepspeed.zero_optimization
+    return tuple({str(Path(path).absolute()): 0 for path in (zero.states_directory, zero.weights_directory) if path})
+
+
+def nvme_problems(plan: RunPlan, ranks: Sequence[int], host: str, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return why ranks cannot offload to files of their host.
+
+    Args:
+        plan: The plan.
+        ranks: The ranks on the host.
+        host: Its name.
+        states: What `path_state` found there of each of `nvme_paths`.
+    """
+    here = {path: states[path] for path in nvme_paths(plan.config)}
+    if closed := [path for path, state in here.items() if not state["writable"]]:
+        return [f"{host}: nvme_path {path} is no directory that can be written; choose another" for path in closed]
+    needed = sum(rank_memory(plan, rank, on_cpu=False).files for rank in ranks)
+    free = sum(state["free"] for state in here.values())
+    if not here or needed <= free:
+        return []
+    return [
+        f"{host}: {len(ranks)} ranks offload {gib(needed)} to files, but nvme_path {' and '.join(here)} has "
+        f"{gib(free)} free; choose a larger disk, or use more hosts"
+    ]
 
 
 def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:

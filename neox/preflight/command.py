@@ -47,7 +47,7 @@ from neox.launch.start import (
     new_spec,
 )
 from neox.log import setup_logging
-from neox.preflight.checks import memory_problems
+from neox.preflight.checks import memory_problems, nvme_paths, nvme_problems
 from neox.preflight.data_checks import data_prefixes
 from neox.preflight.planning import build_plan, read_config
 from neox.preflight.plot import draw_schedules
@@ -231,6 +231,7 @@ class _Run:
         """Check every host, with the paths of this configuration; return the reports, and as a table."""
         checks = Checks(
             save_paths=() if self.save is None else (str(self.save),),
+            local_paths=nvme_paths(self.config),
             data_paths=tuple(str(Path(name).absolute()) for name in self._files_of_every_host()),
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
@@ -246,13 +247,15 @@ def _capabilities(reports: Sequence[HostReport]) -> Capabilities:
 
 
 def _check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport]) -> None:
-    """Compare CPU ranks, and what GPU ranks offload, with every host's main memory. Raises LaunchError."""
+    """Compare what ranks need with every host's main memory, and files with its disk. Raises LaunchError."""
     if Path(spec.script).stem not in ("train", *INFERENCE):
         return
     training = Path(spec.script).stem == "train"
     for number, report in enumerate(reports):
         name, available = report.host.name, report.answer["memory"]
         ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
+        if training and (full := nvme_problems(plan, ranks, name, report.answer["paths"])):
+            raise LaunchError(f"nothing was started: {full[0]}")
         if report.answer["accelerators"] and training:
             if problem := host_problem(plan, ranks, name, available):
                 raise LaunchError(f"nothing was started: {problem}")

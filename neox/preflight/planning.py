@@ -22,6 +22,7 @@ from neox.config import (
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.placement import Placement, choose_hosts, master_port_problem
+from neox.launch.remote import path_state
 from neox.preflight.checks import (
     checkpoint_problems,
     device_of_ranks,
@@ -29,6 +30,8 @@ from neox.preflight.checks import (
     login_problems,
     memory_problems,
     missing_packages,
+    nvme_paths,
+    nvme_problems,
     task_problems,
     vocabulary,
 )
@@ -124,6 +127,9 @@ def build_plan(
     device = device_of_ranks(plan, placement, training=training, dry_run=dry_run)
     if runs_model:
         problems += memory_problems(plan, device, training=training)
+    if training and placement.is_local:
+        paths = {path: path_state(Path(path)) for path in nvme_paths(config)}
+        problems += nvme_problems(plan, range(world), "this machine", paths)
     if training:
         plan = replace(plan, notes=(*plan.notes, *counted, *finetune_notes(config)))
     return plan, device, problems

@@ -18,7 +18,9 @@ def test_kills_flipped_bits_and_full_disks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offload", "async_save"), [("optimizer", False), ("optimizer", True), ("weights", True)])
+@pytest.mark.parametrize(
+    ("offload", "async_save"), [("optimizer", False), ("optimizer", True), ("weights", True), ("files", False)]
+)
 def test_kills_with_offloaded_states(tmp_path, offload, async_save):
     killed = kill_often(tmp_path, 3, random.Random(1), async_save=async_save, **OFFLOADS[offload])
     assert (killed.kills, killed.lost, killed.corrupt, killed.same_curve) == (3, 0, 0, True)

@@ -10,6 +10,8 @@ from neox.config.sections.base import OnlyWith, Section, Status
 
 _SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
 _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
+# DeepSpeed's default, and ours where the states of one sub-group are in memory and those of all are not.
+_SUB_GROUP, _SUB_GROUP_IN_FILES = 1_000_000_000, 100_000_000
 _REFUSED, _NO_EFFECT = Status("refused"), Status("no effect")
 
 
@@ -17,13 +19,30 @@ class OffloadSettings(Section):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """`cpu`: in host memory. `nvme` is refused."""
-    nvme_path: Annotated[str | None, _REFUSED] = None
-    """Directory on NVMe; refused."""
+    """`cpu`: in host memory. `nvme`: in files of `nvme_path`, with stage 3."""
+    nvme_path: str | None = None
+    """Directory on a local disk of every host, with `device: nvme`. The kernel maps its files into memory, and deletes
+    them with the process."""
     pin_memory: bool | None = None
-    """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true)."""
+    """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true). What is
+    in files is not pinned."""
     buffer_count: Annotated[int | None, _REFUSED] = None
-    """Buffers for NVMe; refused."""
+    """Of DeepSpeed's own files, which are not used; refused, as the next five."""
+    buffer_size: Annotated[int | None, _REFUSED] = None
+    """Elements of a buffer."""
+    max_in_cpu: Annotated[int | None, _REFUSED] = None
+    """Elements that stay in host memory."""
+    pipeline_read: Annotated[bool | None, _REFUSED] = None
+    """Read ahead of the update: it always is."""
+    pipeline_write: Annotated[bool | None, _REFUSED] = None
+    """Write behind the update: it always is."""
+    fast_init: Annotated[bool | None, _REFUSED] = None
+    """Another way to write the first states."""
+
+    @property
+    def directory(self) -> str | None:
+        """Directory of the files that hold what is offloaded; None where host memory does."""
+        return self.nvme_path if self.device == "nvme" else None
 
 
 class ZeroSettings(Section):
@@ -55,11 +74,14 @@ class ZeroSettings(Section):
     """Old name of `offload_optimizer: {device: cpu}`."""
     offload_optimizer: OffloadSettings | None = None
     """Where optimizer states and fp32 weights are, and where they are updated: on the device, or with `{device: cpu}`
-    in host memory by the host's cores. With stages 1, 2 and 3."""
+    in host memory by the host's cores. With stages 1, 2 and 3. `{device: nvme, nvme_path: DIRECTORY}`: in files, with
+    stage 3."""
     offload_param: OffloadSettings | None = None
-    """Where the weights are between uses: `{device: cpu}` is host memory. With stage 3 and offload_optimizer."""
-    sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
-    """Elements updated at once (stage 3)."""
+    """Where the weights are between uses: `{device: cpu}` is host memory, `{device: nvme, nvme_path: DIRECTORY}` files.
+    With stage 3 and offload_optimizer."""
+    sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = Field(None, gt=0)
+    """Elements updated at once (stage 3). Default: 1e9, and 1e8 with states on NVMe, as those of one sub-group are in
+    host memory."""
     stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Largest number of gathered parameters kept."""
     stage3_max_reuse_distance: Annotated[int | None, _SHARDED_WEIGHTS] = None
@@ -73,13 +95,32 @@ class ZeroSettings(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states are in host memory."""
-        return bool(self.cpu_offload) or (self.offload_optimizer is not None and self.offload_optimizer.device == "cpu")
+        """Whether optimizer states are in host memory or in files."""
+        return bool(self.cpu_offload) or _is_on(self.offload_optimizer)
 
     @property
     def offloads_weights(self) -> bool:
-        """Whether weights are in host memory between uses."""
-        return self.offload_param is not None and self.offload_param.device == "cpu"
+        """Whether weights are in host memory or in files between uses."""
+        return _is_on(self.offload_param)
+
+    @property
+    def states_directory(self) -> str | None:
+        """Directory of the files that hold optimizer states; None where memory does."""
+        return self.offload_optimizer.directory if self.offload_optimizer is not None else None
+
+    @property
+    def weights_directory(self) -> str | None:
+        """Directory of the files that hold weights; None where memory does."""
+        return self.offload_param.directory if self.offload_param is not None else None
+
+    @property
+    def updated_at_once(self) -> int:
+        """Elements that ZeRO 3 updates at once, at most; a parameter is not divided."""
+        return self.sub_group_size or (_SUB_GROUP if self.states_directory is None else _SUB_GROUP_IN_FILES)
+
+
+def _is_on(block: OffloadSettings | None) -> bool:
+    return block is not None and block.device != "none"
 
 
 class Fp16Settings(Section):

@@ -10,7 +10,9 @@ from neox.architecture import GATED_KINDS
 from neox.config.compiled import compile_obstacle
 from neox.config.neox_config import NeoXConfig
 from neox.config.precision import choose_precision
+from neox.config.sections.base import status_of
 from neox.config.sections.data import split_shares
+from neox.config.sections.deepspeed import OffloadSettings
 from neox.errors import ConfigError
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
@@ -39,18 +41,9 @@ def _zero(config: NeoXConfig) -> Iterator[str]:
 def _offload(config: NeoXConfig) -> Iterator[str]:
     zero, key = config.deepspeed.zero_optimization, "zero_optimization.offload_optimizer"
     stage = config.describe_setting("zero_optimization.stage", zero.stage)
-    for name in ("offload_optimizer", "offload_param"):
-        block = getattr(zero, name)
-        for setting in ("nvme_path", "buffer_count") if block is not None else ():
-            if getattr(block, setting) is not None:
-                yield config.problem(f"zero_optimization.{name}.{setting}", "is for NVMe, which is not supported")
-        if block is not None and block.device == "nvme":
-            yield config.problem(
-                f"zero_optimization.{name}.device",
-                "does not work here: states on NVMe cannot be resumed at other degrees; use cpu",
-            )
+    yield from _offload_to_files(config)
     block = zero.offload_optimizer
-    if block is not None and zero.cpu_offload is not None and zero.cpu_offload != (block.device == "cpu"):
+    if block is not None and zero.cpu_offload is not None and block.device != ("cpu" if zero.cpu_offload else "none"):
         yield config.problem("zero_optimization.cpu_offload", f"contradicts `{key}`, its name today; keep one")
     if zero.offloads_optimizer and zero.stage == 0:
         named = "zero_optimization.cpu_offload" if zero.cpu_offload else f"{key}.device"
@@ -59,6 +52,30 @@ def _offload(config: NeoXConfig) -> Iterator[str]:
         yield config.problem(
             "zero_optimization.offload_param.device", f"needs zero_optimization.stage 3 and `{key}: {{device: cpu}}`"
         )
+
+
+def _offload_to_files(config: NeoXConfig) -> Iterator[str]:
+    zero = config.deepspeed.zero_optimization
+    for name in ("offload_optimizer", "offload_param"):
+        block: OffloadSettings | None = getattr(zero, name)
+        if block is None:
+            continue
+        for key, info in OffloadSettings.model_fields.items():
+            if status_of(info) == "refused" and getattr(block, key) is not None:
+                yield config.problem(
+                    f"zero_optimization.{name}.{key}",
+                    "is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it",
+                )
+        on_nvme, device = block.device == "nvme", f"zero_optimization.{name}.device"
+        if on_nvme and not block.nvme_path:
+            yield config.problem(device, "needs `nvme_path`, a directory on a local disk of every host")
+        if on_nvme and zero.stage != 3:
+            stage = config.describe_setting("zero_optimization.stage", zero.stage)
+            yield config.problem(device, f"needs zero_optimization.stage 3, not {stage}; or use cpu")
+        if not on_nvme and block.nvme_path is not None:
+            yield config.problem(f"zero_optimization.{name}.nvme_path", "needs `device: nvme` beside it; or remove it")
+        if on_nvme and name == "offload_param" and block.pin_memory:
+            yield config.problem(f"zero_optimization.{name}.pin_memory", "cannot pin what is in files; remove it")
 
 
 def _precision(config: NeoXConfig) -> Iterator[str]:

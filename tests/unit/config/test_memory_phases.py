@@ -115,6 +115,23 @@ def test_offloaded_weights_come_to_a_lone_gpu():
     assert memory_on(plan, here).activations == memory_on(resident, here).activations
 
 
+def test_what_is_in_files_leaves_main_memory():
+    """But for the states of one sub-group, and gradients as they are accumulated."""
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu, "sub_group_size": 100}
+    in_memory, states, everything = (
+        small_plan(2, zero_optimization={**zero, **blocks}, precision="bf16")
+        for blocks in ({}, {"offload_optimizer": nvme}, {"offload_optimizer": nvme, "offload_param": nvme})
+    )
+    count = in_memory.layers.numel // 2
+    assert (in_memory.memory.files, states.memory.files, everything.memory.files) == (0, 16 * count, 18 * count)
+    assert in_memory.memory.host == (16 + 4 + 2) * count
+    assert states.memory.host == (4 + 2) * count + 16 * 100
+    assert everything.memory.host == 4 * count + 16 * 100
+    assert in_memory.memory.total == everything.memory.total
+    assert everything.deepspeed["zero_optimization"]["offload_param"]["device"] == "cpu", "files are ours"
+
+
 def test_overlapped_reductions_have_two_buffers():
     keys = {"fp16": {"enabled": True}}
     plain, overlapped = (

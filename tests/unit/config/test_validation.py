@@ -23,6 +23,7 @@ def test_the_fixture_resolves(tiny):
     resolve(NeoXConfig.from_flat(tiny), 1, 100)
 
 
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 # (keys to change, words every one of which must be in one message)
 VIOLATIONS = [
     ({"hidden_size": 66}, ("`hidden_size: 66`", "num_attention_heads: 4", "64 or 68")),
@@ -104,7 +105,11 @@ VIOLATIONS = [
     ),
     ({"zero_optimization": {"stage": 0, "cpu_offload": True}}, ("zero_optimization.cpu_offload", "stage 1, 2 or 3")),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer.device", "stage: 0")),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, ("device: nvme", "use cpu")),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": NVME}}, ("device: nvme", "stage 3", "use cpu")),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("device: nvme", "`nvme_path`")),
+    ({"zero_optimization": {"offload_optimizer": {"fast_init": True}}}, ("offload_optimizer.fast_init", "remove it")),
+    ({"zero_optimization": {"offload_param": {**NVME, "pin_memory": True}}}, ("offload_param.pin_memory", "files")),
+    ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": NVME}}, ("cpu_offload: true", "keep one")),
     (
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
         ("cpu_offload: true", "keep one"),
@@ -115,7 +120,7 @@ VIOLATIONS = [
     ),
     (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/nvme"}}},
-        ("offload_param.nvme_path: /nvme", "NVMe"),
+        ("offload_param.nvme_path: /nvme", "device: nvme"),
     ),
     (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},

@@ -14,10 +14,20 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
+from neox.launch.remote import path_state
 from neox.preflight import checks
-from neox.preflight.checks import checkpoint_problems, finetune_notes, login_problems, missing_packages, task_problems
+from neox.preflight.checks import (
+    checkpoint_problems,
+    finetune_notes,
+    login_problems,
+    missing_packages,
+    nvme_paths,
+    nvme_problems,
+    task_problems,
+)
 from neox.preflight.data_checks import data_problems, missing_data
 from neox.tokenizer import build_tokenizer
+from tests.plans import small_plan
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
 
@@ -142,6 +152,21 @@ def test_a_login_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / ".netrc").write_text("machine wandb.example.org login user password x\n")
     assert login_problems(asks, home) == []
     assert len(login_problems(config(use_wandb=True), home)) == 1
+
+
+def test_a_disk_for_offload_needs_room(tmp_path: Path) -> None:
+    """Every rank of a host takes its part; the directory may be missing, but not be a file."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "missing" / "nvme")}
+    plan = small_plan(4, zero_optimization={"stage": 3, "offload_optimizer": nvme, "offload_param": nvme})
+    (path,) = nvme_paths(plan.config)
+    assert nvme_problems(plan, range(4), "worker", {path: path_state(Path(path))}) == []
+    needed = 4 * plan.memory.files
+    assert nvme_problems(plan, range(4), "worker", {path: {"writable": True, "free": needed}}) == []
+    (problem,) = nvme_problems(plan, range(4), "worker", {path: {"writable": True, "free": needed - 1}})
+    assert "worker: 4 ranks" in problem
+    (tmp_path / "missing").write_text("")
+    (problem,) = nvme_problems(plan, range(4), "worker", {path: path_state(Path(path))})
+    assert path in problem
 
 
 def test_the_quickstart_is_named_for_what_it_makes() -> None:
