@@ -21,6 +21,13 @@ def test_losses_follow_the_plain_loop(precision: str, zero: int):
     checks.losses_follow_the_plain_loop(precision, zero)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_losses_follow_the_plain_loop(tmp_path, device: str):
+    where = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    zero = {"stage": 3, "offload_optimizer": where, "offload_param": where}
+    checks.losses_follow_the_plain_loop("bf16", 3, zero_optimization=zero)
+
+
 def test_recomputation_repeats_dropout():
     checks.recomputation_repeats_dropout()
 
