@@ -21,8 +21,7 @@ from neox.errors import TrainingError, os_errors
 
 # Smaller tensors stay in main memory: a file takes whole pages.
 _SMALLEST_BYTES = 2**16
-# Of `madvise`: read ahead; the process does not need the pages for now (the file keeps their content).
-_WILL_NEED, _DO_NOT_NEED = 3, 4
+_WILL_NEED = 3  # of `madvise`
 
 
 def file_tensor(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
@@ -99,7 +98,6 @@ class SwappedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             copied = file_tensor(self.states_directory, weights.numel(), torch.float32).copy_(weights)
             copied.ds_id = f"{ids[0]}_{ids[-1]}"  # type: ignore[attr-defined]
             self.fp32_partitioned_groups_flat.append(copied.requires_grad_())
-            _advise(copied, _DO_NOT_NEED)
         for group in self.optimizer.param_groups:
             group["params"] = []  # `_optimizer_step` sets them
 
@@ -118,16 +116,9 @@ class SwappedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             return
         for weights in self.fp32_partitioned_groups_flat[sub_group_id + 1 : sub_group_id + 2]:
             for tensor in self._in_files(weights):
-                _advise(tensor, _WILL_NEED)
+                _read_ahead(tensor)
         super()._optimizer_step(sub_group_id)
         self.keep_states(self.fp32_partitioned_groups_flat[sub_group_id])
-
-    def _release_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
-        """Let the kernel take the pages of a sub-group, which has been updated."""
-        super()._release_sub_group(sub_group_id, timer_names)
-        if self.states_directory is not None:
-            for tensor in self._in_files(self.fp32_partitioned_groups_flat[sub_group_id]):
-                _advise(tensor, _DO_NOT_NEED)
 
     def keep_states(self, weights: Tensor) -> None:
         """Move the states of a sub-group to files, if the states belong there; the optimizer has just made them."""
@@ -143,6 +134,9 @@ class SwappedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return [tensor for tensor in tensors if tensor is not None and is_in_file(tensor)]
 
 
-def _advise(tensor: Tensor, advice: int) -> None:
-    """Tell the kernel how the pages of a tensor in a file will be used; what it makes of that changes no result."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), advice)
+def _read_ahead(tensor: Tensor) -> None:
+    """Let the kernel read a tensor's file meanwhile, as far as it is not in memory.
+
+    It is not told which pages can go: it finds out where it must, and to map all again takes longer than the update.
+    """
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), _WILL_NEED)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neox.engine.swap_files import _DO_NOT_NEED, _advise, file_tensor, is_in_file, move_to_file
+from neox.engine.swap_files import file_tensor, is_in_file, move_to_file
 from neox.errors import TrainingError
 
 
@@ -21,7 +21,6 @@ def test_a_file_keeps_its_tensor_and_has_no_name(tmp_path: Path) -> None:
     assert is_in_file(tensor)
     assert is_in_file(tensor[1:])
     assert not is_in_file(moved), "who had the memory before keeps it"
-    _advise(tensor, _DO_NOT_NEED)
     assert torch.equal(tensor, expected)
     address = tensor.data_ptr()
     move_to_file(tensor, directory)
