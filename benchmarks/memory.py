@@ -1,6 +1,7 @@
 """Measure the memory of a training step under ZeRO 0 to 3, with and without offload, beside the plan's estimate.
 
-    benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16 fp16] [--stages 0 1 2 3] [--out FILE.json]
+    benchmarks/memory.py [--ranks 2] [--precisions fp32 bf16 fp16] [--stages 0 1 2 3] [--optimizers Adam Lion ...]
+                         [--out FILE.json]
 
 On a GPU measured is `torch.cuda.max_memory_allocated()` of a step, and the plan's estimate of the device is compared.
 On CPU ranks host memory stands for both: measured is the peak of the storages of all tensors that operations have made
@@ -14,18 +15,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.held_storages import HeldStorages
 from neox.config import Device, NeoXConfig, RunPlan, gpu_device, host_device, resolve
 from neox.config.fit import memory_on, needed_bytes
+from neox.config.sections.optimizer_table import OPTIMIZERS, find_optimizer
 from tests.distributed.spawn import run_ranks
 from train import describe
 
@@ -39,7 +40,10 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def plan_of(ranks: int, precision: str, zero: dict[str, Any]) -> RunPlan:
+PARAMS = {"SGD": {"momentum": 0.9}}  # without momentum it keeps nothing
+
+
+def plan_of(ranks: int, precision: str, zero: dict[str, Any], optimizer: str = "Adam") -> RunPlan:
     """A network of 10 million parameters with small buckets, so that its states are most of its memory."""
     buckets = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} if zero["stage"] else {}
     if zero["stage"] == 3:
@@ -61,6 +65,7 @@ def plan_of(ranks: int, precision: str, zero: dict[str, Any]) -> RunPlan:
         "precision": precision,
         **({"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}),  # a step that overflows is skipped
         "train_iters": 10,
+        "optimizer": {"type": optimizer, "params": PARAMS.get(optimizer, {})},
         "zero_optimization": {**zero, **buckets},
     }
     return resolve(NeoXConfig.from_flat(flat), ranks, VOCAB)
@@ -107,55 +112,36 @@ def _step_peak(plan: RunPlan) -> int:
     return held.peak
 
 
-class HeldStorages(TorchDispatchMode):
-    """Bytes of the storages that operations have made and something still refers to, and the most so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = self.peak = 0
-        self._held: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                self._hold(tensor.untyped_storage())
-        self.peak = max(self.peak, self.total)
-        return made
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._held:
-            self._held[id(storage)] = storage.nbytes()
-            self.total += storage.nbytes()
-            weakref.finalize(storage, self._release, id(storage))
-
-    def _release(self, key: int) -> None:
-        self.total -= self._held.pop(key)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["Adam"], help="stages that one cannot work under are left out"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    cases = [case for case in CASES if case["stage"] in arguments.stages]
-    for precision in arguments.precisions:
-        plans = [plan_of(arguments.ranks, precision, case) for case in cases]
+    for precision, optimizer in product(arguments.precisions, arguments.optimizers):
+        kind = OPTIMIZERS[find_optimizer(optimizer) or ""]
+        divisible = kind.elementwise or kind.gathers
+        cases = [case for case in CASES if case["stage"] in arguments.stages and (divisible or not case["stage"])]
+        plans = [plan_of(arguments.ranks, precision, case, optimizer) for case in cases]
         measured = run_ranks(arguments.ranks, step_peaks, plans, timeout=3600)
         for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
             device = device_of(plan)
             memory, peak = memory_on(plan, device), max(rank[number] for rank in measured)
             planned, compared = asdict(memory), needed_bytes(memory, device)
             offload = "+".join(key.removeprefix("offload_") for key in case if key.startswith("offload"))
-            rows.append({"precision": precision, "stage": case["stage"], "offload": offload or "none"})
+            rows.append(
+                {"optimizer": optimizer, "precision": precision, "stage": case["stage"], "offload": offload or "none"}
+            )
             rows[-1] |= {**planned, "planned": compared, "measured": peak, "ratio": compared / peak}
             print("  ".join(f"{k} {_shown(v)}" for k, v in rows[-1].items()), flush=True)
     if arguments.out:
-        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        result = {**describe(kind), "ranks": arguments.ranks, "rows": rows}
+        device_kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        result = {**describe(device_kind), "ranks": arguments.ranks, "rows": rows}
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ from neox.architecture import LayerEntry, LayerPlan
 from neox.config.memory_activations import activation_bytes
 from neox.config.memory_setting import MemorySetting
 from neox.config.plan import MemoryPlan
-from neox.config.sections.optimizer_table import State
+from neox.config.sections.optimizer_table import PIECE, State
 from neox.config.stages import held_parameters
 
 # Elements that DeepSpeed's engine reduces at once where ZeRO does not reduce.
@@ -127,18 +127,24 @@ def reduction_bytes(parameters: int, setting: MemorySetting) -> int:
 
 
 def step_bytes(parameters: int, setting: MemorySetting) -> int:
-    """Return bytes that the update needs beside the states: the gradients again, in fp32; activations are gone then."""
+    """Return bytes that the update needs beside the states: the gradients again, in fp32, and temporary tensors.
+
+    Activations are gone then.
+    """
     mine, size = parameters // setting.dp_size, setting.bytes_per_number
     if setting.offload:
         return 4 * mine if setting.fp32_gradients and setting.zero == 1 and setting.buckets == 1 else 0
-    if _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
-        return 0
-    if setting.zero == 0:
-        return 4 * parameters
+    updated = mine if divides_states(setting) else parameters
     if setting.zero == 3:
-        return 4 * min(mine, setting.sub_group)
+        updated = min(updated, setting.sub_group)
+    temporary = 4 * setting.temporaries * min(updated, PIECE)
+    if _in_bf16_optimizer(setting) or (setting.precision == "fp32" and setting.zero == 0):
+        return temporary
+    if setting.zero in (0, 3):
+        return 4 * updated + temporary
     # ZeRO 1 and 2 join this rank's part, and convert it. ZeRO 1 releases the other ranks' parts first.
-    joined = 4 * mine if setting.fp32_gradients or size == 4 else (size + 4) * mine
+    converted = 0 if setting.fp32_gradients or size == 4 else size * mine
+    joined = 4 * mine + max(converted, temporary)
     return joined if setting.zero == 2 else max(0, joined - size * (parameters - mine))
 
 

@@ -52,6 +52,7 @@ class MemorySetting:
         states_in_files: Whether what would be in host memory of optimizer states is in files.
         weights_in_files: Likewise of weights.
         states: What the optimizer keeps for each parameter.
+        temporaries: Tensors of up to `PIECE` elements that it makes in a step.
         kept: Part of a layer's activations that is kept, beside its input.
         copies_weights: Whether a background save copies weights on this rank, the first of its data ranks.
         copies_states: Whether it copies the optimizer's states.
@@ -82,6 +83,7 @@ class MemorySetting:
     offload: int
     states_in_files: bool = False
     weights_in_files: bool = False
+    temporaries: int = 0
     on_cpu: bool = False
     recomputed: RecomputedPart = "full"
     keeping: tuple[int, ...] = ()
@@ -129,6 +131,7 @@ def memory_setting(
         hidden_dropout=training.hidden_dropout > 0,
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
         states=config.optimizer.optimizer.states,
+        temporaries=config.optimizer.optimizer.kind.temporaries,
         recomputed=training.part_to_recompute,
         keeping=training.no_recompute_layers or (),
         divided_inputs=training.partition_activations,

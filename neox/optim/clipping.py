@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neox.config.sections.optimizer_table import PIECE
+
 
 @dataclass(frozen=True)
 class NormScope:
@@ -26,11 +28,7 @@ class NormScope:
     counts: Callable[[Tensor], bool]
 
 
-# Elements of parameters that are updated together, where a step needs temporary tensors of their size.
-_PIECE = 2**24
-
-
-def pieces(*tensors: list[Tensor], largest: int = _PIECE) -> Iterator[list[list[Tensor]]]:
+def pieces(*tensors: list[Tensor], largest: int = PIECE) -> Iterator[list[list[Tensor]]]:
     """Cut lists of tensors into flat parts, so that temporary tensors of their size stay small.
 
     Args:

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, SCALES, VALUES, State
+from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, PIECE, SCALES, VALUES, State
 from neox.errors import ConfigError, install_command
 from neox.optim.clipping import ClippedOptimizer, NormScope
-
-# Elements that are updated together: on a CPU bitsandbytes makes fp32 copies of them.
-_PIECE = 2**24
 
 
 class _EightBits(ClippedOptimizer):
@@ -69,8 +66,8 @@ class _EightBits(ClippedOptimizer):
                 state["step"] += 1
             steps = int(state.get("step", 1))
             flat, slopes = p.view(-1), gradient.view(-1)
-            for start in range(0, flat.numel(), _PIECE):
-                self._update_piece(group, flat, slopes, slice(start, start + _PIECE), state, steps)
+            for start in range(0, flat.numel(), PIECE):  # on a CPU bitsandbytes makes fp32 copies
+                self._update_piece(group, flat, slopes, slice(start, start + PIECE), state, steps)
 
     def _update_piece(
         self,
@@ -116,9 +113,9 @@ class _EightBits(ClippedOptimizer):
         values = self._values[state.signed].to(numbers.device)
         flat, codes = numbers.view(-1), torch.empty_like(numbers, dtype=torch.uint8)
         scales = [flat.new_empty(0)]
-        for start in range(0, flat.numel(), _PIECE):
-            piece, found = _nearest_codes(flat[start : start + _PIECE], values)
-            codes.view(-1)[start : start + _PIECE] = piece
+        for start in range(0, flat.numel(), PIECE):
+            piece, found = _nearest_codes(flat[start : start + PIECE], values)
+            codes.view(-1)[start : start + PIECE] = piece
             scales.append(found)
         return {state.name: codes, state.name + SCALES: torch.cat(scales), state.name + VALUES: values}
 

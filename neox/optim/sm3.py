@@ -41,13 +41,12 @@ class SM3(ClippedOptimizer):
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update a group's parameters."""
-        steps = [self._direction(p, gradient, group) for p, gradient in zip(parameters, gradients, strict=True)]
-        if group["momentum"]:
-            momentum = self.states(parameters, "momentum_buffer")
-            torch._foreach_mul_(momentum, group["momentum"])
-            torch._foreach_add_(momentum, steps, alpha=1.0 - group["momentum"])
-            steps = momentum
-        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+        for p, gradient in zip(parameters, gradients, strict=True):  # whose steps need not be held together
+            step = self._direction(p, gradient, group)
+            if group["momentum"]:
+                (average,) = self.states([p], "momentum_buffer")
+                step = average.mul_(group["momentum"]).add_(step, alpha=1.0 - group["momentum"])
+            p.add_(step, alpha=-group["lr"])
 
     def _direction(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         """Return the gradient over the root of its sums of squares, after adding its squares to the accumulators."""
@@ -62,7 +61,7 @@ class SM3(ClippedOptimizer):
             others = [i for i in range(bound.dim()) if i != axis]
             largest = bound.amax(others, keepdim=True) if others else bound
             accumulator.copy_(torch.maximum(accumulator, largest) if beta else largest)
-        return gradient * (bound + group["eps"]).rsqrt_()
+        return bound.add_(group["eps"]).rsqrt_().mul_(gradient)
 
     def _accumulators(self, parameter: Tensor) -> list[Tensor]:
         """Return one accumulator for each axis, which has one element for each index along it."""

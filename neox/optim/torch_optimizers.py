@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,12 @@ _adafactor_step = without_dynamo(torch.optim.Adafactor.step)
 class SGD(ClippedOptimizer, torch.optim.SGD):
     """torch's stochastic gradient descent, which adds weight decay to the gradient.
 
-    Arguments are those of `ClippedOptimizer` and of `torch.optim.SGD`.
+    Arguments are those of `ClippedOptimizer` and of `torch.optim.SGD`. Parameters are updated one by one: torch's other
+    way, its choice on a GPU, adds the weight decay to a copy of all gradients.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, foreach=False, **options)
 
     def update(self, divisor: Tensor | None) -> None:
         """Update all parameters."""

@@ -31,6 +31,8 @@ WITHOUT_SAVED_OPTIMIZER = (
 """What to do about an optimizer state that cannot be loaded, for messages."""
 
 
+PIECE = 2**24
+"""Elements of parameters that are updated together, where a step needs temporary tensors of their size."""
 BLOCK = 256
 """Elements of a state of 8 bits that share a scale."""
 SCALES, VALUES = "_scales", "_values"
@@ -100,6 +102,7 @@ class OptimizerKind:
         gathers: Whether it gathers parameters that are divided over data ranks.
         hidden_apart: Whether hidden parameters are updated in another way than all others.
         package: Optional package that it needs; "" for none.
+        temporaries: Tensors of `PIECE` elements that it makes in a step.
     """
 
     names: tuple[str, ...]
@@ -112,6 +115,7 @@ class OptimizerKind:
     gathers: bool = False
     hidden_apart: bool = False
     package: str = ""
+    temporaries: int = 0
 
     def states_with(self, params: OptimizerParams) -> tuple[State, ...]:
         """Return the tensors that it keeps with these numbers."""
@@ -136,6 +140,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             params=LionParams,
             states=(State("exp_avg"),),
             host_names=("CPULion", "DeepSpeedCPULion"),
+            temporaries=1,
         ),
         "sgd": OptimizerKind(
             names=("SGD",),
@@ -149,6 +154,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             states=(State("s"), State("grad_sum_sq"), State("x0")),
             counts_steps=True,
             gradient_degree=1 / 3,
+            temporaries=2,
         ),
         "sm3": OptimizerKind(
             names=("SM3",),

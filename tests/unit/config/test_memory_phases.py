@@ -10,6 +10,7 @@ from neox.config.fit import host_device, memory_on
 from neox.config.memory import reduction_bytes, stage_memory, state_bytes, step_bytes
 from neox.config.memory_activations import _CPU_LOSS_CHUNK, _LOSS_CHUNK
 from neox.config.memory_setting import memory_setting
+from neox.config.sections.optimizer_table import PIECE
 from neox.model.cross_entropy import CHUNK_ELEMENTS
 from tests.plans import SIZES, plan_of, small_plan
 
@@ -68,6 +69,17 @@ def test_the_update_needs_gradients_in_fp32():
     assert step_bytes(1000, setting_of(plan, zero=0)) == 4000
     assert step_bytes(1000, setting_of(plan, zero=3, sub_group=100)) == 400
     assert step_bytes(1000, setting_of(plan, precision="bf16", zero=1, fp32_gradients=True)) == 0
+
+
+def test_the_update_needs_the_optimizers_temporary_tensors():
+    """Of what a rank updates at once; two for MADGRAD."""
+    plan = small_plan(2, fp16={"enabled": True}, optimizer={"type": "madgrad_wd"}, zero_optimization={"stage": 1})
+    assert step_bytes(1000, setting_of(plan, precision="fp32", zero=0)) == 8 * 1000
+    assert step_bytes(10**9, setting_of(plan, precision="fp32", zero=0)) == 8 * PIECE
+    assert step_bytes(1000, setting_of(plan, zero=0)) == (4 + 8) * 1000
+    assert step_bytes(1000, setting_of(plan, zero=2)) == (4 + 8) * 500
+    assert step_bytes(1000, setting_of(plan, zero=3, sub_group=100)) == (4 + 8) * 100
+    assert step_bytes(1000, setting_of(plan, precision="bf16", zero=1, fp32_gradients=True)) == 8 * 500
 
 
 def test_the_engines_reduction_joins_gradients_and_converts_them():

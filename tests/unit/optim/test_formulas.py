@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.held_storages import HeldStorages
 from neox.config.sections.optimizer_table import OPTIMIZERS, SCALES, VALUES
 from neox.optim import CLASSES, LRSchedule, NormScope, build_optimizer
 from neox.optim.groups import is_hidden
@@ -213,6 +214,26 @@ def test_states_are_the_tables(name):
         wanted = {s.name: s.shape(tuple(p.shape), hidden=is_hidden(p)) for s in OPTIMIZERS[name].states}
         assert kept == {key: shape for key, shape in wanted.items() if shape is not None}
         assert ("step" in optimizer.state[p]) == OPTIMIZERS[name].counts_steps
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_makes_the_tables_temporary_tensors(name):
+    """As large as all parameters together; beside them only such as one parameter."""
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(20)))
+    for p in model.parameters():
+        mark_hidden(p, True)
+    optimizer = built(model, OPTIMIZERS[name].names[0], **ALL_STATES.get(name, {}))
+    for _ in range(2):  # the first one makes the states
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        here = [[p.data, p.grad, *optimizer.state[p].values()] for p in model.parameters()]
+        with HeldStorages() as held:
+            for tensor in (tensor for tensors in here for tensor in tensors if isinstance(tensor, torch.Tensor)):
+                tensor.add_(0)
+            before = held.total
+            optimizer.step()
+    assert (held.peak - before) / (4 * 20 * 32**2) == pytest.approx(OPTIMIZERS[name].temporaries, abs=0.4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

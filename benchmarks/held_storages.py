@@ -1,0 +1,36 @@
+"""Meter of the memory that tensors hold on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class HeldStorages(TorchDispatchMode):
+    """Bytes of the storages that operations have made and something still refers to, and the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.peak = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._hold(tensor.untyped_storage())
+        self.peak = max(self.peak, self.total)
+        return made
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._held:
+            self._held[id(storage)] = storage.nbytes()
+            self.total += storage.nbytes()
+            weakref.finalize(storage, self._release, id(storage))
+
+    def _release(self, key: int) -> None:
+        self.total -= self._held.pop(key)
