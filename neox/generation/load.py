@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
 from neox.config import RunPlan, resolve
+from neox.errors import CheckpointError
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
 from neox.model import Embedding, SoftPrompt, build_layer
@@ -24,11 +25,20 @@ _log = get_logger(__name__)
 
 
 def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
-    """Return the plan with the checkpoint's padded vocabulary, which depends on the degrees it was trained with."""
+    """Return the plan with the checkpoint's padded vocabulary, which depends on the degrees it was trained with.
+
+    Raises:
+        CheckpointError: If the plan's tensor ranks cannot divide that vocabulary.
+    """
     reader = CheckpointReader(checkpoint)
     rows = reader.vocabulary_rows
     if rows == plan.padded_vocab_size:
         return plan
+    if rows % plan.grid.tp_size:
+        raise CheckpointError(
+            f"{checkpoint}: its vocabulary of {rows} rows cannot be divided over "
+            f"{plan.config.describe_setting('model_parallel_size')}: use a divisor of {rows}, such as 1"
+        )
     config = plan.config.updated({"padded_vocab_size": rows}, source=str(checkpoint))
     return resolve(config, plan.grid.world_size, plan.vocab_size)
 

@@ -1,6 +1,7 @@
 """The runner on golden checkpoints, in one process: logits, scores, cache and no cache, beams."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from neox.checkpoint import CheckpointReader
-from neox.config import load_config, resolve
+from neox.config import Topology, load_config, resolve
 from neox.errors import CheckpointError
 from neox.generation.completion import generate
-from neox.generation.load import load_model
+from neox.generation.load import load_model, plan_for_checkpoint
 from neox.generation.request import SamplingParams
 from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
@@ -47,6 +48,12 @@ def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(
     expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     assert torch.allclose(scores, expected, atol=1e-5, rtol=0)
     assert torch.equal(top, logits[:, :-1].argmax(-1) == tokens[:, 1:])
+
+
+def test_a_vocabulary_that_the_tensor_ranks_cannot_divide_is_refused():
+    plan = replace(golden_plan(RUNS[0]), padded_vocab_size=1026, grid=Topology(tp_size=3))
+    with pytest.raises(CheckpointError, match=r"1024 rows .*model_parallel_size"):
+        plan_for_checkpoint(plan, GOLDEN / RUNS[0] / "global_step30")
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"num_beams": 3}])
