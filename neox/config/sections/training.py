@@ -33,7 +33,7 @@ class LoraSettings(Section):
 class TrainingConfig(Section):
     """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
-    train_iters: int | None = Field(None, ge=0)
+    train_iters: int | None = Field(None, ge=0, le=10**9)
     """Training iterations (optimizer steps). Required to train, unless num_train_epochs is given."""
 
     num_train_epochs: float | None = Field(None, gt=0)
@@ -49,7 +49,7 @@ class TrainingConfig(Section):
     exit_interval: int | None = Field(None, ge=1)
     """Save and end after an iteration that is a multiple of this."""
 
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**32)
     """Seed of initial weights, dropout and the order of data."""
 
     attention_dropout: float = Field(0.1, ge=0, lt=1)

@@ -136,6 +136,8 @@ VIOLATIONS = [
     ({"warmup": 0.6, "lr_schedule_version": "v2.0"}, ("warmup: 0.6", "at most 0.5")),
     ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, ("checkpoint_factor: 1", "above 1")),
     ({"checkpoint_scale": "log"}, ("needs checkpoint_factor",)),
+    ({"train_iters": 10**20}, ("train_iters: 100000000000000000000", "1000000000")),
+    ({"seed": 2**32}, ("seed: 4294967296", "less than")),
     ({"checkpoint_factor": 1, "train_iters": 10**9}, ("1,000,000,000 checkpoints", "checkpoint_factor: 1")),
     ({"serve_model_weights": True}, ("serve_model_weights", "tools/serve.py")),
     ({"extra_save_iters": [3, -1]}, ("extra_save_iters", "-1")),
