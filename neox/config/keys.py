@@ -170,7 +170,9 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("dim", "n_embd", "d_model"), "`hidden_size`"),
         **dict.fromkeys(("max_seq_len", "seq_len", "max_seq_length", "encoder_seq_length"), "`seq_length`"),
         **dict.fromkeys(("learning_rate", "max_lr"), "`optimizer.params.lr`"),
-        **dict.fromkeys(("adam_beta1", "adam_beta2"), "`optimizer.params.betas: [BETA1, BETA2]`"),
+        **dict.fromkeys(
+            ("beta1", "beta2", "betas", "adam_beta1", "adam_beta2"), "`optimizer.params.betas: [BETA1, BETA2]`"
+        ),
         **dict.fromkeys(("adam_eps", "adam_epsilon"), "`optimizer.params.eps`"),
         **dict.fromkeys(("max_grad_norm", "grad_clip", "max_norm"), "`gradient_clipping`"),
         **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_decay"), "`lr_decay_style`"),
@@ -196,6 +198,14 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("report_to",), "`use_wandb: true` or `tensorboard_dir`"),
         **dict.fromkeys(("untie_embeddings_and_output_weights",), "`no_weight_tying: true`"),
         **dict.fromkeys(("position_embedding_type",), "`pos_emb`"),
+        **dict.fromkeys(("rope_theta", "rotary_base"), "`rotary_emb_base`"),
+        **dict.fromkeys(("hidden_act", "activation_function"), "`activation`"),
+        **dict.fromkeys(("vocab_size",), "nothing: the tokenizer has it (`vocab_file`)"),
+        **dict.fromkeys(
+            ("Global", "Engine", "Model", "Distributed", "Optimizer", "Data", "parallel"),
+            "its keys at the top of the file, without a block around them",
+        ),
+        "<<": "several files given together, which are merged",
         **dict.fromkeys(("normalization",), "`norm`"),
         **dict.fromkeys(("compile", "torch_compile"), "`compile_layers: true`"),
         **dict.fromkeys(

@@ -150,9 +150,20 @@ def test_keys_of_other_systems_are_answered_with_ours(tmp_path):
         named = re.match(r"`(\w+)", answer)
         assert named is None or named[1] in known, (key, answer)
     message = problems(
-        [write(tmp_path / "a.yml", "pipeline_model_parallel_size: 2\nlr_warmup_fraction: 0.1\nuse_rdma: true\n")]
+        [
+            write(
+                tmp_path / "a.yml",
+                "pipeline_model_parallel_size: 2\nlr_warmup_fraction: 0.1\nuse_rdma: true\nGlobal: {}\n<<: {}\n",
+            )
+        ]
     )
-    for expected in ("here it is `pipe_parallel_size`", "here it is `warmup`", "NCCL_IB_DISABLE"):
+    for expected in (
+        "here it is `pipe_parallel_size`",
+        "`warmup`",
+        "NCCL_IB_DISABLE",
+        "top of the file",
+        "several files",
+    ):
         assert expected in message
 
 
