@@ -31,8 +31,9 @@ class OptimizerSettings(Section):
     type: str = Field("Adam", json_schema_extra={"enum": list(dict.fromkeys(_NAMES))})
     """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
     `FusedAdam`, `HybridAdam`), `Lion`, `SGD`, `madgrad_wd`, `SM3`, `Adafactor` and `Muon`. The last three need whole
-    parameters: model_parallel_size 1, and for SM3 and Adafactor ZeRO 0. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are
-    Adam with offload_optimizer. `Adam8bit` and `Lion8bit` keep states of 8 bits and need bitsandbytes."""
+    parameters: model_parallel_size 1, and for SM3 and Adafactor ZeRO 0. Muon is refused with `lora` and
+    `soft_prompt_tuning`, which freeze its matrices. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
+    offload_optimizer. `Adam8bit` and `Lion8bit` keep states of 8 bits and need bitsandbytes."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
     """Numbers of the optimizer; which there are depends on its type."""

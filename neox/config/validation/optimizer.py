@@ -24,6 +24,7 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[str]:
     yield from _numbers(config)
     yield from _offload(config)
     yield from _whole_parameters(config)
+    yield from _hidden_matrices(config)
     yield from _mup(config)
 
 
@@ -97,6 +98,18 @@ def _whole_parameters(config: NeoXConfig) -> Iterator[str]:
                 f"does not work with {config.describe_setting(key)}: its step depends on the shape of whole "
                 f"parameters, and {why}, or another optimizer, such as Adam or Lion",
             )
+
+
+def _hidden_matrices(config: NeoXConfig) -> Iterator[str]:
+    """An optimizer for blocks' matrices has nothing to do where they are frozen."""
+    if not config.optimizer.optimizer.kind.hidden_apart:
+        return
+    prompt = config.model.soft_prompt_tuning
+    frozen = {"lora": config.training.lora is not None, "soft_prompt_tuning": prompt is not None and prompt.enabled}
+    for key in (key for key, freezes in frozen.items() if freezes):
+        yield config.problem(
+            "optimizer.type", f"updates matrices of blocks, all of which `{key}` freezes; use Adam, which has the rest"
+        )
 
 
 def _mup(config: NeoXConfig) -> Iterator[str]:

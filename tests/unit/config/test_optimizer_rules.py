@@ -27,6 +27,14 @@ REFUSALS = [
         {"optimizer": {"type": "SM3"}, "zero_optimization": {"stage": 1}},
         ("optimizer.type: SM3", "zero_optimization.stage: 1", "stage 0", "Adam or Lion"),
     ),
+    (
+        {"optimizer": {"type": "Muon"}, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}},
+        ("type: Muon", "`lora` freezes", "use Adam"),
+    ),
+    (
+        {"optimizer": {"type": "Muon"}, "soft_prompt_tuning": {"enabled": True, "num_tokens": 3}},
+        ("type: Muon", "`soft_prompt_tuning` freezes"),
+    ),
     ({"optimizer": {"type": "muon"}, "model_parallel_size": 2}, ("type: muon", "model_parallel_size: 2")),
     (
         {"optimizer": {"type": "Adafactor"}, "precision": "bf16", "pipe_parallel_size": 2},
