@@ -33,7 +33,7 @@ from neox.data.sidecar import check_labels
 from neox.data.split import split_dataset, split_lines
 from neox.data.stats import DatasetStats, count_sources, dataset_stats
 from neox.data.verify import verify_dataset
-from neox.errors import DataError, run_script
+from neox.errors import DataError, os_errors, run_script
 from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
@@ -255,7 +255,8 @@ def verify(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Concatenate datasets, and their sidecars if all have one."""
-    merge_datasets(args.prefixes, args.output_prefix)
+    with os_errors(DataError, f"{args.output_prefix} cannot be written"):
+        merge_datasets(args.prefixes, args.output_prefix)
     stats = dataset_stats(args.output_prefix)
     print(f"{args.output_prefix}: {stats.documents:,} documents, {stats.tokens:,} tokens")
     return 0
@@ -263,12 +264,13 @@ def merge(args: argparse.Namespace) -> int:
 
 def split(args: argparse.Namespace) -> int:
     """Split one dataset, or files of documents."""
-    if any(idx_path(name).exists() for name in args.inputs):
-        if len(args.inputs) > 1:
-            raise DataError("only one dataset can be split at a time; merge several first")
-        counts = split_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
-    else:
-        counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
+    with os_errors(DataError, f"{args.output_prefix} cannot be written"):
+        if any(idx_path(name).exists() for name in args.inputs):
+            if len(args.inputs) > 1:
+                raise DataError("only one dataset can be split at a time; merge several first")
+            counts = split_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
+        else:
+            counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
     for name, documents in counts.items():
         print(f"{args.output_prefix}_{name}: {documents:,} documents")
     return 0

@@ -179,6 +179,14 @@ def test_documents_are_divided_before_tokenizing(tool, tmp_path):
     assert not list(tmp_path.glob("y_*"))
 
 
+def test_an_output_that_cannot_be_written_is_said(tool, tmp_path):
+    (tmp_path / "file").write_text("x")
+    out = tmp_path / "file" / "out"
+    for command in (["split", GOLDEN / "small.jsonl.zst"], ["split", DATA], ["merge", DATA]):
+        with pytest.raises(DataError, match="cannot be written"):
+            tool(*command, "--output-prefix", out)
+
+
 def test_count_names_sources(tool, tmp_path):
     documents = [Document("ab", {"pile_set_name": "Books"}), Document("é"), Document("c", {"pile_set_name": "Books"})]
     write_documents(tmp_path / "x.jsonl.zst", documents)
