@@ -11,4 +11,4 @@ from neox.errors import run_script
 from neox.preflight import main
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, unload=False)

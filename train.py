@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from typing import NoReturn
 
 from neox.arguments import ScriptParser
 from neox.config import decode_payload
@@ -14,7 +12,7 @@ from neox.errors import run_script
 from neox.log import setup_logging
 
 
-def main() -> NoReturn:
+def main() -> int:
     """Read the plan that deepy.py made, and train."""
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--payload", help="the plan, as deepy.py encodes it")
@@ -26,12 +24,8 @@ def main() -> NoReturn:
     plan = decode_payload(arguments.payload)
     from neox.train import pretrain  # seconds of imports, after the plan is known to be sound
 
-    code = pretrain(plan)
-    # All is saved and closed; the interpreter would spend a second or more on unloading torch and DeepSpeed.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return pretrain(plan)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, unload=False)  # all is saved and closed

@@ -64,7 +64,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (run, lines) in enumerate(found.items()):

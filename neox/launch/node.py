@@ -310,4 +310,4 @@ def _node_rank(text: str) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, unload=False)
