@@ -124,8 +124,10 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
     return TokenizerSource(build_tokenizer(kind, given, merges), kind, given, merges)
 
 
-def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -> None:
+def write_tokenizer(source: TokenizerSource, output: Path, family: Family, *, max_length: int) -> None:
     """Write the tokenizer's files as `transformers.AutoTokenizer` reads them; warn if its type has no such form.
+
+    A warning also says where `AutoTokenizer` of transformers 5 would give other ids.
 
     Raises:
         ConversionError: If a file cannot be read or written.
@@ -148,6 +150,16 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
         return
     if source.type == "HFTokenizer":
         _copy(source.vocab_file, output / TOKENIZER_FILE)
+        wanted = family.tokenizer_pattern
+        if wanted and {"Regex": wanted} not in _patterns(read_json(output / TOKENIZER_FILE).get("pre_tokenizer")):
+            _log.warning(
+                "%s splits texts in another way than %s: AutoTokenizer of transformers 5 builds %s's tokenizer for "
+                "model_type %s and gives other ids; load the export's with PreTrainedTokenizerFast.from_pretrained",
+                source.vocab_file,
+                family.title,
+                family.title,
+                family.model_type,
+            )
     else:
         assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
         _copy(source.vocab_file, output / "vocab.json")
@@ -169,6 +181,12 @@ def write_tokenizer(source: TokenizerSource, output: Path, *, max_length: int) -
     }
     write_json(output / TOKENIZER_CONFIG, config)
     write_json(output / "special_tokens_map.json", special)
+
+
+def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[Any]:
+    """Return the patterns that a `tokenizer.json` splits texts by."""
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    return [step.get("pattern") for step in steps]
 
 
 def copy_companions(source: Path, output: Path) -> None:

@@ -98,7 +98,7 @@ def to_hf(
             generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
             write_json(partial / "generation_config.json", generation)
         if source is not None:
-            write_tokenizer(source, partial, max_length=plan.architecture.max_positions)
+            write_tokenizer(source, partial, family, max_length=plan.architecture.max_positions)
         if verify or (verify is None and layers.numel <= VERIFY_UP_TO_PARAMETERS):
             check = _verify(reader, config, layers, partial, source, rows, verify_text, export)
         card = model_card(

@@ -132,6 +132,8 @@ class Family:
         key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
         transformers: Lowest version of transformers that reads exports.
+        tokenizer_pattern: Pattern by which `AutoTokenizer` of transformers 5 splits texts for this `model_type`,
+            whatever the exported tokenizer does; None where it follows the export.
     """
 
     model_type: str
@@ -144,6 +146,7 @@ class Family:
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     transformers: str = "4.57"
+    tokenizer_pattern: str | None = None
 
     @property
     def is_encoder(self) -> bool:

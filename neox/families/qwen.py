@@ -7,6 +7,7 @@ normalises the queries and keys of each head. Some blocks may have a sliding win
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +51,17 @@ def _qwen3_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-QWEN2 = llama_like(
-    model_type="qwen2",
-    class_name="Qwen2ForCausalLM",
-    title="Qwen2",
-    fields=_qwen2_fields,
-    entries=_entries,
-    defaults=_DEFAULTS,
+QWEN2 = replace(
+    llama_like(
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        title="Qwen2",
+        fields=_qwen2_fields,
+        entries=_entries,
+        defaults=_DEFAULTS,
+    ),
+    tokenizer_pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 QWEN3 = llama_like(

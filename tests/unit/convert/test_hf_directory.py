@@ -11,6 +11,7 @@ from neox.config import NeoXConfig
 from neox.convert import upload
 from neox.convert.hf_directory import find_tokenizer, write_tokenizer
 from neox.errors import ConversionError
+from neox.families import FAMILIES
 
 
 def test_gpt2_files(tmp_path):
@@ -27,7 +28,7 @@ def test_gpt2_files(tmp_path):
     source = find_tokenizer(config)
     assert source is not None
     (tmp_path / "hf").mkdir()
-    write_tokenizer(source, tmp_path / "hf", max_length=32)
+    write_tokenizer(source, tmp_path / "hf", FAMILIES["gpt_neox"], max_length=32)
     from transformers import AutoTokenizer
 
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt_neox"}')

@@ -14,6 +14,7 @@ from neox.config import NeoXConfig
 from neox.convert.hf_directory import TokenizerSource, find_tokenizer, import_tokenizer, write_tokenizer
 from neox.data.indexed_dataset import best_dtype
 from neox.errors import TokenizerError
+from neox.families import FAMILIES
 from neox.tokenizer import HFTokenizer, build_tokenizer
 from neox.tokenizer.flat import choose_encoder
 
@@ -91,13 +92,36 @@ def test_an_export_keeps_ids_special_tokens_and_the_chat_template(directory, tmp
     assert isinstance(source, TokenizerSource)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
-    write_tokenizer(source, tmp_path / "out", max_length=32)
+    write_tokenizer(source, tmp_path / "out", FAMILIES["llama"], max_length=32)
     loaded = AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     assert loaded.eos_token_id == source.tokenizer.eod
     assert loaded.bos_token_id == source.bos
     assert loaded.apply_chat_template(CHAT, tokenize=False) == "the cat"
     ids = [source.tokenizer.encode(text) for text in TEXTS]
     assert [loaded(text).input_ids for text in TEXTS] == ids == source.tokenizer.encode_batch(TEXTS)
+
+
+@pytest.mark.parametrize("pattern", [FAMILIES["qwen2"].tokenizer_pattern, r"\p{N}{1,3}|\p{L}+|."])
+def test_exports_of_qwen2_warn_of_other_ids_in_transformers_5(pattern, tmp_path, caplog):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    backend = _byte_level(["<|endoftext|>"])
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.train_from_iterator(["12 " * 20, *LINES * 9], trainers.BpeTrainer(vocab_size=300))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(tmp_path / "tokenizer.json")}
+    source = find_tokenizer(NeoXConfig.from_flat(keys))
+    assert isinstance(source, TokenizerSource)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "qwen2"}')
+    write_tokenizer(source, tmp_path / "out", FAMILIES["qwen2"], max_length=32)
+    texts = ["tokens 12 12345", *LINES]
+    ours = [source.tokenizer.encode(text) for text in texts]
+    theirs = [AutoTokenizer.from_pretrained(str(tmp_path / "out"))(text).input_ids for text in texts]
+    assert ("PreTrainedTokenizerFast.from_pretrained" in caplog.text) == (ours != theirs)
+    assert [PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "out"))(text).input_ids for text in texts] == ours
 
 
 def test_many_texts_have_the_ids_of_each_one(directory):

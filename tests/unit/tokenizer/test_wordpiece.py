@@ -10,6 +10,7 @@ import pytest
 from neox.convert.hf_directory import TokenizerSource, write_tokenizer
 from neox.data.masking import MaskingVocabulary
 from neox.errors import DataError, TokenizerError
+from neox.families import FAMILIES
 from neox.tokenizer import build_tokenizer, train_tokenizer
 
 TEXTS = (
@@ -80,7 +81,7 @@ def test_an_export_adds_cls_and_sep(vocabularies: Path, tmp_path: Path, name: st
 
     path = vocabularies / f"{name}.txt"
     ours = build_tokenizer(kind, path)
-    write_tokenizer(TokenizerSource(ours, kind, path, None), tmp_path, max_length=128)
+    write_tokenizer(TokenizerSource(ours, kind, path, None), tmp_path, FAMILIES["bert"], max_length=128)
     read = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     first, second = ours.encode(TEXTS[0]), ours.encode(TEXTS[2])
     cls, sep = ours.token_id("[CLS]"), ours.token_id("[SEP]")
