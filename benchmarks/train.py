@@ -121,6 +121,8 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> Ite
     sides: list[tuple[str, Side]] = []
     for dtype in dtypes:
         for kind in kinds:
+            if kind == "transformers-weights" and dtype != "bf16":
+                continue  # the same as their other side
             shape = planned(shape, args, dtype, device) if kind == "neox" else shape
             shape, side = fits(shape, lambda s, k=kind, d=dtype: SIDES[k](s, args, d, device), device)
             sides.append((dtype, side))

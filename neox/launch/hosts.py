@@ -75,7 +75,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"hostfile {path} does not exist: write one `host slots=N` line for each host") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"hostfile {path} cannot be read: {error}") from None
     hosts: dict[str, tuple[Host, int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):

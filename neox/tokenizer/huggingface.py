@@ -270,7 +270,7 @@ def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
     Raises:
         TokenizerError: If the configuration cannot be read.
     """
-    path = vocab_file.with_name(TOKENIZER_CONFIG)
+    path = vocab_file.parent / TOKENIZER_CONFIG
     if vocab_file.name != TOKENIZER_FILE or not path.is_file():
         return {}
     try:

@@ -75,6 +75,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path / "binary")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hostfile("a\0b")
 
 
 def test_host_names() -> None:
