@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +64,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a dry run probes no host
+
     try:
         return version(name)
     except PackageNotFoundError:
