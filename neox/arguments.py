@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ class _Store(argparse._StoreAction):
 class ScriptParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with `--version`, descriptions as they are written, and completion.
 
-    A flag that takes several values (`nargs="+"`) may be given several times.
+    A flag that takes several values (`nargs="+"`) may be given several times. Words of a flag may be joined by `-` or
+    by `_`.
 
     A script with the mark `PYTHON_ARGCOMPLETE_OK` in its first lines is completed by shells in which argcomplete is
     active (`eval "$(register-python-argcomplete deepy.py)"`, or `activate-global-python-argcomplete`).
@@ -54,7 +56,8 @@ class ScriptParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does; where a shell asks for completions, answer and exit."""
         self._complete()
-        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
+        words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
         return found
 
     def parse_known_intermixed_args(  # type: ignore[override]
@@ -64,6 +67,14 @@ class ScriptParser(argparse.ArgumentParser):
         self._complete()
         found: tuple[argparse.Namespace, list[str]] = super().parse_known_intermixed_args(args, namespace)
         return found
+
+    def _known_spelling(self, word: str) -> str:
+        """Return a flag, perhaps with `=VALUE`, with the `-` or `_` that the parser has between its words."""
+        flag, equals, value = word.partition("=")
+        for other in ("--" + flag[2:].replace("_", "-"), "--" + flag[2:].replace("-", "_")):
+            if flag[:2] == "--" and flag not in self._option_string_actions and other in self._option_string_actions:
+                return other + equals + value
+        return word
 
     def _complete(self) -> None:
         if "_ARGCOMPLETE" in os.environ and not self._asked:

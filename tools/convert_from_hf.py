@@ -22,8 +22,8 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", "--input-dir", required=True, help="a directory with config.json and safetensors or bin files")
-    add("--output_dir", "--output-dir", required=True, help="a checkpoint directory; global_step0 is written into it")
+    add("--input_dir", required=True, help="a directory with config.json and safetensors or bin files")
+    add("--output_dir", required=True, help="a checkpoint directory; global_step0 is written into it")
     add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(

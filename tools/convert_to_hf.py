@@ -23,9 +23,9 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", "--input-dir", required=True, help="a global_stepN directory, or one that holds some")
-    add("--config_file", "--config-file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
-    add("--output_dir", "--output-dir", required=True, help="a directory that does not exist yet, or an empty one")
+    add("--input_dir", required=True, help="a global_stepN directory, or one that holds some")
+    add("--config_file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
+    add("--output_dir", required=True, help="a directory that does not exist yet, or an empty one")
     add_overrides(parser)
     add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
     add("--adapter", metavar="BASE", help="write the LoRA adapters alone, as peft loads them onto this base model")

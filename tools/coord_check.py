@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("config", nargs="+", help="YAML files")
-    add("-d", "--conf_dir", "--conf-dir", type=Path, help="directory of the YAML files")
+    add("-d", "--conf_dir", type=Path, help="directory of the YAML files")
     add_overrides(parser, "-o")
     add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes")
     add("--steps", type=int, default=3, help="optimizer steps")

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("checkpoint", nargs="+", help="one or two global_stepN directories, or directories that hold some")
     add("--tensors", action="store_true", help="list every tensor with shape, norm, largest value and sha256")
     add("--no-verify", action="store_true", help="do not read every byte to check it")
-    add("--config_file", "--config-file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
+    add("--config_file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
     add("--json", action="store_true", help="one JSON object")
     return parser
 

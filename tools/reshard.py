@@ -23,11 +23,11 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", "--input-dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
-    add("--output_dir", "--output-dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
+    add("--input_dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
+    add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
     add("--model-parallel-size", type=int, required=True, help="tensor ranks of the result")
     add("--pipe-parallel-size", type=int, default=1, help="pipeline stages of the result")
-    add("--config_file", "--config-file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
+    add("--config_file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
     return parser
 
 

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, separated by commas")
     p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
-    p.add_argument("--vocab-size", "--vocab_size", "-v", type=int, required=True)
+    p.add_argument("--vocab-size", "-v", type=int, required=True)
     p.add_argument(
         "--output",
         "--tokenizer_output_path",

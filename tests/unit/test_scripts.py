@@ -130,3 +130,13 @@ def test_what_ends_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Panic):
         run_script(lambda: (_ for _ in ()).throw(Panic()))
     signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.parametrize("flag", ["--input_dir", "--input-dir", "--mixed-input_dir", "--mixed_input_dir"])
+def test_words_of_a_flag_are_joined_by_either_sign(flag):
+    parser = ScriptParser()
+    parser.add_argument("--input_dir")
+    parser.add_argument("--mixed-input-dir")
+    for words in ([flag, "a_b-c"], [f"{flag}=a_b-c"]):
+        assert "a_b-c" in vars(parser.parse_args([*words])).values()
+    assert parser.parse_known_args(["--other_flag", "--other-flag=x_y"])[1] == ["--other_flag", "--other-flag=x_y"]
