@@ -7,9 +7,9 @@ import shlex
 import sys
 
 from neox.arguments import ScriptParser
-from neox.config import decode_payload
 from neox.errors import run_script
 from neox.log import setup_logging
+from neox.plan import decode_payload
 
 
 def main() -> int:

@@ -40,8 +40,9 @@ from typing import Any
 import torch
 
 from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpoint, read_manifest, why_incomplete
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
 from neox.errors import CheckpointError
+from neox.plan import RunPlan, resolve
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}

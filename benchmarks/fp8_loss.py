@@ -18,9 +18,10 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
 from neox.ops import FP8_RECIPES
+from neox.plan import resolve
 
 ROOT = Path(__file__).parents[1]
 

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import write_client_state, write_full_layer
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
 from neox.convert import to_hf
 from neox.generation.decoding import decode
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.model import build_layer
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.held_storages import HeldStorages
-from neox.config import Device, NeoXConfig, RunPlan, gpu_device, host_device, resolve
-from neox.config.fit import memory_on, needed_bytes
+from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import OPTIMIZERS, find_optimizer
+from neox.plan import Device, RunPlan, gpu_device, host_device, resolve
+from neox.plan.fit import memory_on, needed_bytes
 from tests.distributed.spawn import run_ranks
 from train import describe
 

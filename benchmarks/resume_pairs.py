@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.config import RunPlan
+from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import FULL_MATRIX, batches, legal_layouts, tiny_plan
 

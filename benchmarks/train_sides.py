@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
 from neox.engine.fp8 import multiply_in_fp8
 from neox.model import GPT
 from neox.objectives import CausalLM
 from neox.optim import parameter_groups
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

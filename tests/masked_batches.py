@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from neox.config import RunPlan
 from neox.data.masked_batch import MaskedLMBatch
+from neox.plan import RunPlan
 
 MASK_ID = 1
 

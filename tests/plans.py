@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
+from neox.plan import RunPlan, resolve
 
 # The fewest keys that resolve; everything else has its default.
 SIZES: dict[str, Any] = {

@@ -13,11 +13,11 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at
-from neox.config import load_config
 from neox.convert import to_hf, upload, write_peft_adapter
 from neox.errors import ConfigError, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
+from neox.plan import load_config
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,9 +14,9 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
-from neox.config import load_config
 from neox.errors import run_script
 from neox.log import setup_logging
+from neox.plan import load_config
 from neox.train.coordinate_check import coordinate_check
 
 

@@ -16,7 +16,6 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.checkpoint import CheckpointReader
-from neox.config import RunPlan
 from neox.errors import run_script
 from neox.evaluation.results import check_writable, flat_metrics, format_table, write_harness_report, write_results
 from neox.evaluation.run import check_tasks, evaluate_tasks
@@ -28,6 +27,7 @@ from neox.generation.startup import (
     start_ranks,
 )
 from neox.log import setup_logging
+from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
 from neox.train.trackers import report_scores
 

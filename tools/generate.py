@@ -13,7 +13,6 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.config import RunPlan
 from neox.errors import run_script
 from neox.generation.load import load_model
 from neox.generation.request import check_generation, check_output
@@ -25,6 +24,7 @@ from neox.generation.startup import (
     start_ranks,
 )
 from neox.log import setup_logging
+from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
 
 

@@ -24,8 +24,8 @@ from neox.checkpoint import (
     summarize,
     tensor_stats,
 )
-from neox.config import load_config
 from neox.errors import run_script
+from neox.plan import load_config
 
 WEIGHTS_DIFFER, INCOMPLETE = 3, 4
 

@@ -15,9 +15,9 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
-from neox.config import load_config
 from neox.errors import run_script
 from neox.log import setup_logging
+from neox.plan import load_config
 
 
 def build_parser() -> argparse.ArgumentParser:

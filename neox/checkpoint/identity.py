@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neox.config import RunPlan, architecture_settings, setting_differences
 from neox.errors import CheckpointError
+from neox.plan import RunPlan, architecture_settings, setting_differences
 
 # gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
 ARGS, MODEL = "args", "model_identity"

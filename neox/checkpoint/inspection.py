@@ -19,9 +19,10 @@ from neox.checkpoint.names import parse_optimizer_file
 from neox.checkpoint.reader import UNUSED_IN_NEOX, CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_full_layer
-from neox.config import NeoXConfig, architecture_of, saved_architecture
+from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.log import progress
+from neox.plan import architecture_of, saved_architecture
 
 
 @dataclass(frozen=True)

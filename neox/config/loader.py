@@ -13,7 +13,6 @@ from typing import Any
 from neox.config.flat import Problem, doubtful_paths, in_file_order, spread_extra_args, texts, without
 from neox.config.keys import ALIASES, REPLACEABLE, REPLACING, TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig, is_text_key
-from neox.config.validation import static_problems
 from neox.config.yaml_file import ParsedFile, parse_value, read_file
 from neox.errors import ConfigError
 
@@ -40,10 +39,10 @@ class Draft:
         return [problem for problem in problems if not any(word.search(problem) for word in words)]
 
 
-def load_config(
+def draft_config(
     files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
-) -> NeoXConfig:
-    """Read configuration files and overrides into a NeoXConfig.
+) -> Draft:
+    """Read configuration files and overrides, and return the problems of single keys beside what could be read.
 
     Args:
         files: YAML or JSON; `.yml` may be left out. A key may be in one file only, unless it is one of `REPLACEABLE`,
@@ -51,20 +50,6 @@ def load_config(
         conf_dir: Directory prefixed to each file.
         overrides: `key=value`, which win over files; dots reach into blocks (`optimizer.params.lr=1e-4`), and `None`
             and `null` unset.
-
-    Raises:
-        ConfigError: Every problem found.
-    """
-    draft = draft_config(files, conf_dir=conf_dir, overrides=overrides)
-    if draft.problems:
-        raise ConfigError([*draft.problems, *draft.certain(static_problems(draft.config))])
-    return draft.config
-
-
-def draft_config(
-    files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
-) -> Draft:
-    """Read as `load_config` does, but return the problems of single keys, so that further ones can be found.
 
     Raises:
         ConfigError: A file cannot be read or parsed.

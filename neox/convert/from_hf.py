@@ -21,7 +21,7 @@ from neox.checkpoint import (
     write_full_layer,
 )
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.config import NeoXConfig, Precision, RunPlan, architecture_of, yaml_keys
+from neox.config import NeoXConfig
 from neox.convert.hf_directory import import_tokenizer
 from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
 from neox.convert.peft_adapter import read_peft_adapter
@@ -30,6 +30,7 @@ from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping, check_types
 from neox.log import progress
 from neox.ops import DTYPES
+from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
 from neox.tokenizer import build_tokenizer
 
 

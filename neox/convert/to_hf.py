@@ -13,7 +13,7 @@ import torch
 from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at, damaged_weights
 from neox.checkpoint.reshard import OnDrift
-from neox.config import NeoXConfig, Precision, RunPlan, architecture_keys
+from neox.config import NeoXConfig
 from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_card, new_directory, write_tokenizer
 from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
@@ -21,6 +21,7 @@ from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.log import get_logger
 from neox.ops import DTYPES
+from neox.plan import Precision, RunPlan, architecture_keys
 
 _log = get_logger(__name__)
 # Up to here both models fit in a few GiB together and are compared within seconds.

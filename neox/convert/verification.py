@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import CheckpointReader
-from neox.config import AttentionImpl, NeoXConfig, RunPlan, resolve
-from neox.config.architecture import ARCHITECTURE_KEYS
+from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
 from neox.convert.hf_weights import read_json
 from neox.errors import ConversionError
 from neox.families import FAMILIES
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.plan import AttentionImpl, RunPlan, resolve
+from neox.plan.architecture import ARCHITECTURE_KEYS
 from neox.tokenizer import Tokenizer
 
 # Keys of the model section that choose between kernels of the same function.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neox.config import NeoXConfig
-from neox.config.plan import RunPlan
 from neox.config.sections.data import DataConfig
 from neox.data.batches import BatchIterator, MaskedBatchIterator
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
@@ -21,6 +20,7 @@ from neox.data.sentence_pairs import PairSettings, SentencePairDataset
 from neox.data.sidecar import check_fits, check_labels
 from neox.errors import DataError
 from neox.log import get_logger
+from neox.plan.run_plan import RunPlan
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 _log = get_logger(__name__)

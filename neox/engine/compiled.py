@@ -7,10 +7,10 @@ import shutil
 import torch
 from torch import nn
 
-from neox.config import RunPlan
-from neox.config.compiled import compiles_layers
 from neox.log import get_logger
 from neox.model import Block
+from neox.plan import RunPlan
+from neox.plan.compiled import compiles_layers
 
 _log = get_logger(__name__)
 _GRAPHS = 64

@@ -27,7 +27,6 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from neox.config import RunPlan
 from neox.engine.bf16_optimizer import BF16Optimizer
 from neox.engine.compiled import compile_blocks
 from neox.engine.deepspeed_log import hidden_stdout
@@ -42,6 +41,7 @@ from neox.objectives import Objective
 from neox.ops import DTYPES
 from neox.optim import ClippedOptimizer, Muon, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 _NEVER = 2**31
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from neox.config import RunPlan
 from neox.engine.deepspeed_log import show_deepspeed_log
 from neox.errors import LaunchError, install_command
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 _log = get_logger(__name__)
 _OLDEST_DEEPSPEED = (0, 19, 3)

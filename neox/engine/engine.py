@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.config import RunPlan
 from neox.engine.deepspeed_engines import PipelineEngine, PlainEngine, build_deepspeed_engine, build_model
 from neox.engine.distributed import limit_collectives
 from neox.engine.host_copies import HostCopies
@@ -24,6 +23,7 @@ from neox.errors import TrainingError
 from neox.objectives import Batch, Objective, build_objective
 from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
+from neox.plan import RunPlan
 
 
 @dataclass(frozen=True)

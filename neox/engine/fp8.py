@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from neox.config import RunPlan
 from neox.errors import LaunchError
 from neox.launch.hosts import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import Block
 from neox.ops import FP8_RECIPES
 from neox.parallel import ColumnParallelLinear, RowParallelLinear
+from neox.plan import RunPlan
 
 _log = get_logger(__name__)
 

@@ -27,7 +27,6 @@ from neox.checkpoint import (
     saved_layout,
     why_incomplete,
 )
-from neox.config import RunPlan
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.deepspeed_engines import build_deepspeed_engine, build_model
@@ -42,6 +41,7 @@ from neox.log import get_logger
 from neox.model import GPT, Embedding
 from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of
 
 _log = get_logger(__name__)

@@ -17,11 +17,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
-from neox.config import RunPlan
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError
 from neox.optim import ClippedOptimizer, planned_groups
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 Names = dict[int, tuple[int, str]]
 """id of a parameter -> its layer's index and its name in the layer."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader, OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
-from neox.config import RunPlan
 from neox.engine.engine import Engine
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors, parameter_names
 from neox.engine.swap_files import SwappedStage3
@@ -22,6 +21,7 @@ from neox.engine.weights import fill_layer, weight_layers
 from neox.log import get_logger
 from neox.optim import planned_groups
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 _log = get_logger(__name__)
 

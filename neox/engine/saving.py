@@ -31,7 +31,6 @@ from neox.checkpoint import (
     write_config,
     write_layer,
 )
-from neox.config import RunPlan
 from neox.engine.collective_errors import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import FILE as LOGITS
@@ -41,6 +40,7 @@ from neox.engine.reshard import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 
 class FileWriter(CheckpointEngine):  # type: ignore[misc]

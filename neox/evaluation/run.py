@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from neox.config import NeoXConfig, RunPlan
+from neox.config import NeoXConfig
 from neox.evaluation.harness import check_loading, harness_tasks, open_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
@@ -19,6 +19,7 @@ from neox.evaluation.scoring import Scorer, ScoringModel
 from neox.evaluation.tasks import check_file_tasks, parse_tasks
 from neox.generation.load import runner_of_forward, runner_of_layers
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
 
 SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = MappingProxyType(

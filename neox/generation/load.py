@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
-from neox.config import RunPlan, resolve
 from neox.errors import CheckpointError
 from neox.generation.runner import ModelRunner, Stage
 from neox.log import get_logger
@@ -20,6 +19,7 @@ from neox.model.block import Block
 from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
+from neox.plan import RunPlan, resolve
 
 _log = get_logger(__name__)
 

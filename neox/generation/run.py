@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from neox import files
-from neox.config import RunPlan
 from neox.engine import from_first_rank
 from neox.errors import GenerationError
 from neox.generation.completion import Completion, generate, over_replicas
@@ -19,6 +18,7 @@ from neox.generation.request import encode_prompts, mode, notes, prompts_of, sam
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 
 _log = get_logger(__name__)
 

@@ -12,21 +12,13 @@ import torch
 
 from neox.arguments import add_overrides
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
-from neox.config import (
-    Capabilities,
-    NeoXConfig,
-    RunPlan,
-    decode_payload,
-    for_inference,
-    load_config,
-    resolve,
-    saved_precision,
-)
+from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import CheckpointError, ConfigError
 from neox.launch.hosts import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
+from neox.plan import Capabilities, RunPlan, decode_payload, load_config, resolve, saved_precision
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 # Keys of a training configuration that do not apply to a single process.

@@ -11,8 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from neox.config import NeoXConfig, static_problems
-from neox.config.plan import Topology
+from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts import (
@@ -24,6 +23,8 @@ from neox.launch.hosts import (
     visible_accelerators,
 )
 from neox.launch.spec import Host, SlotId
+from neox.plan import static_problems
+from neox.plan.run_plan import Topology
 
 _RANKS_PER_CORE = 4
 _MAX_PLANNED_RANKS = 2**20

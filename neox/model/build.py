@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS
-from neox.config.plan import RunPlan
 from neox.log import get_logger
 from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head
@@ -23,6 +22,7 @@ from neox.parallel import (
     TensorOptions,
     divide_tokens,
 )
+from neox.plan.run_plan import RunPlan
 
 DRAWN_ON_DEVICE = 10**9
 """Parameters from which on initial weights are drawn on their device: a CPU core draws a billion in ten seconds."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import BLOCK_OFFSET
-from neox.config.plan import RunPlan
 from neox.model.block import Block, run_blocks, token_positions
 from neox.model.build import build_layer
 from neox.model.cache import KVCache
 from neox.model.embedding import Embedding, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
 from neox.parallel import ParallelGrid
+from neox.plan.run_plan import RunPlan
 
 
 class GPT(nn.Module):

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from neox.config import RunPlan
 from neox.model import LMHead
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.masked_lm import MaskedLM
+from neox.plan import RunPlan
 
 Batch = Mapping[str, Tensor]
 """One micro batch of a data rank by name; each objective says which names it reads."""

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from torch import nn
 
-from neox.config import RunPlan
 from neox.optim.adamw import AdamW
 from neox.optim.clipping import ClippedOptimizer, NormScope
 from neox.optim.eight_bits import Adam8bit, Lion8bit
@@ -17,6 +16,7 @@ from neox.optim.madgrad import MADGRAD
 from neox.optim.muon import Muon
 from neox.optim.sm3 import SM3
 from neox.optim.torch_optimizers import SGD, Adafactor
+from neox.plan import RunPlan
 
 CLASSES: Mapping[str, type[ClippedOptimizer]] = MappingProxyType(
     {

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from neox.config import RunPlan
+from neox.plan import RunPlan
 
 
 def decays(parameter: nn.Parameter) -> bool:

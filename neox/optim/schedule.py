@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from neox.config import RunPlan
-from neox.config.learning_rate import Annealing, schedule_of
+from neox.plan import RunPlan
+from neox.plan.schedule import Annealing, schedule_of
 
 
 class LRSchedule:

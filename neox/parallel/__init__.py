@@ -1,6 +1,5 @@
 """Process groups, layers split over tensor ranks, and random streams."""
 
-from neox.config.plan import Topology
 from neox.parallel.collectives import (
     copy_to_tensor_ranks,
     gather_last_dim,
@@ -28,6 +27,7 @@ from neox.parallel.layers import (
 )
 from neox.parallel.rng import RNGTracker, derive_seed
 from neox.parallel.token_shares import TokenShares, divide_tokens
+from neox.plan.run_plan import Topology
 
 __all__ = [
     "ColumnParallelLinear",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from neox.config.plan import Topology
 from neox.parallel.rng import RNGTracker, derive_seed
+from neox.plan.run_plan import Topology
 
 
 @dataclass(frozen=True)

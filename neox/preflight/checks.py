@@ -11,9 +11,15 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from neox.config import (
+from neox.config import NeoXConfig
+from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
+from neox.config.yaml_file import read_file
+from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
+from neox.launch.command_line import INFERENCE
+from neox.launch.hosts import available_memory, smallest_memory
+from neox.launch.placement import Placement
+from neox.plan import (
     Device,
-    NeoXConfig,
     RunPlan,
     architecture_settings,
     gpu_device,
@@ -21,14 +27,8 @@ from neox.config import (
     memory_problem,
     setting_differences,
 )
-from neox.config.fit import gib, rank_memory
-from neox.config.precision import newest_checkpoint
-from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
-from neox.config.yaml_file import read_file
-from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
-from neox.launch.command_line import INFERENCE
-from neox.launch.hosts import available_memory, smallest_memory
-from neox.launch.placement import Placement
+from neox.plan.fit import gib, rank_memory
+from neox.plan.precision import newest_checkpoint
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer

@@ -14,20 +14,7 @@ from typing import Any
 
 import yaml
 
-from neox.config import (
-    Capabilities,
-    Device,
-    NeoXConfig,
-    RunPlan,
-    encode_payload,
-    format_plan,
-    host_device,
-    plan_as_dict,
-)
-from neox.config.fit import host_problem, memory_on, needed_bytes
-from neox.config.fp8 import fp8_problems
-from neox.config.precision import settle_precision
-from neox.config.report import labelled
+from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.command_line import INFERENCE, TOOLS, find_lone_tool, find_script, parse_arguments
@@ -47,6 +34,11 @@ from neox.launch.start import (
     new_spec,
 )
 from neox.log import setup_logging
+from neox.plan import Capabilities, Device, RunPlan, encode_payload, format_plan, host_device, plan_as_dict
+from neox.plan.fit import host_problem, memory_on, needed_bytes
+from neox.plan.fp8 import fp8_problems
+from neox.plan.precision import settle_precision
+from neox.plan.report import labelled
 from neox.preflight.checks import memory_problems, nvme_paths, nvme_problems
 from neox.preflight.data_checks import data_prefixes
 from neox.preflight.planning import build_plan, read_config

@@ -8,11 +8,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from neox.config import NeoXConfig, missing_for_training
-from neox.config.batch_schedule import BatchSchedule, ramp_problems
-from neox.config.resolve import solve_batch, solve_grid
+from neox.config import NeoXConfig
 from neox.config.sections.data import SPLITS
 from neox.errors import DataError
+from neox.plan import missing_for_training
+from neox.plan.batch import BatchSchedule, ramp_problems
+from neox.plan.resolve import solve_batch, solve_grid
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer

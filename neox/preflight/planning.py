@@ -7,22 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from neox.config import (
-    Capabilities,
-    Device,
-    Draft,
-    NeoXConfig,
-    RunPlan,
-    draft_config,
-    for_inference,
-    further_problems,
-    resolve,
-    saved_precision,
-)
+from neox.config import Draft, NeoXConfig, draft_config, for_inference
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.placement import Placement, choose_hosts, master_port_problem
 from neox.launch.remote import path_state
+from neox.plan import Capabilities, Device, RunPlan, further_problems, resolve, saved_precision
 from neox.preflight.checks import (
     checkpoint_problems,
     device_of_ranks,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from neox.config import RunPlan
-from neox.config.learning_rate import schedule_of
 from neox.errors import ConfigError
 from neox.files import atomic_write
+from neox.plan import RunPlan
+from neox.plan.schedule import schedule_of
 
 _POINTS = 2000  # of the learning rate
 

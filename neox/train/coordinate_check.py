@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.model import GPT
 from neox.objectives import CausalLM
 from neox.optim import build_optimizer
 from neox.parallel import ParallelGrid
+from neox.plan import resolve
 
 _VOCABULARY, _LONGEST, _ROWS = 512, 128, 4
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from neox.config import RunPlan
 from neox.data.build import build_data_iterators
 from neox.data.epochs import samples_of_epochs
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of
 from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler

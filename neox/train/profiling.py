@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from neox.config import RunPlan
 from neox.files import write_text
 from neox.log import get_logger
+from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
 
 _log = get_logger(__name__)

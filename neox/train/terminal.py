@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from neox.config import RunPlan
 from neox.engine import SaveReport
+from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
 
 

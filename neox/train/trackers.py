@@ -16,11 +16,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from neox.config import RunPlan
-from neox.config.report import plan_as_dict
 from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.metrics import METRICS_FILE, PICTURE, draw
+from neox.plan import RunPlan
+from neox.plan.report import plan_as_dict
 from neox.train.callbacks import Callback, StepReport, TrainState
 
 WANDB_RUN_ID_FILE = "wandb_run_id"

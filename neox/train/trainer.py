@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
-from neox.config import RunPlan
 from neox.data.batches import Batch, BatchIterator
 from neox.data.build import DataIterators
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.evaluation.results import perplexity_of
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
+from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
 from neox.train.stopping import NonFiniteRule, StopSignals
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 import yaml
 
-from neox.config import NeoXConfig, load_config, resolve
+from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.plan import load_config, resolve
 from tests.losses import causal_lm_loss
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from neox.config import load_config, resolve
-from neox.config.validation import missing_for_training
 from neox.convert.to_hf import choose_family
+from neox.plan import load_config, resolve
+from neox.plan.rules import missing_for_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
 from neox.errors import EvaluationError
 from neox.evaluation.run import evaluate_in_training
+from neox.plan import resolve
 from neox.tokenizer import build_tokenizer
 from neox.train.pretrain import build_tasks
 from tests.distributed.spawn import run_ranks

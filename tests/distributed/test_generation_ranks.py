@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.config import load_config, resolve
 from neox.evaluation.results import flat_metrics
 from neox.evaluation.run import evaluate_tasks
 from neox.generation.completion import generate_all
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.parallel import ParallelGrid, Topology
+from neox.plan import load_config, resolve
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.unit.evaluation.local_tasks import write_tasks

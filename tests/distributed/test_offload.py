@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from neox.config import RunPlan
+from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_reshard import relay_and_still, worst
 from tests.distributed.training_runs import batches, tiny_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from neox.config import RunPlan
+from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_offload import CPU, TOLERANCE
 from tests.distributed.test_reshard import relay_and_still, worst

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from neox.config import NeoXConfig, encode_payload, resolve
+from neox.config import NeoXConfig
 from neox.metrics import curves
+from neox.plan import encode_payload, resolve
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, train_tokenizer
 from tests.distributed.spawn import free_port, start_script

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.config.memory_activations import layer_bytes
-from neox.config.memory_setting import memory_setting
 from neox.model import GPT, build_layer
 from neox.parallel import ParallelGrid, Topology
+from neox.plan.memory.activations import layer_bytes
+from neox.plan.memory.setting import memory_setting
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_resume import interrupted_runs
 from tests.distributed.test_tensor_parallel import batch, randomize_vectors, specs_of

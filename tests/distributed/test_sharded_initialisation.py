@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.config import RunPlan
+from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan
 

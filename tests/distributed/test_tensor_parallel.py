@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from neox.architecture import ParameterSpec
-from neox.config import RunPlan
 from neox.model import GPT
 from neox.optim.groups import decays
 from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
+from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.losses import causal_lm_loss
 from tests.plans import networks_for, small_plan

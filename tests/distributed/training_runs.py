@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
+from neox.plan import RunPlan, resolve
 from tests.masked_batches import masked_samples
 
 VOCAB, SEQ, GLOBAL_BATCH = 60, 16, 4

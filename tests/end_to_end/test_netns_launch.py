@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.config import NeoXConfig, encode_payload, load_config, resolve
+from neox.config import NeoXConfig
+from neox.plan import encode_payload, load_config, resolve
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_script
 from tests.end_to_end.launched_runs import DUMMY_RANK, ROOT, LaunchedRun, command_line

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 
 import neox.model.build
-from neox.config import RunPlan
 from neox.engine import BackgroundSaves, Engine, initialize_distributed, initialize_engine, open_engine
 from neox.engine.host_copies import HostCopies
 from neox.generation.decoding import decode
@@ -22,6 +21,7 @@ from neox.generation.request import SamplingParams
 from neox.model import GPT
 from neox.optim import LRSchedule, NormScope, build_optimizer
 from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
 from tests.distributed.training_runs import batches, tiny_plan
 from tests.losses import causal_lm_loss
 from tests.plans import NETWORKS, SMALL

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader
-from neox.config import NeoXConfig, load_config, yaml_keys
+from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.hf_weights import from_hf_layout
 from neox.convert.verification import load_reference_model, single_rank_plan
@@ -21,6 +21,7 @@ from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.plan import load_config, yaml_keys
 from neox.tokenizer import build_tokenizer
 from tests.losses import masked_lm_loss
 from tests.masked_batches import masked_batch

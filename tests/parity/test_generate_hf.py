@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.convert import to_hf
 from neox.evaluation.run import evaluate_tasks
 from neox.generation.completion import generate
@@ -15,6 +15,7 @@ from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.generation.startup import one_process
 from neox.parallel import ParallelGrid
+from neox.plan import resolve
 from neox.tokenizer import build_tokenizer
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 

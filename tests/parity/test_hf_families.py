@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from neox.checkpoint import CheckpointReader
-from neox.config import architecture_of, load_config
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConfigError
 from neox.families import FAMILIES, ModelSettings
+from neox.plan import architecture_of, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOKENS = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from neox.checkpoint import CheckpointReader, find_checkpoint
-from neox.config import NeoXConfig, load_config
+from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
+from neox.plan import load_config
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,8 @@ from dataclasses import MISSING, fields
 import pytest
 
 from neox.architecture import Architecture
-from neox.config import NeoXConfig, architecture_of, architecture_settings, saved_architecture, yaml_keys
+from neox.config import NeoXConfig
+from neox.plan import architecture_of, architecture_settings, saved_architecture, yaml_keys
 from tests.plans import NETWORKS, SMALL
 
 

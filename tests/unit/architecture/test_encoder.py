@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from neox.architecture import forward_flops_per_token
-from neox.config import NeoXConfig, architecture_of, yaml_keys
+from neox.config import NeoXConfig
+from neox.plan import architecture_of, yaml_keys
 from tests.plans import ENCODERS, SMALL, small_plan
 
 BASE = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 512}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from neox.config import draft_config, further_problems, load_config
+from neox.config import draft_config
 from neox.config.keys import REPLACEABLE, TOKENIZER_KEYS
+from neox.plan import further_problems, load_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WORLD = {"20B.yml": 8, "quickstart.yml": 2}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from neox.config import load_config
 from neox.config.keys import OTHER_SYSTEMS
 from neox.config.neox_config import known_keys
-from neox.config.validation import notes_without_effect, static_problems
 from neox.config.yaml_file import parse_text
 from neox.errors import ConfigError
+from neox.plan import load_config
+from neox.plan.rules import notes_without_effect, static_problems
 
 TINY = "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\npos_emb: rotary\ntrain_iters: 10\n"
 

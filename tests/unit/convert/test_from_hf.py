@@ -10,10 +10,11 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file as save_safetensors
 
 from neox.checkpoint import CheckpointReader
-from neox.config import NeoXConfig, load_config
+from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
+from neox.plan import load_config
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 

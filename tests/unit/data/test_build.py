@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neox.config import load_config, resolve
 from neox.config.sections.data import DataConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.data.batches import BatchIterator
 from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
 from neox.errors import DataError
+from neox.plan import load_config, resolve
 from neox.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from neox.config.fp8 import fp8_matrices
 from neox.engine.fp8 import multiply_in_fp8
 from neox.errors import LaunchError
 from neox.model import GPT
 from neox.ops import FP8_RECIPES
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
+from neox.plan.fp8 import fp8_matrices
 from tests.plans import NETWORKS, small_plan
 
 FP8 = {"precision": "bf16", "fp8": "tensorwise"}

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from neox.config import load_config, resolve
 from neox.convert import to_hf
 from neox.errors import EvaluationError
 from neox.evaluation.harness import (
@@ -22,6 +21,7 @@ from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.generation.startup import one_process
 from neox.parallel import ParallelGrid
+from neox.plan import load_config, resolve
 from neox.tokenizer import build_tokenizer
 from tests.unit.evaluation.local_tasks import write_tasks
 

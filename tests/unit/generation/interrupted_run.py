@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.generation.run import run_generation
 from neox.parallel import ParallelGrid
+from neox.plan import resolve
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed
 
 PROMPTS = ["ab", "c", "defg", "hij", "k"]

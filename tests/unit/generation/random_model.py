@@ -2,11 +2,12 @@
 
 import torch
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.generation.load import _pack, runner_of_layers
 from neox.model import build_layer
 from neox.ops import DTYPES
 from neox.parallel import ParallelGrid
+from neox.plan import resolve
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from neox.checkpoint import CheckpointReader
-from neox.config import Topology, load_config, resolve
 from neox.errors import CheckpointError
 from neox.generation.completion import generate
 from neox.generation.load import load_model, plan_for_checkpoint
 from neox.generation.request import SamplingParams
 from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
+from neox.plan import Topology, load_config, resolve
 from neox.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"

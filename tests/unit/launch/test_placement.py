@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from neox.config import NeoXConfig, Topology
+from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch import hosts as hosts_module
@@ -28,6 +28,7 @@ from neox.launch.placement import (
     ranks_of_hosts,
 )
 from neox.launch.spec import Host
+from neox.plan import Topology
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import torch
 
 from neox.architecture import ACTIVATIONS, SPARSITY, settings_of
 from neox.config import NeoXConfig
-from neox.config.validation import notes_without_effect, static_problems
 from neox.errors import ConfigError, NeoXError
 from neox.model import GPT
 from neox.ops import block_layout, sparse_pairs
 from neox.parallel import ParallelGrid
+from neox.plan.rules import notes_without_effect, static_problems
 from tests.plans import SMALL, small_plan
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
 from neox.data.batches import document_starts
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.plan import resolve
 from tests.losses import causal_lm_loss
 from tests.plans import NETWORKS, PACKED_NETWORKS, small_plan
 

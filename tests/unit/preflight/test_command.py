@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
-from neox.config import Capabilities, NeoXConfig, gpu_device
-from neox.config.learning_rate import schedule_of
+from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
+from neox.plan import Capabilities, gpu_device
+from neox.plan.schedule import schedule_of
 from neox.preflight.command import run_directory, write_run_directory
 from neox.preflight.data_checks import with_train_iters
 from neox.preflight.planning import build_plan, read_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neox.config import NeoXConfig
-from neox.config.validation.run import run_problems
+from neox.plan.rules.run import run_problems
 from neox.train.callbacks import TrainState
 from neox.train.profiling import Profiler
 from tests.plans import small_plan

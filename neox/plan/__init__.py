@@ -1,0 +1,51 @@
+"""Plan: what follows from a configuration, the number of ranks and the size of the vocabulary. Without torch."""
+
+from neox.plan.architecture import (
+    architecture_keys,
+    architecture_of,
+    architecture_settings,
+    saved_architecture,
+    setting_differences,
+    yaml_keys,
+)
+from neox.plan.batch import BatchPlan
+from neox.plan.check import further_problems, load_config
+from neox.plan.deepspeed_json import deepspeed_json
+from neox.plan.fit import Device, gpu_device, host_device, memory_problem
+from neox.plan.precision import Capabilities, saved_precision
+from neox.plan.report import format_plan, plan_as_dict
+from neox.plan.resolve import decode_payload, encode_payload, resolve
+from neox.plan.rules import missing_for_training, static_problems
+from neox.plan.run_plan import AttentionImpl, MemoryPlan, Precision, RunPlan, StagePlan, Topology
+
+__all__ = [
+    "AttentionImpl",
+    "BatchPlan",
+    "Capabilities",
+    "Device",
+    "MemoryPlan",
+    "Precision",
+    "RunPlan",
+    "StagePlan",
+    "Topology",
+    "architecture_keys",
+    "architecture_of",
+    "architecture_settings",
+    "decode_payload",
+    "deepspeed_json",
+    "encode_payload",
+    "format_plan",
+    "further_problems",
+    "gpu_device",
+    "host_device",
+    "load_config",
+    "memory_problem",
+    "missing_for_training",
+    "plan_as_dict",
+    "resolve",
+    "saved_architecture",
+    "saved_precision",
+    "setting_differences",
+    "static_problems",
+    "yaml_keys",
+]

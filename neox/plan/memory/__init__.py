@@ -1,0 +1,1 @@
+"""Memory that a run needs on one device, estimated from its plan."""

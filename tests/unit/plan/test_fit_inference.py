@@ -1,0 +1,62 @@
+"""Whether a model fits where it is only run, against arithmetic by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from neox.plan import format_plan, gpu_device, load_config, memory_problem, resolve
+from neox.plan.fit import inference_bytes
+
+GIB = 2**30
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def plan_20b(world, pp, mp, **keys):
+    degrees = {"pipe_parallel_size": pp, "model_parallel_size": mp, "train_micro_batch_size_per_gpu": 1}
+    overrides = [f"{key}={value}" for key, value in {**degrees, "maximum_tokens": 100, **keys}.items()]
+    return resolve(load_config(["20B.yml"], conf_dir=CONFIGS, overrides=overrides), world, 50257)
+
+
+def problem_of(plan, size):
+    """Why a model cannot be run on GPUs of this size."""
+    return memory_problem(plan, gpu_device(plan, size), training=False)
+
+
+def test_weights_and_cache_of_20b():
+    plan = plan_20b(1, 1, 1)
+    cache = 2 * 44 * 8 * 100 * 6144  # keys and values of 8 sequences in 44 blocks
+    assert inference_bytes(plan, 1, 1) == 2 * (plan.layers.numel + cache)
+    assert inference_bytes(plan_20b(1, 1, 1, inference_precision="fp32"), 1, 1) == 4 * (plan.layers.numel + cache)
+    beams = plan_20b(1, 1, 1, num_beams=4, top_p=0, temperature=0)
+    assert inference_bytes(beams, 1, 1) == 2 * (plan.layers.numel + cache // 2)
+    half = inference_bytes(plan, 2, 1)
+    assert 0.5 < half / inference_bytes(plan, 1, 1) < 0.55
+
+
+@pytest.mark.parametrize(("gib", "gpus"), [(80, None), (40, 2), (24, 2), (16, 4), (6, 16)])
+def test_the_fewest_gpus_that_hold_it_are_named_and_do(gib, gpus):
+    problem = problem_of(plan_20b(1, 1, 1), gib * GIB)
+    if gpus is None:
+        assert problem is None
+        return
+    mp, pp, count = map(
+        int, re.search(r"model_parallel_size=(\d+) --set pipe_parallel_size=(\d+) --num_gpus (\d+)", problem).groups()
+    )
+    assert mp * pp == count == gpus
+    assert problem_of(plan_20b(count, pp, mp), gib * GIB) is None
+    fewer = max(1, gpus // 2)
+    assert all(problem_of(plan_20b(fewer, fewer // tensor, tensor), gib * GIB) for tensor in (1, fewer))
+
+
+def test_a_model_that_no_number_of_gpus_holds():
+    assert "nor on 64" in problem_of(plan_20b(1, 1, 1), 2.2 * GIB)
+
+
+def test_the_plan_of_a_model_that_is_only_run_tells_its_memory_and_not_trainings():
+    text = format_plan(plan_20b(1, 1, 1, gpu_memory_gib=40), training=False)
+    assert "memory    39.1 GiB on the fullest rank: weights, keys and values" in text
+    assert "it does on 2 of these" in text
+    assert "optimizer 2" not in text
+    assert "deepspeed {" not in text
+    assert "fits on a GPU of 80.0 GiB" in format_plan(plan_20b(1, 1, 1), training=False)

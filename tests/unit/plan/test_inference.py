@@ -1,0 +1,37 @@
+"""A configuration that trains on many ranks, read by scripts that only run the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.config import NeoXConfig, for_inference
+from neox.errors import ConfigError
+from neox.plan import resolve
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "pos_emb": "rotary"}
+OF_96 = {**SIZES, "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+
+
+def test_another_number_of_ranks_than_trainings():
+    config = NeoXConfig.from_flat({**OF_96, "global_num_gpus": 96}, {})
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        resolve(config, 1, 100)
+    for world in (1, 8):
+        assert resolve(for_inference(config), world, 100).grid.dp_size == world
+
+
+def test_a_batch_alone_is_enough_to_be_left_out():
+    plan = resolve(for_inference(NeoXConfig.from_flat({**SIZES, "train_batch_size": 1536}, {})), 7, 100)
+    assert plan.batch.train_micro_batch_size_per_gpu == 1
+
+
+def test_a_files_count_of_ranks_is_trainings_and_the_command_lines_is_this_runs():
+    flat = {**OF_96, "global_num_gpus": 96}
+    assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "a.yml:1"})).runner.global_num_gpus is None
+    assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "--set"})).runner.global_num_gpus == 96
+
+
+def test_aliases_of_what_is_left_out_go_too():
+    keys = {**SIZES, "batch_size": 4, "gas": 8, "train_batch_size": 1536}
+    plan = resolve(for_inference(NeoXConfig.from_flat(keys)), 3, 100)
+    assert (plan.batch.train_micro_batch_size_per_gpu, plan.batch.gradient_accumulation_steps) == (4, 1)
