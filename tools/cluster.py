@@ -20,9 +20,9 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, LaunchError, run_script
 from neox.launch.commands import module_command, ssh_options
 from neox.launch.environment import child_environment
-from neox.launch.every_host import command_on, named_hosts, print_commands, run_on_hosts
 from neox.launch.hosts import is_this_machine
 from neox.launch.spec import LaunchSpec
+from tools.cluster.every_host import command_on, named_hosts, print_commands, run_on_hosts
 
 _LEFT_OUT = ("/runs/", "/.git/", "__pycache__/")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 import _checkout  # noqa: F401
-import web_text
 
 from neox.errors import run_script
+from tools.web_text.command import main
 
 if __name__ == "__main__":
     sys.argv[1:] = ["split", *sys.argv[1:]]
-    run_script(web_text.main)
+    run_script(main)

@@ -1,0 +1,134 @@
+"""Texts of web pages, from JSON lines and from WARC files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from neox.errors import ConfigError, DataError
+from tools.web_text import run_step
+from tools.web_text.extract import EXTRACT, ExtractSettings, build_extract
+from tools.web_text.pages import decode_page, warc_reader
+
+MAIN = "The river rises in the hills to the north of the town and flows past the old mill, which was built of stone. "
+
+
+def page(number: int, paragraphs: int = 4) -> str:
+    text = "".join(f"<p>Page {number}, part {i}: {MAIN * 2}</p>" for i in range(paragraphs))
+    menu = "<nav><ul><li><a href='/'>Home</a></li><li><a href='/login'>Log in</a></li></ul></nav>"
+    footer = "<footer><p>Copyright. All rights reserved.</p></footer>"
+    script = "<script>var tracker = 1;</script>"
+    return f"<html><head><title>T</title>{script}</head><body>{menu}<article>{text}</article>{footer}</body></html>"
+
+
+def warc(path: Path, pages: list[tuple[str, bytes, str, str]], *, gzip: bool = True) -> Path:
+    """Write responses: URL, body, content type, status."""
+    with open(path, "wb") as file:
+        writer = WARCWriter(file, gzip=gzip)
+        writer.write_record(writer.create_warcinfo_record("x.warc", {"software": "test"}))
+        for url, body, kind, status in pages:
+            headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.1")
+            writer.write_record(writer.create_warc_record(url, "response", io.BytesIO(body), http_headers=headers))
+    return path
+
+
+def extract(source: Path, output: Path, **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    report = run_step(EXTRACT, ExtractSettings(input=(source,), output=output, **settings))
+    return report, [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def test_methods() -> None:
+    def text(method: str) -> str:
+        function = build_extract(ExtractSettings(input=("x",), output=Path("y"), method=method))
+        (outcome,) = function({"html": page(1), "url": "http://x/1"})
+        assert outcome.dropped is None
+        assert set(outcome.record) == {"text", "url"}
+        return str(outcome.record["text"])
+
+    main = text("trafilatura")
+    assert main.startswith("Page 1, part 0: The river")
+    assert not {"Log in", "Copyright", "tracker"} & {w for w in ("Log in", "Copyright", "tracker") if w in main}
+    paragraphs = text("bs4")
+    assert len(paragraphs.splitlines()) == 5  # four, and the footer
+    assert "tracker" not in paragraphs
+    assert text("raw") == page(1)
+
+
+def test_pages_in_json_lines(tmp_path: Path) -> None:
+    source = tmp_path / "pages.jsonl"
+    records = [{"html": page(1), "url": "http://x/1", "n": 1}, {"html": "<html></html>", "url": "http://x/2"}]
+    records += [{"html": "plain & simple", "content_type": "text/plain"}, {"html": "", "url": "http://x/4"}]
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    report, kept = extract(source, tmp_path / "out.jsonl")
+    assert [record["n"] for record in kept if "n" in record] == [1]
+    assert kept[1]["text"] == "plain & simple"
+    assert report["dropped"]["no text"][0] == 2
+    dropped = (tmp_path / "dropped/out.jsonl").read_text().splitlines()
+    assert json.loads(dropped[0]) == {"text": "", "url": "http://x/2", "dropped": "no text"}
+
+
+@pytest.mark.parametrize("gzip", [True, False])
+def test_warc(tmp_path: Path, gzip: bool) -> None:
+    html = "text/html; charset=utf-8"
+    pages = [(f"http://x/{i}", page(i).encode(), html, "200 OK") for i in range(5)]
+    pages += [("http://x/image", b"\x89PNG", "image/png", "200 OK"), ("http://x/404", b"<p>no", html, "404 Not Found")]
+    pages += [("http://x/latin", page(9).replace("river", "fluß").encode("latin-1"), "text/html", "200 OK")]
+    pages += [("http://x/large", b"<p>" + b"x" * (2 << 20), html, "200 OK")]
+    source = warc(tmp_path / f"a.warc{'.gz' if gzip else ''}", pages, gzip=gzip)
+    report, kept = extract(source, tmp_path / "out.jsonl", max_page_mb=1)
+    assert [record["url"] for record in kept] == [f"http://x/{i}" for i in range(5)] + ["http://x/latin"]
+    assert "The fluß rises" in kept[-1]["text"]
+    assert {reason: count for reason, (count, _) in report["dropped"].items()} == {"page too large": 1}
+
+
+def test_reading_a_warc_resumes_at_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.web_text.pages._CHUNK_RECORDS", 3)
+    pages = [(f"http://x/{i}", page(i).encode(), "text/html", "200 OK") for i in range(10)]
+    files = tuple(str(warc(tmp_path / name, pages)) for name in ("a.warc.gz", "b.warc.gz"))
+    read: list[int] = []
+    from neox.corpus import Position
+
+    chunks = list(warc_reader(files, (0, Position()), 1 << 20, read.append))
+    urls = [[record["url"] for record in chunk.content or ()] for chunk in chunks]
+    assert sum(map(len, urls)) == 20
+    for number, chunk in enumerate(chunks):
+        rest = list(warc_reader(files, chunk.next, 1 << 20, read.append))
+        assert [[record["url"] for record in c.content or ()] for c in rest] == urls[number + 1 :]
+
+
+def test_a_damaged_warc_is_named(tmp_path: Path) -> None:
+    whole = warc(tmp_path / "a.warc.gz", [(f"http://x/{i}", page(i).encode(), "text/html", "200 OK") for i in range(9)])
+    cut = tmp_path / "cut.warc.gz"
+    cut.write_bytes(whole.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"cut\.warc\.gz:"):
+        extract(cut, tmp_path / "out.jsonl")
+    assert len(extract(cut, tmp_path / "out.jsonl", skip_bad=1)[1]) == 8
+    (tmp_path / "text.warc").write_text("no warc at all\n" * 50)
+    with pytest.raises(DataError, match="no WARC"):
+        extract(tmp_path / "text.warc", tmp_path / "out.jsonl")
+    (tmp_path / "x.jsonl").write_text('{"html": "x"}\n')
+    with pytest.raises(ConfigError, match="not both"):
+        run_step(EXTRACT, ExtractSettings(input=(whole, tmp_path / "x.jsonl"), output=tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("data", "charset", "text"),
+    [
+        ("naïve".encode(), None, "naïve"),
+        ("naïve".encode("latin-1"), None, "naïve"),
+        ("naïve".encode("cp1251", "replace"), "cp1251", "na?ve"),
+        (b'<meta charset="koi8-r">' + "мир".encode("koi8-r"), None, '<meta charset="koi8-r">мир'),
+        ("naïve \u2019".encode("cp1252"), "iso-8859-1", "naïve \u2019"),
+        (b"ok \xff ok", "utf-8", "ok \ufffd ok"),
+        ("\ufeffx".encode("utf-16"), None, "x"),
+        (b"x", "no-such-charset", "x"),
+    ],
+)
+def test_decoding(data: bytes, charset: str | None, text: str) -> None:
+    assert decode_page(data, charset).lstrip("\ufeff") == text

@@ -1,0 +1,1 @@
+"""Commands, and the packages of jobs that training never imports."""

@@ -1,0 +1,206 @@
+"""Step `clean`: repair of characters, language, length, and optional rules of quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from neox.errors import ConfigError, DataError
+from tools.web_text.documents import document_step
+from tools.web_text.rules import c4_lines, gopher_quality, gopher_repetition, old_fix, word_pattern
+from tools.web_text.step import DocumentFunction, Outcome, Record, Settings
+
+Fix = Literal["remove_512", "remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
+Rules = Literal["gopher-quality", "gopher-repetition", "c4"]
+_DETECTED_CHARS = 1000
+_COUNTED_CHARS = 16384
+
+
+class CleanSettings(Settings):
+    """Repair texts, and drop those of other languages, short ones and those that break a rule.
+
+    In this order: ftfy, number of tokens, language, fixes, rules, and the number of tokens that is left. The dropped
+    documents are written, too, each with the reason.
+    """
+
+    ftfy: bool = True
+    """Whether to repair broken Unicode with ftfy."""
+
+    language: str = "en"
+    """ISO 639-1 code of the language to keep; `any` keeps all."""
+
+    detector: Literal["lingua", "fasttext"] = "lingua"
+    """What detects the language, from the first 1,000 characters."""
+
+    fasttext_model: Path | None = None
+    """Model of fastText whose labels are `__label__CODE`."""
+
+    min_confidence: float = Field(0.5, ge=0, le=1)
+    """Least probability of the language."""
+
+    fixes: tuple[Fix, ...] = ()
+    """Tasks of OpenWebText's recipe, in this order."""
+
+    rules: tuple[Rules, ...] = ()
+    """Rules of quality: Gopher's two sets, C4's (which also removes lines)."""
+
+    bad_words: Path | None = None
+    """File with a word or phrase in each line; a text with any of them is dropped, as in C4."""
+
+    min_tokens: int = Field(128, ge=0)
+    """Fewest tokens of a text."""
+
+    tokenizer: Path | None = None
+    """`tokenizer.json` to count tokens with. By default the pieces are counted that GPT-2 cuts a text into before it
+    merges bytes, of which no token holds more than one; so no text is kept that has fewer of GPT-2's tokens."""
+
+    @model_validator(mode="after")
+    def _detector_has_model(self) -> CleanSettings:
+        if (self.detector == "fasttext") != (self.fasttext_model is not None):
+            raise ValueError("detector fasttext and fasttext_model (a file) must be given together")
+        return self
+
+
+def build_clean(settings: CleanSettings) -> DocumentFunction:
+    """Return the function that cleans a document."""
+    detect = language_detector(settings)
+    fix = _ftfy() if settings.ftfy or "ftfy_fix_text" in settings.fixes else str
+    has_bad_word = _bad_words(settings.bad_words)
+    count = token_counter(settings)
+
+    def check(text: str, changed: list[str]) -> tuple[str, str | None]:
+        """Return the new text, and why it is dropped."""
+        if settings.ftfy:
+            text = _noted(text, fix(text), "ftfy", changed)
+        if count(text) < settings.min_tokens:
+            return text, "too few tokens"
+        counted = text
+        if settings.language != "any":
+            code, confidence = detect(text)
+            if code != settings.language:
+                return text, f"language: {code}"
+            if confidence < settings.min_confidence:
+                return text, "language: not sure"
+        for name in settings.fixes:
+            new, dropped = old_fix(name, text, lambda part: detect(part)[0], fix)
+            if dropped:
+                return text, name
+            text = _noted(text, new, name, changed)
+        for rule in settings.rules:
+            reason = None
+            if rule == "gopher-quality":
+                reason = gopher_quality(text)
+            elif rule == "gopher-repetition":
+                reason = gopher_repetition(text)
+            else:
+                new, reason = c4_lines(text)
+                text = _noted(text, new, "c4: lines removed", changed)
+            if reason is not None:
+                return text, reason
+        if has_bad_word(text):
+            return text, "bad words"
+        return text, "too few tokens" if text != counted and count(text) < settings.min_tokens else None
+
+    def clean(record: Record) -> list[Outcome]:
+        changed = list[str]()
+        text, dropped = check(record["text"], changed)
+        return [Outcome({**record, "text": text}, dropped, tuple(changed) if dropped is None else ())]
+
+    return clean
+
+
+def _noted(old: str, new: str, name: str, changed: list[str]) -> str:
+    if new != old:
+        changed.append(name)
+    return new
+
+
+def _ftfy() -> Callable[[str], str]:
+    import ftfy
+
+    return ftfy.fix_text
+
+
+def language_detector(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
+    """Return a function from a text to the code of its language (`?` if unknown) and its probability.
+
+    Raises:
+        ConfigError: If the language has no code, or fastText is missing.
+        DataError: If the model cannot be read.
+    """
+    if settings.detector == "fasttext":
+        return _fasttext(settings)
+    from lingua import IsoCode639_1, Language, LanguageDetectorBuilder
+
+    if settings.language != "any":
+        try:
+            Language.from_iso_code_639_1(IsoCode639_1.from_str(settings.language))
+        except ValueError:
+            raise ConfigError(f"language {settings.language!r} is no ISO 639-1 code that lingua knows, as en") from None
+    detector = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().build()
+
+    def detect(text: str) -> tuple[str, float]:
+        text = text[:_DETECTED_CHARS]
+        found = detector.detect_language_of(text)
+        if found is None:
+            return "?", 0.0
+        # Rounded, since the order of the sums in it varies.
+        return found.iso_code_639_1.name.lower(), round(detector.compute_language_confidence(text, found), 6)
+
+    return detect
+
+
+def _fasttext(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
+    try:
+        import fasttext
+    except ImportError:
+        raise ConfigError("detector fasttext: the package fasttext is missing; pip install fasttext") from None
+    try:
+        model = fasttext.load_model(str(settings.fasttext_model))
+    except ValueError as error:
+        raise DataError(f"{settings.fasttext_model} cannot be read: {error}") from None
+
+    def detect(text: str) -> tuple[str, float]:
+        line = text[:_DETECTED_CHARS].replace("\n", " ")
+        found = model.f.predict(f"{line}\n", 1, 0.0, "strict")  # `model.predict` fails with numpy 2
+        return (found[0][1].removeprefix("__label__"), round(found[0][0], 6)) if found else ("?", 0.0)
+
+    return detect
+
+
+def _bad_words(path: Path | None) -> Callable[[str], bool]:
+    if path is None:
+        return lambda text: False
+    try:
+        words = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    pattern = word_pattern(words)
+    return lambda text: pattern is not None and pattern.search(text) is not None
+
+
+def token_counter(settings: CleanSettings) -> Callable[[str], int]:
+    """Return a function that counts tokens, exactly below `min_tokens`. Raises DataError for a bad tokenizer."""
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    if settings.tokenizer is None:
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+        return partial(_count, settings.min_tokens, lambda text: len(split(text)))
+    try:
+        tokenizer = Tokenizer.from_file(str(settings.tokenizer))
+    except Exception as error:  # the library raises no class of its own
+        raise DataError(f"{settings.tokenizer} is no tokenizer.json: {error}") from None
+    return partial(_count, settings.min_tokens, lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids))
+
+
+def _count(enough: int, count: Callable[[str], int], text: str) -> int:
+    """Count the start of a text, and the whole only if the start has too few."""
+    found = count(text[:_COUNTED_CHARS]) if enough else 0
+    return found if found > enough or len(text) <= _COUNTED_CHARS else count(text)
+
+
+CLEAN = document_step("clean", CleanSettings, build_clean, packages=("ftfy", "lingua-language-detector", "tokenizers"))

@@ -1,0 +1,148 @@
+"""Step `decontaminate`: what evaluation sets contain is cut out of documents.
+
+The method is that of Megatron-LM's OpenWebText recipe (its `filter_ngrams.py`), after Brown et al. 2020, appendix C.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from neox.corpus import expand_inputs, read_documents
+from neox.errors import ConfigError
+from neox.files import sha256_of
+from tools.web_text.documents import document_step
+from tools.web_text.step import DocumentFunction, Outcome, Record, Settings
+
+_WORD = re.compile(r"\w+")
+_SENTENCE_END = re.compile(r"[.!?。！？]")
+_LEAST_WORDS = 8
+
+
+class DecontaminateSettings(Settings):
+    """Cut out of documents what evaluation sets contain.
+
+    Words are runs of letters, digits and underscores, in lower case. A match is cut with some characters on each side,
+    to the ends of sentences; what remains of a document are its pieces, which become documents with a `piece` number.
+    """
+
+    evaluation: tuple[Path, ...] = Field(min_length=1)
+    """Files or directories with the texts of evaluation sets, in any format that documents have."""
+
+    ngram: int = Field(13, ge=_LEAST_WORDS, le=13)
+    """Words in a row that count as contained; of an evaluation text of fewer words, but at least 8, all of them."""
+
+    margin: int = Field(200, ge=0)
+    """Characters that are cut on each side of a match, and then up to the end of a sentence."""
+
+    least_characters: int = Field(200, ge=1)
+    """Shorter pieces are dropped."""
+
+    most_pieces: int = Field(10, ge=1)
+    """Documents that fall into more pieces are dropped."""
+
+    RUNTIME: ClassVar[frozenset[str]] = Settings.RUNTIME | {"evaluation"}
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return the settings that determine the output's bytes, with the contents of the evaluation files."""
+        files = expand_inputs(self.evaluation)
+        return {**super().fingerprint(), "evaluation": [[Path(file).name, sha256_of(Path(file))] for file in files]}
+
+
+class EvaluationGrams:
+    """Word n-grams of evaluation files."""
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+        self._names: dict[str, str] = {}
+        self._prefixes: set[int] = set()
+        self._lengths: set[int] = set()
+
+    def add(self, name: str, text: str) -> None:
+        """Add an evaluation text; one of fewer than 8 words has no n-grams."""
+        words = _WORD.findall(text.lower())
+        length = min(self._ngram, len(words))
+        if length < _LEAST_WORDS:
+            return
+        self._lengths.add(length)
+        for start in range(len(words) - length + 1):
+            gram = words[start : start + length]
+            self._names.setdefault(" ".join(gram), name)
+            self._prefixes.add(hash(tuple(gram[:_LEAST_WORDS])))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def find(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Yield the matches in a text: first character, the one after the last, and the name of the evaluation set."""
+        lowered = text.lower()
+        if len(lowered) != len(text):  # as of "İ", of which the positions would not fit
+            lowered = "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
+        words = _WORD.findall(lowered)
+        prefixes = map(hash, zip(*(words[skip:] for skip in range(_LEAST_WORDS)), strict=False))
+        starts = [word for word, prefix in enumerate(prefixes) if prefix in self._prefixes]
+        if not starts:
+            return
+        spans = [match.span() for match in _WORD.finditer(lowered)]
+        for start in starts:
+            for length in self._lengths:
+                name = self._names.get(" ".join(words[start : start + length]))
+                if name is not None and start + length <= len(words):
+                    yield spans[start][0], spans[start + length - 1][1], name
+
+
+def cut_intervals(text: str, matches: Iterable[tuple[int, int]], margin: int) -> list[tuple[int, int]]:
+    """Return what is cut: each match with its margins and the rest of their sentences; overlapping cuts are joined.
+
+    Args:
+        text: Document.
+        matches: First character, and the one after the last, of each match.
+        margin: Characters on each side.
+    """
+    ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
+    cuts: list[tuple[int, int]] = []
+    for first, last in sorted(matches):
+        start = ends[bisect_right(ends, max(first - margin, 0)) - 1]
+        stop = ends[bisect_left(ends, min(last + margin, len(text)))]
+        if cuts and start <= cuts[-1][1]:
+            cuts[-1] = (cuts[-1][0], max(stop, cuts[-1][1]))
+        else:
+            cuts.append((start, stop))
+    return cuts
+
+
+def build_decontaminate(settings: DecontaminateSettings) -> DocumentFunction:
+    """Return the function that cuts a document into pieces."""
+    grams = EvaluationGrams(settings.ngram)
+    for file in expand_inputs(settings.evaluation):
+        for document in read_documents(file):
+            grams.add(Path(file).name, document.text)
+    if not len(grams):
+        raise ConfigError(f"decontaminate: the evaluation files have no text of at least {_LEAST_WORDS} words")
+
+    def decontaminate(record: Record) -> list[Outcome]:
+        text: str = record["text"]
+        matches = list(grams.find(text))
+        if not matches:
+            return [Outcome(record)]
+        cuts = cut_intervals(text, ((first, last) for first, last, _ in matches), settings.margin)
+        edges = [0, *(edge for cut in cuts for edge in cut), len(text)]
+        pieces = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        pieces = [piece for piece in pieces if len(piece) >= settings.least_characters]
+        if len(pieces) > settings.most_pieces:
+            return [Outcome(record, dropped=f"over {settings.most_pieces} pieces")]
+        if not pieces:
+            return [Outcome(record, dropped=f"no piece of {settings.least_characters} characters")]
+        changes = tuple(f"cut: {name}" for name in sorted({name for _, _, name in matches}))
+        outcomes = [Outcome({**record, "text": piece, "piece": n}) for n, piece in enumerate(pieces)]
+        return [Outcome(outcomes[0].record, changed=changes), *outcomes[1:]]
+
+    return decontaminate
+
+
+DECONTAMINATE = document_step("decontaminate", DecontaminateSettings, build_decontaminate)

@@ -1,0 +1,227 @@
+"""Columns on disk that describe each document of a job: digest, length, band hashes; resumable.
+
+Documents are numbered from 0 over all inputs. A document is about 20 bytes and 8 more for each band.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neox.corpus import BadInput, LineBlock, Position, parse_records
+from neox.errors import DataError
+from neox.files import fsync_file, write_text
+from neox.log import progress
+from tools.web_text.chunks import RESULT_AS_JSON, Chunk, read_chunks
+from tools.web_text.minhash import Bands, band_hashes
+from tools.web_text.pool import ordered_map
+from tools.web_text.step import Counts, Record
+
+LONGEST = 1 << 23  # characters; longer documents are compared exactly only
+MAX_DOCUMENTS = 1 << 32
+_BATCH = 1 << 20  # characters whose signatures are made at once
+_ROWS = 1 << 20
+_CHUNKS_BETWEEN_STATES = 64
+
+
+def records_of(chunk: Chunk) -> Iterator[Record | BadInput]:
+    """Yield the documents and the bad lines of a chunk."""
+    if isinstance(chunk.content, LineBlock):
+        yield from parse_records(chunk.content)
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """Rows of the columns for the documents of a chunk, as bytes; `documents` of them, of `text_bytes` in all."""
+
+    __pydantic_config__ = RESULT_AS_JSON
+
+    columns: tuple[bytes, ...]
+    documents: int
+    text_bytes: int
+    bad: tuple[BadInput, ...]
+
+
+@dataclass(frozen=True)
+class IndexChunk:
+    """What a worker does with a chunk.
+
+    Attributes:
+        bands: Division of the signatures; None leaves them out.
+        seed: Of the signatures.
+    """
+
+    bands: Bands | None
+    seed: int
+
+    def __call__(self, chunk: Chunk) -> ChunkRows:
+        """Describe the documents of a chunk."""
+        bad, texts = list[BadInput](), list[str]()
+        for record in records_of(chunk):
+            if isinstance(record, BadInput):
+                bad.append(record)
+            else:
+                texts.append(record["text"])
+        encoded = [text.encode() for text in texts]
+        digests = b"".join(hashlib.blake2b(data, digest_size=16).digest() for data in encoded)
+        halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        sizes = np.array([(len(text), len(data)) for text, data in zip(texts, encoded, strict=True)], dtype="<u4")
+        columns = [halves[:, 0], halves[:, 1], *sizes.reshape(-1, 2).T]
+        if self.bands is not None:
+            columns += list(self._hashes(texts, self.bands).T)
+        size = sum(map(len, encoded))
+        return ChunkRows(tuple(column.tobytes() for column in columns), len(texts), size, tuple(bad))
+
+    def _hashes(self, texts: list[str], bands: Bands) -> NDArray[np.uint64]:
+        found = [np.empty((0, bands.count), dtype=np.uint64)]
+        batch, size = list[str](), 0
+        for text in texts:
+            batch.append(text if len(text) <= LONGEST else "")
+            size += len(text)
+            if size >= _BATCH:
+                found.append(band_hashes(batch, bands, self.seed))
+                batch, size = [], 0
+        if batch:
+            found.append(band_hashes(batch, bands, self.seed))
+        return np.concatenate(found)
+
+
+@dataclass
+class _State:
+    """State of an interrupted run: the columns hold `documents` rows, made from everything before `next`."""
+
+    next: tuple[int, Position] = (0, Position())
+    documents: int = 0
+    chunks: int = 0
+    complete: bool = False
+    file_ends: list[int] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    @staticmethod
+    def read(path: Path) -> _State:
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return _State()
+        (number, position), counts = fields.pop("next"), fields.pop("counts")
+        return _State((number, Position(**position)), counts=Counts(**counts), **fields)
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """Columns of all documents of some files.
+
+    Attributes:
+        directory: Where the columns are.
+        files: The files, in order.
+        bands: Division of the signatures; None if there are none.
+        max_line_bytes: Limit of a line.
+    """
+
+    directory: Path
+    files: tuple[str, ...]
+    bands: Bands | None
+    max_line_bytes: int
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        count = self.bands.count if self.bands is not None else 0
+        return ("digest_0", "digest_1", "characters", "bytes", *(f"band_{number:03}" for number in range(count)))
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column, memory-mapped [documents]."""
+        kind = np.dtype("<u4" if name in ("characters", "bytes", "chunk") else "<u8")
+        path = self.directory / name
+        return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield a column piece by piece, each with the number of its first document."""
+        column = self.column(name)
+        for start in range(0, len(column), _ROWS):
+            yield start, np.array(column[start : start + _ROWS])
+
+    def __len__(self) -> int:
+        return (self.directory / "characters").stat().st_size // 4
+
+    def documents_of(self, files: int) -> int:
+        """Return the number of documents in the first files."""
+        return _State.read(self._state_path).file_ends[files - 1] if files else 0
+
+    @property
+    def _state_path(self) -> Path:
+        return self.directory / "index.progress.json"
+
+    def chunks(self, consumed: Callable[[int], Any] = lambda _: None) -> Iterator[tuple[int, int, Chunk]]:
+        """Yield the chunks of the files again: number of the first document, number after the last, chunk."""
+        ends = np.cumsum(self.column("chunk"), dtype=np.int64)
+        read = read_chunks(self.files, (0, Position()), self.max_line_bytes, consumed)
+        start = 0
+        for chunk, end in zip(read, ends.tolist(), strict=True):
+            yield start, end, chunk
+            start = end
+
+    def build(self, work: Callable[[Chunk], ChunkRows], workers: int, skip_bad: int) -> Counts:
+        """Fill the columns, or continue where an earlier call was interrupted.
+
+        Args:
+            work: What to describe.
+            workers: Processes.
+            skip_bad: Number of bad inputs that may be skipped.
+
+        Returns:
+            Counts of the documents read.
+
+        Raises:
+            DataError: If too many inputs are bad, or there are more documents than can be numbered.
+        """
+        path = self._state_path
+        self.directory.mkdir(parents=True, exist_ok=True)
+        state = _State.read(path)
+        if state.complete:
+            return state.counts
+        with ExitStack() as stack:
+            outputs = []
+            for name in (*self.names, "chunk"):
+                width = 4 if name in ("characters", "bytes", "chunk") else 8
+                size = width * (state.chunks if name == "chunk" else state.documents)
+                file = stack.enter_context(open(self.directory / name, "r+b" if size else "wb"))
+                file.truncate(size)
+                file.seek(size)
+                outputs.append(file)
+            bar = stack.enter_context(progress("signatures", sum(map(os.path.getsize, self.files)), "B"))
+            chunks = read_chunks(self.files, state.next, self.max_line_bytes, bar.update)
+            results = stack.enter_context(closing(ordered_map(work, chunks, workers)))
+            for chunk, rows in results:
+                for bad in (*chunk.bad, *rows.bad):
+                    state.counts.add_bad(bad, skip_bad)
+                state.counts.documents_in += rows.documents
+                state.counts.bytes_in += rows.text_bytes
+                for file, data in zip(outputs, (*rows.columns, np.uint32(rows.documents).tobytes()), strict=True):
+                    file.write(data)
+                state.documents += rows.documents
+                state.chunks += 1
+                state.next = chunk.next
+                if chunk.content is None:
+                    state.file_ends.append(state.documents)
+                if state.documents >= MAX_DOCUMENTS:
+                    raise DataError(f"more than {MAX_DOCUMENTS:,} documents: divide the files into several runs")
+                if state.chunks % _CHUNKS_BETWEEN_STATES == 0:
+                    for file in outputs:
+                        fsync_file(file)
+                    write_text(path, json.dumps(asdict(state)))
+            for file in outputs:
+                fsync_file(file)
+        state.complete = True
+        write_text(path, json.dumps(asdict(state)))
+        return state.counts

@@ -1,0 +1,107 @@
+"""Recipes as datatrove pipelines: local processes, Slurm or Ray.
+
+Each step is one or two pipelines: tasks that compute shards of the chunks, if the step is a function of chunks, and one
+task that runs the step with their results. All tasks share a file system.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from neox.errors import ConfigError, DataError, NeoXError, needs_package
+from neox.log import setup_logging
+from tools.web_text.recipe import RecipeStep
+from tools.web_text.run import check_packages, run_step
+from tools.web_text.shards import shard_directory
+from tools.web_text.step import Job
+
+Executor = Literal["local", "slurm", "ray"]
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Callable of a datatrove pipeline that computes one shard of a step."""
+
+    chosen: RecipeStep
+
+    def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
+        """Compute the shard of task `rank`."""
+        step, settings = self.chosen.step, self.chosen.settings
+        try:
+            check_packages(step)
+            step.run(Job(step.name, settings, step.expand(settings.input), "", shard=(rank, world_size)))
+        except NeoXError:
+            raise
+        except Exception as error:  # a pool waits forever for an exception that cannot be unpickled
+            raise DataError(f"{step.name}, task {rank}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """Callable of a datatrove pipeline that runs a step, with what its shards hold."""
+
+    chosen: RecipeStep
+
+    def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
+        """Run the step."""
+        setup_logging()
+        run_step(self.chosen.step, self.chosen.settings)
+        shutil.rmtree(shard_directory(self.chosen.settings.output), ignore_errors=True)
+
+
+def pipelines(
+    recipe: Sequence[RecipeStep], executor: Executor, tasks: int, options: Mapping[str, Any]
+) -> Iterator[tuple[RecipeStep, Any]]:
+    """Yield the datatrove executors of a recipe in order, each depending on the one before.
+
+    Args:
+        recipe: Steps.
+        executor: Where tasks run.
+        tasks: Number of shards of a step.
+        options: Further arguments of datatrove's executor, such as Slurm's `partition` and `time`.
+
+    Raises:
+        ConfigError: If datatrove is missing, or refuses the options.
+    """
+    with needs_package(ConfigError, "--executor", "datatrove", "requirements-webtext.txt"):
+        from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+    classes = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
+    before = None
+    for chosen in recipe:
+        output = chosen.settings.output
+        for kind, count in ((ShardTask, tasks), (StepTask, 1)):
+            if kind is ShardTask and not chosen.step.sharded:
+                continue
+            arguments = {
+                "pipeline": [kind(chosen)],
+                "tasks": count,
+                "logging_dir": str(output.with_name(f"{output.name}.datatrove") / kind.__name__),
+                "skip_completed": False,  # a task whose shard or output is complete knows it, and its inputs
+                **({} if executor == "local" else {"depends": before}),
+                **options,
+            }
+            if executor == "local" and count == 1:
+                arguments["workers"] = 1  # which runs the task in this process, so that it may start others
+            try:
+                before = classes[executor](**arguments)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--executor {executor}: datatrove refuses its options: {error}") from error
+            yield chosen, before
+
+
+def run_recipe(recipe: Sequence[RecipeStep], executor: Executor, tasks: int, options: Mapping[str, Any]) -> None:
+    """Run a recipe through datatrove; with Slurm, submit it.
+
+    Raises:
+        ConfigError: If datatrove is missing, or refuses the options.
+        NeoXError: Of a step, from a local executor.
+    """
+    last = None
+    for _, last in pipelines(recipe, executor, tasks, options):
+        if executor != "slurm":
+            last.run()
+    if executor == "slurm" and last is not None:
+        last.run()  # submits those that it depends on first

@@ -1,0 +1,140 @@
+"""Step `extract`: the text of web pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from neox.corpus import Position, expand_inputs
+from neox.errors import ConfigError
+from tools.web_text.chunks import Chunk, read_chunks
+from tools.web_text.documents import ChunkWork, map_documents
+from tools.web_text.filter_urls import expand_suffixes
+from tools.web_text.pages import WARC_SUFFIXES, decode_page, warc_reader
+from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step
+
+_KEY = "html"
+_NO_TEXT = ("script", "style", "noscript", "template")
+_PAGE_KEYS = (_KEY, "charset", "too_large")
+
+
+class ExtractSettings(Settings):
+    """Extract the text of web pages.
+
+    The inputs are `.jsonl[.zst]` with `html` and `url`, or WARC files (`.warc[.gz]`, as of Common Crawl; WET too).
+    """
+
+    method: Literal["trafilatura", "bs4", "raw"] = "trafilatura"
+    """`trafilatura` finds the main text; `bs4` joins all paragraphs; `raw` is the page as it is."""
+
+    favor: Literal["balance", "precision", "recall"] = "balance"
+    """What trafilatura prefers where it is not sure."""
+
+    tables: bool = True
+    """Whether trafilatura keeps the text of tables."""
+
+    max_page_mb: int = Field(8, ge=1, le=1024)
+    """Limit of a page; a larger one is dropped."""
+
+    ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = {
+        "favor": ("method", "trafilatura"),
+        "tables": ("method", "trafilatura"),
+    }
+
+
+def build_extract(settings: ExtractSettings) -> DocumentFunction:
+    """Return the function that extracts the text of a page."""
+    method: Callable[[str, str | None], str | None]
+    if settings.method == "trafilatura":
+        method = _trafilatura(settings)
+    else:
+        method = _paragraphs if settings.method == "bs4" else lambda html, url: html
+
+    def extract(record: Record) -> list[Outcome]:
+        html, url = record[_KEY], record.get("url")
+        kept = {key: value for key, value in record.items() if key not in _PAGE_KEYS}
+        if record.get("too_large") or len(html) > settings.max_page_mb << 20:
+            return [Outcome(kept, "page too large")]
+        if isinstance(html, bytes):
+            html = decode_page(html, record.get("charset"))
+        try:
+            text = html if record.get("content_type") == "text/plain" else method(html, url)
+        except (ValueError, TypeError, AttributeError, RecursionError, AssertionError) as error:  # odd pages
+            return [Outcome(kept, f"extractor failed: {type(error).__name__}")]
+        text = (text or "").replace("\0", "").strip()
+        return [Outcome({"text": text, **kept}, None if text else "no text")]
+
+    return extract
+
+
+def _trafilatura(settings: ExtractSettings) -> Callable[[str, str | None], str | None]:
+    import trafilatura
+
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # what fails is counted
+
+    def extract(html: str, url: str | None) -> str | None:
+        return trafilatura.extract(
+            html,
+            url=url,
+            include_comments=False,
+            include_tables=settings.tables,
+            favor_precision=settings.favor == "precision",
+            favor_recall=settings.favor == "recall",
+        )
+
+    return extract
+
+
+def _paragraphs(html: str, url: str | None) -> str:
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(html, "lxml")
+    for element in soup(_NO_TEXT):
+        element.decompose()
+    texts = (" ".join(element.get_text(" ").split()) for element in soup("p"))
+    return "\n".join(text for text in texts if text)
+
+
+def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Replace directories by the WARC files in them or, without any, by other inputs."""
+    files: list[str] = []
+    for path in paths:
+        warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
+        if warc or path.name.endswith(WARC_SUFFIXES):
+            files += expand_suffixes([path], WARC_SUFFIXES)
+        else:
+            files += expand_inputs([path])
+    return tuple(files)
+
+
+def extract(job: Job[ExtractSettings]) -> None:
+    """Write the texts of the pages of a job. Raises ConfigError if WARC files are mixed with others."""
+    warc = [file.endswith(WARC_SUFFIXES) for file in job.files]
+    if any(warc) and not all(warc):
+        raise ConfigError("extract: give either WARC files or .jsonl files, not both at once")
+    if any(warc) and "max_line_mb" in job.settings.model_fields_set:
+        raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of WARC files")
+    limit = job.settings.max_page_mb << 20
+
+    def read_pages(
+        files: tuple[str, ...], start: tuple[int, Position], _: int, consumed: Callable[[int], Any]
+    ) -> Iterator[Chunk]:
+        return warc_reader(files, start, limit, consumed)
+
+    work = ChunkWork(build_extract, job.settings, key=_KEY, keep_text=False)
+    map_documents(job, work, read_pages if all(warc) else read_chunks)
+
+
+EXTRACT = Step(
+    "extract",
+    ExtractSettings,
+    extract,
+    build=build_extract,
+    expand=expand_pages,
+    packages=("trafilatura", "beautifulsoup4", "lxml"),
+    sharded=True,
+)

@@ -1,0 +1,131 @@
+"""Pages of the web: their encoding, and WARC files of them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from email.message import Message
+from functools import partial
+from typing import Any
+
+from neox.corpus import BadInput, Position
+from neox.errors import DataError, os_errors
+from tools.web_text.chunks import Chunk
+from tools.web_text.step import Record
+
+WARC_SUFFIXES = (".warc", ".warc.gz")
+PAGE_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+_CHUNK_BYTES = 1 << 20
+_CHUNK_RECORDS = 256
+_READ_BYTES = 1 << 18
+# As browsers read them (WHATWG's encoding standard).
+_BROWSERS = {"iso8859-1": "cp1252", "ascii": "cp1252"}
+
+
+def content_type(header: str) -> tuple[str, str | None]:
+    """Return media type and charset of a `Content-Type`; an empty one is HTML."""
+    message = Message()
+    message["Content-Type"] = header or "text/html"
+    return message.get_content_type(), message.get_content_charset()
+
+
+def decode_page(data: bytes, charset: str | None) -> str:
+    """Return the text of a page: in the charset of its header, the one it declares, UTF-8, or Windows-1252.
+
+    Undecodable bytes of a page become replacement characters if its charset is named, or if no charset fits.
+    """
+    from bs4.dammit import EncodingDetector
+
+    _, bom = EncodingDetector.strip_byte_order_mark(data)
+    declared = EncodingDetector.find_declared_encoding(data[:4096], is_html=True)
+    named = None
+    for name in (bom, charset, declared, "utf-8"):
+        with suppress(LookupError, UnicodeError):
+            codec = codecs.lookup(name or "")
+            chosen = _BROWSERS.get(codec.name, codec.name)
+            named = named or chosen
+            return data.decode("utf-8-sig" if chosen == "utf-8" else chosen)
+    named = "cp1252" if named in (None, "utf-8") and not (bom or charset or declared) else named
+    return data.decode(named or "cp1252", "replace")
+
+
+def warc_reader(
+    files: tuple[str, ...],
+    start: tuple[int, Position],
+    max_bytes: int,
+    consumed: Callable[[int], Any],
+) -> Iterator[Chunk]:
+    """Yield the pages of WARC files in chunks of records: `url`, `html` (bytes), `content_type`, `charset`.
+
+    Args:
+        files: Paths of `.warc` or `.warc.gz` files.
+        start: Number of the file, and a position in it: number of the record, byte of the file.
+        max_bytes: Limit of a page; the record of a longer one has `too_large` and no content.
+        consumed: Called with the number of bytes newly read.
+
+    Raises:
+        DataError: If a file cannot be read.
+    """
+    for number in range(start[0], len(files)):
+        at = start[1] if number == start[0] else Position()
+        with os_errors(DataError, f"{files[number]} cannot be read"), open(files[number], "rb") as file:
+            file.seek(at.offset)
+            yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
+
+
+def _file_chunks(
+    path: str, file: Any, number: int, at: Position, max_bytes: int, consumed: Callable[[int], Any]
+) -> Iterator[Chunk]:
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
+    held, size, count, bad = list[Record](), 0, at.line, list[BadInput]()
+    reported = at.offset
+    iterator = ArchiveIterator(file, arc2warc=True)
+    empty = True
+    try:
+        for entry in iterator:
+            empty = False
+            offset = iterator.offset
+            if size >= _CHUNK_BYTES or len(held) >= _CHUNK_RECORDS:
+                consumed(offset - reported)
+                reported = offset
+                yield Chunk(tuple(held), (), (number, Position(count, offset)))
+                held, size = [], 0
+            count += 1
+            if (record := _page(entry, max_bytes)) is not None:
+                held.append(record)
+                size += len(record["html"])
+            if getattr(entry.raw_stream, "limit", 0) and "too_large" not in (record or {}) and record is not None:
+                bad.append(BadInput(path, count - 1, offset, "the WARC record is truncated"))
+                held.pop()
+    except (ArchiveLoadFailed, EOFError, UnicodeError, ValueError) as error:
+        bad.append(BadInput(path, count, None, f"the rest is damaged or no WARC ({str(error).strip()[:200]})"))
+    if empty and not bad:
+        bad.append(BadInput(path, None, None, "the file holds no WARC record"))
+    if held:
+        yield Chunk(tuple(held), (), (number, Position(count, file.tell())))
+    yield Chunk(None, tuple(bad), (number + 1, Position()))
+
+
+def _page(entry: Any, max_bytes: int) -> Record | None:
+    """Return the page of a WARC record; None if it holds none."""
+    url = entry.rec_headers.get_header("WARC-Target-URI")
+    if entry.rec_type == "conversion":  # Common Crawl's WET: text
+        kind, charset = content_type("text/plain; charset=utf-8")
+    elif entry.rec_type in ("response", "resource"):
+        headers = entry.http_headers or entry.rec_headers
+        kind, charset = content_type(headers.get_header("Content-Type") or "")
+        status = entry.http_headers.get_statuscode() if entry.http_headers else "200"
+        if status != "200" or kind not in PAGE_TYPES:
+            return None
+    else:
+        return None
+    stream, parts, size = entry.content_stream(), list[bytes](), 0
+    for part in iter(partial(stream.read, _READ_BYTES), b""):
+        size += len(part)
+        if size > max_bytes:
+            return {"url": url, "html": b"", "too_large": True}
+        parts.append(part)
+    return {"url": url, "html": b"".join(parts), "content_type": kind, "charset": charset}

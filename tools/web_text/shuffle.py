@@ -1,0 +1,78 @@
+"""Step `shuffle`: a random order of documents, by sorted runs on disk.
+
+Each document draws a number; the documents are sorted by it. So the order depends on the seed and the inputs only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from tools.web_text.lines import encode_line, read_records, write_lines
+from tools.web_text.step import Job, Settings, Step
+
+_HEADER = struct.Struct("<QQI")
+_DRAWS = 4096
+_MIB = 1 << 20
+_Keyed = tuple[int, int, bytes]
+
+
+class ShuffleSettings(Settings):
+    """Put the documents into a random order, given by the seed."""
+
+    memory_mb: int = Field(1024, ge=1)
+    """Memory for documents; what is more goes to sorted files beside the output. The order does not depend on it."""
+
+    RUNTIME: ClassVar[frozenset[str]] = Settings.RUNTIME | {"memory_mb"}
+
+
+def shuffle(job: Job[ShuffleSettings]) -> None:
+    """Write the documents of a job in random order."""
+    runs, held, size = list[Path](), list[_Keyed](), 0
+    for keyed in _keyed_lines(job):
+        held.append(keyed)
+        size += len(keyed[2]) + 128  # the objects of one entry
+        if size >= job.settings.memory_mb * _MIB:
+            runs.append(_write_run(job.work / f"run{len(runs):05}", held))
+            held, size = [], 0
+    held.sort()
+    merged = heapq.merge(*map(_read_run, runs), held)
+    job.counts.documents_out = write_lines(job.settings.output, (line for _, _, line in merged))
+    job.counts.bytes_out = job.counts.bytes_in
+
+
+def _keyed_lines(job: Job[ShuffleSettings]) -> Iterator[_Keyed]:
+    """Yield each document with its random number and its own number."""
+    draws = _draws(job.settings.seed)
+    for number, record in enumerate(read_records(job)):
+        yield next(draws), number, encode_line(record)
+
+
+def _draws(seed: int) -> Iterator[int]:
+    random = np.random.default_rng(seed)
+    while True:
+        yield from random.integers(0, 1 << 63, _DRAWS, dtype=np.uint64).tolist()
+
+
+def _write_run(path: Path, held: list[_Keyed]) -> Path:
+    held.sort()
+    with open(path, "wb") as file:
+        for key, number, line in held:
+            file.write(_HEADER.pack(key, number, len(line)) + line)
+    return path
+
+
+def _read_run(path: Path) -> Iterable[_Keyed]:
+    with open(path, "rb") as file:
+        while header := file.read(_HEADER.size):
+            key, number, length = _HEADER.unpack(header)
+            yield key, number, file.read(length)
+
+
+SHUFFLE = Step("shuffle", ShuffleSettings, shuffle)
