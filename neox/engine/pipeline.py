@@ -142,9 +142,9 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             return []
         topology = grid.topology
         holders = [
-            number
-            for number, stage in enumerate(plan.stages)
-            if any(p.name in names for index in range(stage.first, stage.last) for p in plan.layers[index].parameters)
+            stage.index
+            for stage in plan.stages
+            if any(p.name in names for layer in stage.entries(plan.layers) for p in layer.parameters)
         ]
         result = []
         for dp_rank in range(grid.dp_size):
@@ -163,11 +163,15 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return [(weight, group) for weight, group in held if weight.requires_grad]
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Split where the plan says; DeepSpeed would derive it from class names."""
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self.parts = [self._stages[0].first, *(s.last for s in self._stages)]
+        """Split where the plan says; DeepSpeed would derive it from class names.
+
+        DeepSpeed's module holds one range of layers, which is all that its schedule, 1F1B, asks for.
+        """
+        assert all(len(stage.ranges) == 1 for stage in self._stages), self._stages
+        here = self._topo.get_coord(self.global_rank).pipe
+        self.parts = [0, *(stage.ranges[0].stop for stage in self._stages)]
         assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        self._set_bounds(start=self.parts[here], stop=self.parts[here + 1])
 
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""

@@ -40,7 +40,7 @@ from neox.engine.reshard import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
-from neox.plan import RunPlan
+from neox.plan import RunPlan, StagePlan
 
 
 class FileWriter(CheckpointEngine):  # type: ignore[misc]
@@ -226,9 +226,15 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
         "zero_stage": plan.config.deepspeed.zero_optimization.stage,
         "precision": plan.precision,
         "optimizer": plan.config.optimizer.optimizer.name,
-        "stages": [stage.first for stage in plan.stages],
+        "stages": [_stage_starts(stage) for stage in plan.stages],
         "offload": plan.config.deepspeed.zero_optimization.offloads_optimizer,
     }
+
+
+def _stage_starts(stage: StagePlan) -> int | list[int]:
+    """Return where the ranges of a stage start: one number if there is one range, as all files so far have it."""
+    starts = [layers.start for layers in stage.ranges]
+    return starts[0] if len(starts) == 1 else starts
 
 
 def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:

@@ -62,8 +62,7 @@ def load_model(
     precision = plan.config.generation.inference_precision or plan.precision
     dtype = DTYPES[precision]
     reader = CheckpointReader(checkpoint, plan.layers)
-    bounds = plan.stages[grid.pp_rank]
-    wanted = set(range(bounds.first, bounds.last))
+    wanted = set(plan.stages[grid.pp_rank].layers)
     if _has_tied_head(plan, grid):
         wanted.add(0)  # on another stage than the embedding it needs its own copy of the weight
     layers = {
@@ -111,8 +110,8 @@ def runner_of_layers(
 
 def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
     """Return this rank's layers, sorted by kind."""
-    bounds = plan.stages[grid.pp_rank]
-    here = {index: layer for index, layer in layers.items() if bounds.first <= index < bounds.last}
+    held = plan.stages[grid.pp_rank]
+    here = {index: layer for index, layer in layers.items() if held.holds(index)}
     kinds = {plan.layers[index].kind: layer for index, layer in here.items()}
     blocks = [here[index] for index in sorted(here) if plan.layers[index].kind == "block"]
     head: Callable[[Tensor], Tensor] | None = kinds.get("head")
@@ -143,8 +142,9 @@ def runner_of_forward(
 
 
 def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:
-    """Return whether this rank's stage ends with a head that multiplies by the embedding's weight."""
-    return plan.architecture.tie_word_embeddings and plan.layers[plan.stages[grid.pp_rank].last - 1].kind == "head"
+    """Return whether this rank's stage holds a head that multiplies by the embedding's weight."""
+    head = plan.layers.head
+    return head.kind == "head" and head.tied_to is not None and plan.stages[grid.pp_rank].holds(head.index)
 
 
 def _runner(

@@ -16,13 +16,15 @@ from neox.plan.precision import Capabilities, saved_precision
 from neox.plan.report import format_plan, plan_as_dict
 from neox.plan.resolve import decode_payload, encode_payload, resolve
 from neox.plan.rules import missing_for_training, static_problems
-from neox.plan.run_plan import AttentionImpl, MemoryPlan, Precision, RunPlan, StagePlan, Topology
+from neox.plan.run_plan import AttentionImpl, MemoryPlan, Precision, RunPlan, Topology
+from neox.plan.stages import LayerRange, StagePlan
 
 __all__ = [
     "AttentionImpl",
     "BatchPlan",
     "Capabilities",
     "Device",
+    "LayerRange",
     "MemoryPlan",
     "Precision",
     "RunPlan",

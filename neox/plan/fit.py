@@ -6,14 +6,13 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 from neox.architecture import POSITIONS, Architecture, LayerPlan
 from neox.plan.architecture import layer_plan, padded_vocabulary
 from neox.plan.memory.estimate import divides_states, fullest_stage, stage_memory
 from neox.plan.memory.setting import MemorySetting, memory_setting
 from neox.plan.run_plan import MemoryPlan, RunPlan
-from neox.plan.stages import held_parameters, partition_layers
+from neox.plan.stages import StagePlan, held_parameters, plan_stages
 
 GIB = 2**30
 # Reserved for the CUDA context, communication buffers and fragmentation: these bytes, and a fraction of the rest.
@@ -105,12 +104,12 @@ def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
         setting = replace(
             setting, copies_weights=False, copies_states=setting.copies_states and divides_states(setting)
         )
-    return stage_memory(plan.layers, plan.stage_bounds, stage, setting)
+    return stage_memory(plan.layers, plan.stages[stage], setting)
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
     """Return the estimate of the fullest rank in training on its device."""
-    return fullest_stage(plan.layers, plan.stage_bounds, _setting(plan, on_cpu=device.shared))
+    return fullest_stage(plan.layers, plan.stages, _setting(plan, on_cpu=device.shared))
 
 
 def needed_bytes(memory: MemoryPlan, device: Device) -> int:
@@ -183,19 +182,20 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
     if needed <= usable:
         return Fit(True, needed, plan.grid.world_size)
     start = _setting(plan, on_cpu=device.shared)
-    method = plan.config.parallelism.pipe_partition_method
+    parallelism = plan.config.parallelism
 
     @cache
     def memory(setting: MemorySetting) -> MemoryPlan:
-        return fullest_stage(layers(setting.tp_size), bounds(setting.pp_size, setting.tp_size), setting)
+        return fullest_stage(layers(setting.tp_size), stages(setting.pp_size, setting.tp_size), setting)
 
     @cache
-    def layers(mp: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
-        return layer_plan(plan.config, padded_vocabulary(plan.config, plan.vocab_size, mp))
+    def layers(tp_size: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
+        return layer_plan(plan.config, padded_vocabulary(plan.config, plan.vocab_size, tp_size))
 
     @cache
-    def bounds(pp: int, mp: int) -> list[int]:
-        return partition_layers(layers(mp), pp, method, mp)
+    def stages(pp_size: int, tp_size: int) -> tuple[StagePlan, ...]:
+        method, schedule = parallelism.pipe_partition_method, parallelism.pipeline_schedule
+        return plan_stages(layers(tp_size), pp_size, method, schedule, tp_size)
 
     growth = 1
     while growth <= (1 if device.shared else _MOST_GROWTH):
@@ -293,7 +293,7 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
     fused = _setting(plan, on_cpu=False)
     flash = replace(fused, attention="flash")
     now, then, kept = (
-        fullest_stage(plan.layers, plan.stage_bounds, setting).total
+        fullest_stage(plan.layers, plan.stages, setting).total
         for setting in (fused, flash, replace(flash, recompute=0))
     )
     sizes = f"{gib(then)} instead of {gib(now)}"
@@ -302,31 +302,35 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
     yield f'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores: {sizes}'
 
 
-def inference_bytes(plan: RunPlan, pp: int, mp: int) -> int:
+def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     """Return the bytes that the fullest GPU of generation or evaluation holds at least.
 
     Weights, and the keys and values of new tokens are counted; prompts, which are not known, and activations are not.
 
     Args:
         plan: The plan of the run.
-        pp: Pipeline stages.
-        mp: Tensor ranks of each stage.
+        pp_size: Number of pipeline stages.
+        tp_size: Number of tensor ranks of each stage.
     """
     config = plan.config
-    layers = layer_plan(config, padded_vocabulary(config, plan.vocab_size, mp))
-    bounds = partition_layers(layers, pp, config.parallelism.pipe_partition_method, mp)
+    layers = layer_plan(config, padded_vocabulary(config, plan.vocab_size, tp_size))
+    parallelism = config.parallelism
+    stages = plan_stages(layers, pp_size, parallelism.pipe_partition_method, parallelism.pipeline_schedule, tp_size)
     keys = config.generation
     size = 4 if (keys.inference_precision or plan.precision) == "fp32" else 2
     sequences = keys.num_beams if keys.num_beams > 1 else keys.generation_batch_size
     network = layers.architecture
-    cache = 2 * sequences * keys.maximum_tokens * network.attended_heads * network.head_dim // mp  # of a block
-    held = []
-    for first, last in pairwise(bounds):
-        here = layers.layers[first:last]
-        owners = {layer.index for layer in here}
-        weights = sum(held_parameters(layers, layer, mp, tied=layer.tied_to not in owners) for layer in here)
-        held.append(size * (weights + cache * sum(layer.kind == "block" for layer in here)))
-    return max(held)
+    block_cache = 2 * sequences * keys.maximum_tokens * network.attended_heads * network.head_dim // tp_size
+    most = 0
+    for stage in stages:
+        held = 0
+        for layer in stage.entries(layers):
+            copies_words = layer.tied_to is not None and not stage.holds(layer.tied_to)
+            held += held_parameters(layers, layer, tp_size, tied=copies_words)
+            if layer.kind == "block":
+                held += block_cache
+        most = max(most, size * held)
+    return most
 
 
 def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | None:
@@ -342,12 +346,12 @@ def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | No
         return f"{found}; use a smaller one, more hosts, or inference_precision bf16"
     gpus = 2
     while gpus <= _MOST_GPUS:
-        mp = min(gpus, _MOST_TENSOR_RANKS)
-        while plan.architecture.num_kv_heads % mp:
-            mp //= 2
-        pp = gpus // mp
-        if pp <= plan.architecture.num_layers and inference_bytes(plan, pp, mp) <= device.usable:
-            degrees = f"--set model_parallel_size={mp} --set pipe_parallel_size={pp}"
+        tp_size = min(gpus, _MOST_TENSOR_RANKS)
+        while plan.architecture.num_kv_heads % tp_size:
+            tp_size //= 2
+        pp_size = gpus // tp_size
+        if pp_size <= plan.architecture.num_layers and inference_bytes(plan, pp_size, tp_size) <= device.usable:
+            degrees = f"--set model_parallel_size={tp_size} --set pipe_parallel_size={pp_size}"
             return f"{found}; it does on {gpus} of these: {degrees} --num_gpus {gpus}"
         gpus *= 2
     return f"{found}, nor on {_MOST_GPUS}; set inference_precision to bf16, or use larger ones"

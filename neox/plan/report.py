@@ -10,12 +10,14 @@ from typing import Any
 
 from neox.architecture import training_flops_per_token
 from neox.config.neox_config import NeoXConfig, section_classes
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.fit import Device, check_fit, flash_advice, gib, gpu_device, inference_bytes, memory_on, memory_problem
 from neox.plan.memory.estimate import fullest_stage, stage_memory
 from neox.plan.memory.setting import memory_setting
 from neox.plan.resolve import MICRO, STEPS, TOTAL
-from neox.plan.run_plan import MemoryPlan, RunPlan, StagePlan
+from neox.plan.run_plan import MemoryPlan, RunPlan
 from neox.plan.schedule import schedule_of
+from neox.plan.stages import StagePlan
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,
         "parameters": plan.layers.numel,
-        "stages": [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)],
+        "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),
         "memory": {
             **_memory(memory_on(plan, device)),
@@ -109,7 +111,7 @@ def labelled(label: str, texts: Iterable[str]) -> list[str]:
 
 def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     """Return the tokens, compute and time of a plan on a device; on a GPU of `gpu_memory_gib` where left out."""
-    steps, pp = plan.batch.gradient_accumulation_steps, plan.grid.pp_size
+    steps = plan.batch.gradient_accumulation_steps
     per_step = plan.batch.train_batch_size * (plan.config.model.seq_length or 0)
     iterations = plan.config.training.train_iters
     segments = () if iterations is None else tuple(plan.batch_schedule.segments(iterations))
@@ -122,7 +124,8 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     if tokens is not None and peak is not None:
         total = sum(segment.tokens * flops(segment.seq_length) for segment in segments)
         days = total / (plan.grid.world_size * peak * 1e12 * mfu) / 86_400
-    return Figures(per_step, tokens, operations, (pp - 1) / (steps + pp - 1), peak, mfu, days)
+    bubble = PIPELINE_SCHEDULES[plan.config.parallelism.pipeline_schedule].bubble(plan.grid.pp_size, steps)
+    return Figures(per_step, tokens, operations, bubble, peak, mfu, days)
 
 
 def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
@@ -130,7 +133,7 @@ def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None)
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     wanted = plan.config.training.checkpoint_num_layers if recompute else 0
     on_cpu = device is not None and device.shared
-    return fullest_stage(plan.layers, plan.stage_bounds, replace(setting, recompute=wanted, on_cpu=on_cpu))
+    return fullest_stage(plan.layers, plan.stages, replace(setting, recompute=wanted, on_cpu=on_cpu))
 
 
 def imbalance(plan: RunPlan) -> float:
@@ -169,17 +172,18 @@ def _model_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
         f"{network.head_dim}, MLP width {network.mlp_width:,}"
     )
     if verbose:
-        for index, stage in enumerate(plan.stages):
-            first, last = stage_ranks(plan, index)
+        for stage in plan.stages:
+            first, last = stage_ranks(plan, stage.index)
+            layers = " and ".join(f"{held.start}-{held.stop - 1}" for held in stage.ranges)
             ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
             tensor = plan.grid.tp_size
             groups = f", {plan.grid.dp_size} tensor groups of {tensor} in a row" if tensor > 1 else ""
             yield (
-                f"stage {index:<3} layers {stage.first}-{stage.last - 1} ({_contents(plan, stage)}), "
+                f"stage {stage.index:<3} layers {layers} ({_contents(plan, stage)}), "
                 f"{stage.parameters:,} parameters; {ranks}{groups}"
             )
     if plan.grid.pp_size > 1:
-        layers = ", ".join(str(stage.last - stage.first) for stage in plan.stages)
+        layers = ", ".join(str(len(stage.layers)) for stage in plan.stages)
         yield f"stages    {layers} layers; the largest holds {imbalance(plan):.3f} x the mean's parameters"
 
 
@@ -253,23 +257,22 @@ def _source_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
         yield "          all other keys have their defaults (configs/neox_arguments.md; --json lists them)"
 
 
-def _stage(plan: RunPlan, index: int, stage: StagePlan) -> dict[str, Any]:
+def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-    first, last = stage_ranks(plan, index)
+    first, last = stage_ranks(plan, stage.index)
     return {
-        "layers": stage.last - stage.first,
-        "first": stage.first,
-        "last": stage.last,
+        "layers": len(stage.layers),
+        "ranges": [[held.start, held.stop] for held in stage.ranges],
         "contents": _contents(plan, stage),
         "parameters": stage.parameters,
         "ranks": [first, last],
-        "memory": _memory(stage_memory(plan.layers, plan.stage_bounds, index, setting)),
+        "memory": _memory(stage_memory(plan.layers, stage, setting)),
     }
 
 
 def _contents(plan: RunPlan, stage: StagePlan) -> str:
     """Return which layers a stage holds: `embedding, 11 blocks`."""
-    kinds = [layer.kind for layer in plan.layers.layers[stage.first : stage.last]]
+    kinds = [layer.kind for layer in stage.entries(plan.layers)]
     blocks = kinds.count("block")
     others = [kind for kind in ("embedding", "norm", "head", "masked_lm_head", "sentence_head") if kind in kinds]
     words = [*others[: others.count("embedding")], f"{blocks} block{'s' if blocks != 1 else ''}"]

@@ -13,7 +13,6 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from math import prod
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
@@ -28,8 +27,8 @@ from neox.plan.memory.estimate import fullest_stage
 from neox.plan.memory.setting import memory_setting
 from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
 from neox.plan.rules import notes_without_effect, static_problems
-from neox.plan.run_plan import Precision, RunPlan, StagePlan, Topology
-from neox.plan.stages import partition_layers
+from neox.plan.run_plan import Precision, RunPlan, Topology
+from neox.plan.stages import StagePlan, plan_stages
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -96,7 +95,6 @@ def derive_plan(
         notes = (*notes, *_adapter_notes(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
-    bounds = [0, *(stage.last for stage in stages)]
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     return RunPlan(
         config=config,
@@ -107,7 +105,7 @@ def derive_plan(
         padded_vocab_size=padded,
         layers=layers,
         stages=stages,
-        memory=fullest_stage(layers, bounds, memory_setting(config, grid, batch, precision, attention)),
+        memory=fullest_stage(layers, stages, memory_setting(config, grid, batch, precision, attention)),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
         notes=(*notes, *translated, *notes_without_effect(config)),
@@ -136,24 +134,20 @@ def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[str]:
 
 
 def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
-    bounds = partition_layers(layers, grid.pp_size, config.parallelism.pipe_partition_method, grid.tp_size)
-    stages = []
-    for first, last in pairwise(bounds):
-        held = layers.layers[first:last]
-        own = {layer.index for layer in held}
-        copies = sum(layers[x.tied_to].numel for x in held if x.tied_to is not None and x.tied_to not in own)
-        stages.append(StagePlan(first, last, sum(layer.numel for layer in held) + copies))
-    if stages[-1].first > layers.head.index:
-        method = config.describe_setting("pipe_partition_method")
+    """Return the pipeline stages. Raises ConfigError if a stage would have nothing to train or half of a loss."""
+    keys = config.parallelism
+    stages = plan_stages(layers, grid.pp_size, keys.pipe_partition_method, keys.pipeline_schedule, grid.tp_size)
+    method = config.describe_setting("pipe_partition_method")
+    last_head = len(layers) - 1
+    if any(stage.holds(last_head) and not stage.holds(layers.head.index) for stage in stages):
         raise ConfigError(f"{method} divides the heads of one loss over stages; use type:transformer")
-    empty = [i for i, stage in enumerate(stages) if stage.parameters == 0]
-    if layers.lora is not None:
-        kinds = [{layer.kind for layer in layers.layers[stage.first : stage.last]} for stage in stages]
-        empty += [i for i, found in enumerate(kinds) if "block" not in found]
-    if empty:
-        method = config.describe_setting("pipe_partition_method")
-        raise ConfigError(f"{method} leaves stage {empty[0]} without parameters to train; use type:transformer|mlp")
-    return tuple(stages)
+    for stage in stages:
+        kinds = {layer.kind for layer in stage.entries(layers)}
+        if stage.parameters == 0 or (layers.lora is not None and "block" not in kinds):
+            raise ConfigError(
+                f"{method} leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
+            )
+    return stages
 
 
 def solve_grid(config: NeoXConfig, world_size: int, problems: list[str]) -> Topology | None:

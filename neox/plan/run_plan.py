@@ -12,6 +12,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
 from neox.plan.batch import BatchPlan as BatchPlan  # also read from here
 from neox.plan.batch import BatchSchedule
+from neox.plan.stages import StagePlan
 
 Precision = Literal["fp32", "fp16", "bf16"]
 AttentionImpl = Literal["eager", "fused", "flash"]
@@ -74,21 +75,6 @@ class Topology:
             fixed = (at for axis, at in zip(_AXES, self.coordinates(rank), strict=True) if axis not in axes)
             groups.setdefault(tuple(fixed), []).append(rank)
         return list(groups.values())
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One pipeline stage.
-
-    Attributes:
-        first: Number of its first layer in the layer plan.
-        last: Number after its last layer.
-        parameters: Elements over all tensor ranks, with the stage's copy of a tied embedding.
-    """
-
-    first: int
-    last: int
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -174,8 +160,3 @@ class RunPlan:
         parts = map(self.config.training.recomputed_part, range(self.architecture.num_layers))
         kernels = zip(parts, self.attention, strict=True)
         return tuple("none" if part == "core_attn" and kernel == "flash" else part for part, kernel in kernels)
-
-    @property
-    def stage_bounds(self) -> list[int]:
-        """First layer of each stage, and the number of layers: stage i holds [bounds[i], bounds[i + 1])."""
-        return [0, *(stage.last for stage in self.stages)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import inf
 
 from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 
 # The model's layer classes by kind. DeepSpeed matches `type:REGEX` against these names, case-insensitively, so that
 # identity layers must contain neither "transformer" nor "mlp".
@@ -21,6 +23,85 @@ LAYER_CLASS_NAMES = {
     "masked_lm_head": "MaskedLMHead",
     "sentence_head": "SentenceHead",
 }
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Consecutive layers of the layer plan.
+
+    Attributes:
+        start: Number of the first layer.
+        stop: Number after the last layer.
+    """
+
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, layer: int) -> bool:
+        return self.start <= layer < self.stop
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage: what each of its ranks holds, split over tensor ranks.
+
+    Attributes:
+        index: Number of the stage.
+        ranges: Its layers as ranges, ascending. `1f1b` gives each stage one.
+        parameters: Elements over all tensor ranks, with the stage's copy of a tied embedding.
+    """
+
+    index: int
+    ranges: tuple[LayerRange, ...]
+    parameters: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of its layers in the layer plan, ascending."""
+        return tuple(layer for layers in self.ranges for layer in layers)
+
+    def holds(self, layer: int) -> bool:
+        """Return whether a layer is on this stage."""
+        return any(layer in layers for layers in self.ranges)
+
+    def entries(self, plan: LayerPlan) -> tuple[LayerEntry, ...]:
+        """Return its layers."""
+        return tuple(plan[layer] for layer in self.layers)
+
+
+def plan_stages(plan: LayerPlan, pp_size: int, method: str, schedule: str, tp_size: int) -> tuple[StagePlan, ...]:
+    """Divide a network into pipeline stages.
+
+    Args:
+        plan: Layers to divide.
+        pp_size: Number of stages.
+        method: `pipe_partition_method`; must be one that `partition_problem` accepts.
+        schedule: Name of the pipeline schedule, which decides how many ranges of layers a stage holds.
+        tp_size: Number of tensor ranks.
+    """
+    chosen = PIPELINE_SCHEDULES[schedule]
+    bounds = partition_layers(plan, pp_size * chosen.ranges_per_stage, method, tp_size)
+    ranges: list[list[LayerRange]] = [[] for _ in range(pp_size)]
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        ranges[chosen.stage_of(number, pp_size)].append(LayerRange(start, stop))
+    return tuple(_stage_of_ranges(plan, index, tuple(held)) for index, held in enumerate(ranges))
+
+
+def _stage_of_ranges(plan: LayerPlan, index: int, ranges: tuple[LayerRange, ...]) -> StagePlan:
+    """Return a stage with its number of parameters."""
+    stage = StagePlan(index, ranges, 0)
+    parameters = 0
+    for layer in stage.entries(plan):
+        parameters += layer.numel
+        if layer.tied_to is not None and not stage.holds(layer.tied_to):
+            parameters += plan[layer.tied_to].numel
+    return replace(stage, parameters=parameters)
 
 
 def partition_problem(method: str) -> str | None:
@@ -38,32 +119,35 @@ def partition_problem(method: str) -> str | None:
     return None if any(map(matching.search, names)) else f"matches none of the layer classes {', '.join(names)}"
 
 
-def partition_layers(plan: LayerPlan, stages: int, method: str, mp: int = 1) -> list[int]:
-    """Return the stage bounds: stage i holds layers [bounds[i], bounds[i + 1]).
+def partition_layers(plan: LayerPlan, parts: int, method: str, tp_size: int = 1) -> list[int]:
+    """Return the bounds of consecutive parts: part i holds layers [bounds[i], bounds[i + 1]).
 
     Args:
         plan: Layers to divide.
-        stages: Number of stages.
+        parts: Number of parts.
         method: `pipe_partition_method`; must be one that `partition_problem` accepts.
-        mp: Tensor-parallel ranks; DeepSpeed weighs layers by the parameters that one rank holds.
+        tp_size: Number of tensor ranks; DeepSpeed weighs layers by the parameters that one rank holds.
     """
     assert partition_problem(method) is None
     kind, _, pattern = method.lower().partition(":")  # DeepSpeed lowers the whole method too
     if kind == "uniform":
-        return partition_uniform(len(plan), stages)
+        return partition_uniform(len(plan), parts)
     if kind == "parameters":
-        return partition_balanced([held_parameters(plan, layer, mp) for layer in plan], stages)
+        return partition_balanced([held_parameters(plan, layer, tp_size) for layer in plan], parts)
     matching = re.compile(pattern, re.IGNORECASE)
-    return partition_balanced([int(bool(matching.search(LAYER_CLASS_NAMES[layer.kind]))) for layer in plan], stages)
+    matches = [matching.search(LAYER_CLASS_NAMES[layer.kind]) is not None for layer in plan]
+    return partition_balanced([int(match) for match in matches], parts)
 
 
-def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: bool = False, tied: bool = True) -> int:
-    """Return the elements one of `mp` tensor ranks holds of a layer, shared ones not.
+def held_parameters(
+    plan: LayerPlan, layer: LayerEntry, tp_size: int, *, trained: bool = False, tied: bool = True
+) -> int:
+    """Return the elements that one tensor rank holds of a layer, without those that another layer owns.
 
     Args:
         plan: The layers.
         layer: One of them.
-        mp: Tensor-parallel ranks.
+        tp_size: Number of tensor ranks.
         trained: Count only what is trained.
         tied: Count a tied head's copy, too.
     """
@@ -71,7 +155,7 @@ def held_parameters(plan: LayerPlan, layer: LayerEntry, mp: int, *, trained: boo
     if layer.tied_to is not None and tied:
         held += tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
     held = tuple(p for p in held if p.trained or not trained)
-    return sum(p.numel // mp if p.partition_dim is not None else p.numel for p in held)
+    return sum(p.numel // tp_size if p.partition_dim is not None else p.numel for p in held)
 
 
 def partition_uniform(items: int, parts: int) -> list[int]:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.pipeline_schedules import PipelineScheduleName
 
 
 class ParallelismConfig(Section):
@@ -27,6 +28,9 @@ class ParallelismConfig(Section):
     pipe_partition_method: str = "type:transformer|mlp"
     """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or
     `type:REGEX` (equal counts of layers whose class name matches, ignoring case; blocks are `TransformerLayer`)."""
+
+    pipeline_schedule: PipelineScheduleName = "1f1b"
+    """Order in which pipeline stages run the micro batches of a step. `1f1b`: forward and backward passes in turn."""
 
 
 class RunnerConfig(Section):

@@ -15,7 +15,9 @@ from neox.architecture import (
     Architecture,
     LayerPlan,
 )
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.memory.setting import MemorySetting
+from neox.plan.stages import StagePlan
 
 # Logits that head and cross entropy hold at once, on a GPU and on a CPU.
 _LOSS_CHUNK, _CPU_LOSS_CHUNK = 2**27, 2**21
@@ -96,17 +98,15 @@ def _trains_bias(layers: LayerPlan) -> bool:
     return positions.biases_scores and bool(positions.shared(layers.architecture))
 
 
-def activation_bytes(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> int:
-    """Return bytes of activations at the peak of a training step on one GPU of a stage.
-
-    Under 1F1B, stage i of p keeps up to p - i micro batches (DeepSpeed allocates at least 2 buffers).
-    """
-    here = layers.layers[bounds[stage] : bounds[stage + 1]]
+def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
+    """Return bytes of activations at the peak of a training step on one GPU of a stage."""
+    here = stage.entries(layers)
     kinds, size = [layer.kind for layer in here], setting.bytes_per_number
     blocks = [layer.index - BLOCK_OFFSET for layer in here if layer.kind == "block"]
     joined = setting.micro * setting.sequence * layers.architecture.hidden_size * size
     boundary = joined // setting.token_shares
-    in_flight = 1 if setting.pp_size == 1 else min(max(2, setting.pp_size - stage), setting.accumulation)
+    schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
+    in_flight = schedule.in_flight(stage.index, setting.pp_size, setting.accumulation)
     one_layer = layer_bytes(layers, setting)
     of_layer = boundary + int(setting.kept * (one_layer - boundary))
     kept, working = len(blocks) * of_layer, one_layer - of_layer

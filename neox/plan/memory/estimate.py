@@ -15,7 +15,7 @@ from neox.config.sections.optimizer_table import PIECE, State
 from neox.plan.memory.activations import activation_bytes
 from neox.plan.memory.setting import MemorySetting
 from neox.plan.run_plan import MemoryPlan
-from neox.plan.stages import held_parameters
+from neox.plan.stages import StagePlan, held_parameters
 
 # Elements that DeepSpeed's engine reduces at once where ZeRO does not reduce.
 _ENGINE_BUCKET = 500_000_000
@@ -23,9 +23,9 @@ _ENGINE_BUCKET = 500_000_000
 _UPDATED = 4 + 4
 
 
-def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: MemorySetting) -> MemoryPlan:
-    """Return bytes on one GPU of a pipeline stage that holds layers [bounds[stage], bounds[stage + 1])."""
-    here = layers.layers[bounds[stage] : bounds[stage + 1]]
+def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> MemoryPlan:
+    """Return bytes on one GPU of a pipeline stage."""
+    here = stage.entries(layers)
     owners = {layer.index for layer in here}
     held, trained = (
         sum(
@@ -39,7 +39,7 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     held, trained = held + copied, trained + copied
     kept = _kept_per_parameter(here, setting.states)
     weights, (_, gradients, optimizer) = state_bytes(held, setting, kept)[0], state_bytes(trained, setting, kept)
-    working = activation_bytes(layers, bounds, stage, setting)
+    working = activation_bytes(layers, stage, setting)
     if setting.zero == 3 and (setting.dp_size > 1 or (setting.offload > 1 and not setting.on_cpu)):
         working += setting.bytes_per_number * min(held, setting.live)  # weights gathered for the layers at work
     if setting.zero == 2 and setting.accumulation > 1 and not setting.offload and not setting.fp32_gradients:
@@ -49,10 +49,10 @@ def stage_memory(layers: LayerPlan, bounds: list[int], stage: int, setting: Memo
     return MemoryPlan(weights, gradients, optimizer, working, host, copied_bytes(held, trained, setting, kept), files)
 
 
-def fullest_stage(layers: LayerPlan, bounds: list[int], setting: MemorySetting) -> MemoryPlan:
+def fullest_stage(layers: LayerPlan, stages: Sequence[StagePlan], setting: MemorySetting) -> MemoryPlan:
     """Return bytes on the fullest GPU, or the fullest rank on a CPU."""
-    stages = (stage_memory(layers, bounds, i, setting) for i in range(len(bounds) - 1))
-    return max(stages, key=lambda plan: plan.total + (plan.main_memory if setting.on_cpu else 0))
+    memories = [stage_memory(layers, stage, setting) for stage in stages]
+    return max(memories, key=lambda plan: plan.total + (plan.main_memory if setting.on_cpu else 0))
 
 
 def copied_bytes(held: int, trained: int, setting: MemorySetting, kept: float) -> int:

@@ -23,6 +23,7 @@ class MemorySetting:
 
     Attributes:
         pp_size: Pipeline stages.
+        pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
         tp_size: Tensor ranks.
         dp_size: Data-parallel ranks.
         zero: ZeRO stage.
@@ -60,6 +61,7 @@ class MemorySetting:
     """
 
     pp_size: int
+    pipeline_schedule: str
     tp_size: int
     dp_size: int
     zero: int
@@ -115,6 +117,7 @@ def memory_setting(
     sequence = (model.seq_length or 0) + architecture_of(config).soft_prompt_tokens
     return MemorySetting(
         pp_size=grid.pp_size,
+        pipeline_schedule=config.parallelism.pipeline_schedule,
         tp_size=grid.tp_size,
         dp_size=grid.dp_size,
         zero=zero.stage,

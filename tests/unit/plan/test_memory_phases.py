@@ -38,9 +38,8 @@ def test_whole_logits_are_never_held():
             "attention_config": [[["flash"], "all"]],
         },
     )
-    bounds = [0, len(plan.layers)]
     small, large = (
-        stage_memory(plan.layers, bounds, 0, setting_of(plan, micro=micro)).activations for micro in (8, 64)
+        stage_memory(plan.layers, plan.stages[0], setting_of(plan, micro=micro)).activations for micro in (8, 64)
     )
     assert large - small < 56 * 2048 * plan.padded_vocab_size
     weight = plan.padded_vocab_size * 64
@@ -98,9 +97,8 @@ def test_the_engines_reduction_joins_gradients_and_converts_them():
 
 def test_zero_2_holds_the_sum_of_gradients_beside_those_of_a_backward_pass():
     plan = plan_of(2, **{**SIZES, "train_micro_batch_size_per_gpu": 64}, zero_optimization={"stage": 2})
-    bounds = [0, len(plan.layers.layers)]
     one, two = (
-        stage_memory(plan.layers, bounds, 0, setting_of(plan, accumulation=n, fp32_gradients=False)).total
+        stage_memory(plan.layers, plan.stages[0], setting_of(plan, accumulation=n, fp32_gradients=False)).total
         for n in (1, 2)
     )
     size = setting_of(plan).bytes_per_number

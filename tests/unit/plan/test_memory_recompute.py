@@ -81,10 +81,10 @@ def test_each_stage_counts_its_own_blocks():
     plan = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True, "no_recompute_layers": [0]})
     setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     plain = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True})
-    first, last = (stage_memory(plan.layers, plan.stage_bounds, stage, setting) for stage in (0, 1))
+    first, last = (stage_memory(plan.layers, stage, setting) for stage in plan.stages)
     as_before = memory_setting(plain.config, plain.grid, plain.batch, plain.precision, plain.attention)
-    assert first.activations > stage_memory(plain.layers, plain.stage_bounds, 0, as_before).activations
-    assert last == stage_memory(plain.layers, plain.stage_bounds, 1, as_before)
+    assert first.activations > stage_memory(plain.layers, plain.stages[0], as_before).activations
+    assert last == stage_memory(plain.layers, plain.stages[1], as_before)
 
 
 def test_a_run_that_does_not_fit_is_told_to_recompute_whole_blocks():

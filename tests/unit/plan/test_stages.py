@@ -8,12 +8,14 @@ import re
 import pytest
 from deepspeed.runtime import utils as deepspeed_utils
 
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES, OneForwardOneBackward
 from neox.plan.stages import (
     LAYER_CLASS_NAMES,
     partition_balanced,
     partition_layers,
     partition_problem,
     partition_uniform,
+    plan_stages,
 )
 from tests.plans import SIZES, plan_of
 
@@ -55,7 +57,7 @@ def test_parameters_weigh_what_one_rank_holds():
     layers = plan(padded_vocab_size=50432)
     weights = [sum(p.numel // 2 if p.partition_dim is not None else p.numel for p in x.parameters) for x in layers]
     expected = [int(b) for b in deepspeed_utils.partition_balanced(weights, 2)]
-    assert partition_layers(layers, 2, "parameters", mp=2) == expected
+    assert partition_layers(layers, 2, "parameters", tp_size=2) == expected
 
 
 def test_a_tied_head_weighs_its_copy():
@@ -75,3 +77,34 @@ def test_good_methods(method):
 @pytest.mark.parametrize("method", ["", "best", "uniform:2", "type:(", "type:conv", "profile"])
 def test_bad_methods(method):
     assert partition_problem(method)
+
+
+class TwoRanges(OneForwardOneBackward):
+    """A schedule that gives each stage two ranges, as an interleaved one does."""
+
+    ranges_per_stage = 2
+
+    def stage_of(self, layer_range, stages):
+        return layer_range % stages
+
+
+def test_a_stage_holds_as_many_ranges_as_its_schedule_asks_for(monkeypatch):
+    schedules = {**PIPELINE_SCHEDULES, "two ranges": TwoRanges()}
+    monkeypatch.setattr("neox.plan.stages.PIPELINE_SCHEDULES", schedules)
+    layers = plan(no_weight_tying=False)
+    first, last = plan_stages(layers, 2, "uniform", "two ranges", tp_size=1)
+    assert (first.layers, last.layers) == ((0, 1, 2, 6, 7, 8), (3, 4, 5, 9, 10))
+    assert [len(stage.ranges) for stage in (first, last)] == [2, 2]
+    assert first.holds(7)
+    assert not last.holds(7)
+    assert [entry.index for entry in last.entries(layers)] == [3, 4, 5, 9, 10]
+    copy_of_words = layers[0].numel
+    assert first.parameters + last.parameters == layers.numel + copy_of_words
+
+
+def test_stages_of_1f1b_keep_fewer_micro_batches_the_later_they_are():
+    schedule = PIPELINE_SCHEDULES["1f1b"]
+    assert [schedule.in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 2]
+    assert schedule.in_flight(0, 4, 3) == 3
+    assert schedule.in_flight(0, 1, 8) == 1
+    assert schedule.bubble(4, 12) == 0.2
