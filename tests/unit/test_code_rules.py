@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("neox", "tools/cluster", "tools/web_text")
+PACKAGES = ("neox", "tools/cluster", "tools/dataset", "tools/web_text")
 TREES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
     for package in PACKAGES

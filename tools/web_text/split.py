@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from neox.corpus import BadInput, LineBlock
-from neox.data.split import draw_parts, write_parts
 from neox.errors import ConfigError
 from neox.log import progress
+from tools.dataset.split import draw_parts, write_parts
 from tools.web_text.dedup import NearDuplicateSettings
 from tools.web_text.document_index import DocumentIndex, records_of
 from tools.web_text.near_duplicates import Groups, Similarity, group_documents, index_shard

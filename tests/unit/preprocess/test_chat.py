@@ -15,11 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from neox.data import IndexedDataset, read_sidecar
-from neox.data.verify import verify_dataset
 from neox.errors import DataError, NeoXError, TokenizerError
 from neox.preprocess import ChatSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate, read_chat_template
+from tools.dataset.verify import verify_dataset
 
 ROOT = Path(__file__).parents[3]
 CHATML = (

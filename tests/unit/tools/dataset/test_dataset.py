@@ -1,7 +1,6 @@
 """tools/dataset.py: what it says of golden data, and what it makes of it."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 from neox.corpus import Document, read_documents, write_documents
 from neox.data import IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, TokenizerError
+from tools.dataset.command import parser
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden" / "data"
 DATA = str(GOLDEN / "small_text_document")
 VOCAB = ["--vocab-file", str(GOLDEN / "tokenizer.json")]
@@ -21,12 +21,9 @@ VOCAB = ["--vocab-file", str(GOLDEN / "tokenizer.json")]
 @pytest.fixture
 def tool(capsys):
     """Run the tool in this process: exit code and what it printed."""
-    spec = importlib.util.spec_from_file_location("dataset_tool", ROOT / "tools" / "dataset.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def run(*arguments):
-        args = module.parser().parse_args([str(argument) for argument in arguments])
+        args = parser().parse_args([str(argument) for argument in arguments])
         capsys.readouterr()
         code = args.run(args)
         return code, capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Inspection of token datasets: statistics, verification, division into parts."""
