@@ -15,7 +15,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def _explain_wrong_python(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an import that failed in one of the project's own scripts: nearly always another Python than `.venv`'s."""
+    """Report a package that is not installed; any other exception is shown as usual.
+
+    One of the project's own scripts was nearly always started with another Python than the one in `.venv`.
+    """
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name and name.isidentifier() and name not in sys.modules and find_spec(name) is None:
         print(
@@ -30,9 +33,10 @@ def _explain_wrong_python(kind: type[BaseException], error: BaseException, trace
 def end_at_interrupts() -> None:
     """Make Ctrl-C end this process at once and silently, with status 130, until `neox.errors.run_script` runs.
 
-    While packages are imported, a KeyboardInterrupt would be a traceback, or a panic inside an extension.
+    While packages are imported, a KeyboardInterrupt would end in a traceback, or in a panic inside an extension.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored (nohup), or the caller's
+    # Under nohup the signal is ignored, and a caller may have a handler of its own. Neither is replaced.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
@@ -41,9 +45,16 @@ def is_own_script(path: str) -> bool:
     return Path(path).resolve().parent in (_ROOT, _ROOT / "tools", _ROOT / "tools" / "datasets")
 
 
-_script = getattr(sys.modules["__main__"], "__file__", None)
-if _script and is_own_script(_script) and "__mp_main__" not in sys.modules and sys.excepthook is sys.__excepthook__:
+def _prepare_own_script() -> None:
+    """Prepare a process that runs one of this project's scripts; it does so while the script imports this package."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    is_worker_process = "__mp_main__" in sys.modules
+    if not script or not is_own_script(script) or is_worker_process or sys.excepthook is not sys.__excepthook__:
+        return
     if sys.version_info < (3, 11):  # noqa: UP036 -- whoever has an older one should read it here
         sys.exit(f"error: neox needs Python 3.11 or newer, and this is {sys.version.split()[0]} ({sys.executable})")
     sys.excepthook = _explain_wrong_python
     end_at_interrupts()
+
+
+_prepare_own_script()

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-# What the file system of a user's path may answer; a traceback would say no more.
+# Refusals of the file system that concern a path of the user; a traceback would add nothing to them.
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
 class NeoXError(Exception):
     """Base of every error meant for a user; scripts print it as one message, without a traceback.
 
-    exit_code: the process's exit status when this error ends it.
+    Attributes:
+        exit_code: Exit status of a process that this error ends.
     """
 
     exit_code = 1
@@ -26,13 +27,16 @@ class NeoXError(Exception):
 class ConfigError(NeoXError, ValueError):
     """One or more things wrong with a configuration.
 
-    problems: one complete sentence each, with file and line where known; all of them are shown, not the first alone.
+    Attributes:
+        problems: One complete sentence each, with file and line if they are known. All of them are shown.
     """
 
     exit_code = 2
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
 
@@ -70,7 +74,7 @@ class EvaluationError(NeoXError, ValueError):
 
 @contextmanager
 def os_errors(kind: type[NeoXError], what: str) -> Iterator[None]:
-    """Raise an error of `kind`, `WHAT: REASON`, in place of an OSError of the block."""
+    """Turn an OSError of the block into an error of `kind` that reads `WHAT: REASON`."""
     try:
         yield
     except OSError as error:
@@ -78,13 +82,13 @@ def os_errors(kind: type[NeoXError], what: str) -> Iterator[None]:
 
 
 def install_command(file: str) -> str:
-    """What installs `requirements/FILE` for the interpreter that misses it (`pip` alone may be another one's)."""
+    """Return the command that installs `requirements/FILE` for this interpreter (`pip` may belong to another one)."""
     return f"{sys.executable} -m pip install -r requirements/{file}"
 
 
 @contextmanager
 def needs_package(kind: type[NeoXError], what: str, package: str, file: str) -> Iterator[None]:
-    """Raise an error of `kind` in place of an ImportError of the block, with the command that installs the package."""
+    """Turn an ImportError of the block into an error of `kind` that gives the command to install the package."""
     try:
         yield
     except ImportError as error:
@@ -94,13 +98,14 @@ def needs_package(kind: type[NeoXError], what: str, package: str, file: str) -> 
 def run_script(main: Callable[[], int | None], *, unload: bool = True) -> NoReturn:
     """Run a script's `main` and exit.
 
-    User errors, and files that the system refuses to open or to fill, become one message and their exit code; Ctrl-C
-    becomes 130, also where an extension answers it with an exception of its own.
+    A NeoXError is printed as one message, and its exit code ends the process. So is a file that the system refuses to
+    open or to fill, with status 1. Ctrl-C ends the process with status 130, even if an extension answers it with an
+    exception of its own.
 
     Args:
-        main: Returns the exit status, or None for 0.
-        unload: Whether the interpreter unloads its modules after `main` has returned, which takes 0.1 s, and a second
-            with torch and DeepSpeed. Without it nothing registered with `atexit` runs.
+        main: The script's main function, which returns the exit status, or None for 0.
+        unload: Whether the interpreter unloads its modules at the end. That takes 0.1 s, and a second with torch and
+            DeepSpeed. Without it, functions registered with `atexit` do not run.
     """
     interrupted = False
 
@@ -109,7 +114,7 @@ def run_script(main: Callable[[], int | None], *, unload: bool = True) -> NoRetu
         interrupted = True
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # under nohup it is ignored
         signal.signal(signal.SIGINT, interrupt)
     try:
         code = main() or 0
@@ -117,17 +122,8 @@ def run_script(main: Callable[[], int | None], *, unload: bool = True) -> NoRetu
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    except NeoXError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except BrokenPipeError:  # `tool | head`
-        sys.stderr.close()
-        code = 141
-    except OSError as error:
-        if error.errno not in _REFUSALS or error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        code = 1
+    except (NeoXError, OSError) as error:
+        code = _report(error)
     except SystemExit:
         raise
     except BaseException:
@@ -136,3 +132,17 @@ def run_script(main: Callable[[], int | None], *, unload: bool = True) -> NoRetu
         print("interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _report(error: NeoXError | OSError) -> int:
+    """Print an error that ends a script, and return the exit status; raise the error if it deserves a traceback."""
+    if isinstance(error, NeoXError):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):  # the reader has ended, as in `tool | head`
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    if error.errno not in _REFUSALS or error.filename is None:
+        raise error
+    print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 1

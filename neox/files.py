@@ -16,7 +16,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 def partial_path(path: Path) -> Path:
-    """Return `PATH.partial`, the name under which the data of `path` are written until they are complete."""
+    """Return `PATH.partial`, the name of a file until its content is complete."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -24,13 +24,13 @@ def partial_path(path: Path) -> Path:
 def atomic_write(path: Path, partial: Path | None = None) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` once the block has ended without an exception.
 
-    The data are written to another file, fsynced and renamed, so that readers see the old content or the new one. An
-    exception removes the new file and leaves `path` unchanged.
+    The data are written to another file, which is fsynced and renamed. Readers see either the old content or the new
+    one. An exception removes the new file and leaves `path` unchanged.
 
     Args:
         path: File to create or replace; its directory is created.
-        partial: Name of the file until it is complete. The default, `PATH.partial`, is overwritten by the next call if
-            this process is killed; two processes must not write one `path` at the same time.
+        partial: Name of the file until it is complete, by default `PATH.partial`. With the default, two processes
+            must not write one `path` at the same time. A file that a killed process left is overwritten.
 
     Raises:
         OSError: If a file or directory cannot be written.
@@ -48,30 +48,32 @@ def atomic_write(path: Path, partial: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Replace a UTF-8 text file atomically; the last of several concurrent writers wins.
+    """Replace a UTF-8 text file atomically. If several processes write it at the same time, the last one wins.
 
     Args:
         path: File to create or replace; its directory is created.
-        text: Content, whole or in parts. An exception of the iterable leaves `path` unchanged.
+        text: Content, as one text or as parts. An exception of the iterable leaves `path` unchanged.
 
     Raises:
         OSError: If a file or directory cannot be written.
     """
     with atomic_write(path, _temporary(path)) as file:
-        file.writelines(part.encode() for part in ([text] if isinstance(text, str) else text))
+        parts = [text] if isinstance(text, str) else text
+        for part in parts:
+            file.write(part.encode())
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that replaces `path` once the block has ended without an exception.
 
-    Its files are not fsynced. An exception removes it and leaves `path` unchanged. The old content is renamed to
-    `PATH.XXXXXXXX.old` before the new one is renamed, and removed last: there it remains if this process is killed
-    between the two renames, or if it cannot be removed.
+    The files in it are not fsynced. An exception removes the new directory and leaves `path` unchanged. The old
+    directory is first renamed to `PATH.XXXXXXXX.old`, then the new one gets its name, and then the old one is removed.
+    If this process is killed between the two renames, the old content is found under that name.
 
     Args:
-        path: Directory to create or replace (a file of this name is replaced too); its parent is created. Where it is a
-            symbolic link, what it leads to is replaced.
+        path: Directory to create or replace (a file of this name is replaced too); its parent is created. If it is a
+            symbolic link, the target of the link is replaced.
 
     Raises:
         OSError: If something cannot be written; ENOTEMPTY or EEXIST if another process created `path` meanwhile.
@@ -88,7 +90,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def _exchange(new: Path, path: Path, old: Path) -> None:
-    """Rename `path`, if it exists, to `old`, and `new` to `path`; then remove `old`. Undo it at an exception."""
+    """Rename `path` (if it exists) to `old` and `new` to `path`, then remove `old`. An exception undoes the renames."""
     try:
         with suppress(FileNotFoundError):
             os.rename(path, old)
@@ -98,7 +100,8 @@ def _exchange(new: Path, path: Path, old: Path) -> None:
             os.rename(old, path)
         raise
     finally:
-        if path.exists():  # the new content, another process's, or the old content, which is not at `old` then
+        # `path` exists unless both renames have failed: then `old` is the only copy of the old content, and stays.
+        if path.exists():
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:
@@ -106,24 +109,24 @@ def _exchange(new: Path, path: Path, old: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a hidden name beside `path` that no other process of this host uses."""
+    """Return a hidden name in the directory of `path` that no other process of this host uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def replace_file(source: Path, target: Path) -> None:
-    """Rename a fsynced file over `target`, in the same directory, durably. Raises OSError."""
+    """Rename a fsynced file to `target` in the same directory, and fsync the directory. Raises OSError."""
     os.replace(source, target)
     fsync_path(target.parent)
 
 
 def fsync_file(file: IO[Any]) -> None:
-    """Write the buffer of an open file, and wait until its content is on disk. Raises OSError."""
+    """Flush an open file, and wait until its content is on disk. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until the content of a file, or the entries of a directory, are on disk. Raises OSError."""
+    """Wait until a file's content or a directory's entries are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,8 +151,11 @@ def lock_file(file: IO[Any], *, wait: bool) -> bool:
         BlockingIOError: If another process holds the lock and `wait` is false.
         OSError: If locking fails for another reason.
     """
+    operation = fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, operation)
     except OSError as error:
         if isinstance(error, BlockingIOError) or error.errno not in _UNSUPPORTED:
             raise
@@ -164,7 +170,7 @@ def sha256_of(path: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Create the directory of `path`, and a file in it for a moment. Raises OSError if that fails."""
+    """Check that `path` can be written: create its directory, and a file there for a moment. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     probe = _temporary(path)
     probe.touch()
@@ -172,6 +178,10 @@ def check_writable(path: Path) -> None:
 
 
 def unwritable_parent(path: Path) -> Path | None:
-    """Return the nearest existing parent of `path` if nothing can be created in it, else None; creates nothing."""
-    parent = next(parent for parent in path.absolute().parents if parent.exists())
-    return None if parent.is_dir() and os.access(parent, os.W_OK) else parent
+    """Return the nearest existing parent of `path` if nothing can be created in it, else None. It creates nothing."""
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if parent.is_dir() and os.access(parent, os.W_OK):
+        return None
+    return parent

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_BYTES_PER_MB = 1e6
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -19,59 +20,91 @@ def get_logger(name: str) -> logging.Logger:
 
 def setup_logging(rank: int = 0, level: int = logging.INFO) -> None:
     """Send `neox` log lines to stderr; ranks other than 0 show warnings and worse, with their rank in front."""
+    prefix = ""
+    if rank != 0:
+        prefix = f"[rank {rank}] "
+        level = logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
-    prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(prefix + _FORMAT, datefmt="%H:%M:%S"))
     root = logging.getLogger("neox")
     root.handlers[:] = [handler]
-    root.setLevel(level if rank == 0 else logging.WARNING)
+    root.setLevel(level)
     root.propagate = False
 
 
 class Progress(Protocol):
-    """What `progress` yields: something that counts."""
+    """What `progress` yields: a counter of finished units."""
 
     def update(self, n: float = 1) -> Any:
         """Count `n` more units as done."""
 
 
 class _LineProgress:
-    """Progress as plain lines for logs: at most one line every `every` seconds, and one at the end."""
+    """Progress as plain lines for logs: at most one line every `every` seconds, and one at the end.
+
+    Bytes (`unit="B"`) are shown in MB.
+    """
 
     def __init__(self, description: str, total: float | None, unit: str, every: float) -> None:
-        self.description, self.total, self.unit, self.every = description, total, unit, every
+        self.description = description
+        self.total = total
+        self.unit = unit
+        self.every = every
         self.done = 0.0
-        self.started = self.last = time.monotonic()
+        self.started = time.monotonic()
+        self.last_line = self.started
 
     def update(self, n: float = 1) -> None:
         self.done += n
         now = time.monotonic()
-        if now - self.last >= self.every:
-            self.last = now
-            self.line()
+        if now - self.last_line >= self.every:
+            self.last_line = now
+            self.print_line()
 
-    def line(self) -> None:
+    def print_line(self) -> None:
         seconds = max(time.monotonic() - self.started, 1e-9)
         rate = self.done / seconds
-        text = f"{self.description}: {self.done:,.0f}"
+        text = f"{self.description}: "
         if self.total:
-            text += f" of {self.total:,.0f} {self.unit} ({100 * self.done / self.total:.0f} %)"
-            text += f", ETA {(self.total - self.done) / rate:,.0f} s" if self.done else ""
+            percent = 100 * self.done / self.total
+            text += f"{self._number(self.done)} of {self._amount(self.total)} ({percent:.0f} %)"
         else:
-            text += f" {self.unit}"
-        if self.unit != "s":
+            text += self._amount(self.done)
+        if self.total and self.done:
+            text += f", ETA {(self.total - self.done) / rate:,.0f} s"
+        if self.unit == "B":
+            text += f", {rate / _BYTES_PER_MB:,.1f} MB/s"
+        elif self.unit != "s":
             text += f", {rate:,.1f} {self.unit}/s"
         print(text, file=sys.stderr, flush=True)
+
+    def _number(self, count: float) -> str:
+        """Return a count for the line, in MB if the unit is a byte."""
+        if self.unit == "B":
+            return f"{count / _BYTES_PER_MB:,.1f}"
+        return f"{count:,.0f}"
+
+    def _amount(self, count: float) -> str:
+        """Return a count with its unit."""
+        unit = "MB" if self.unit == "B" else self.unit
+        return f"{self._number(count)} {unit}"
 
 
 @contextmanager
 def progress(description: str, total: float | None = None, unit: str = "it", every: float = 10.0) -> Iterator[Progress]:
-    """Show progress on stderr: a tqdm bar on a terminal, a plain line every `every` seconds elsewhere.
+    """Show progress on stderr: a tqdm bar on a terminal, plain lines elsewhere.
 
-    `total` and updates are in `unit`; with `unit="B"` a terminal shows scaled bytes.
+    Args:
+        description: Name of the work, in front of the numbers.
+        total: Number of units of the whole work; None if it is not known.
+        unit: Name of the unit that `total` and `update` count; bytes ("B") are shown in MB.
+        every: Seconds between two plain lines.
+
+    Yields:
+        The counter to update.
     """
     if sys.stderr.isatty():
-        from tqdm import tqdm  # a tenth of a dry run's time, which shows no progress
+        from tqdm import tqdm  # its import takes a tenth of the time of a dry run, which shows no progress
 
         with tqdm(desc=description, total=total, unit=unit, unit_scale=True, file=sys.stderr) as bar:
             yield bar
@@ -80,4 +113,4 @@ def progress(description: str, total: float | None = None, unit: str = "it", eve
     try:
         yield lines
     finally:
-        lines.line()
+        lines.print_line()
