@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from neox.errors import LaunchError
-from neox.launch.hosts import LEAST_CAPABILITY
+from neox.launch.machine import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import Block
 from neox.ops import FP8_RECIPES

@@ -15,7 +15,7 @@ from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import CheckpointError, ConfigError
-from neox.launch.hosts import native_formats
+from neox.launch.machine import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
 from neox.plan import Capabilities, RunPlan, decode_payload, load_config, resolve, saved_precision

@@ -1,7 +1,7 @@
 """Files by which a host's agent, its ranks and the launcher's remote commands exchange state.
 
-They are in a private temporary directory: the agent's process id, a file that ranks touch for progress, their answers
-to signals, and, beside it, secrets.
+They are in a private temporary directory: the agent's process id, a file that ranks touch to report progress, and their
+answers to signals. Secrets wait next to that directory until the agent reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from neox.errors import LaunchError
 from neox.launch.lifeline import is_alive
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
-# Nothing may be left ten seconds after a signal; half of that is for the end itself, on a busy machine.
 ANSWER_SECONDS = 5.0
+"""Time in which a rank must answer a signal. All processes have ended after twice that time, on a busy machine too."""
 _OLD_SECONDS = 3600
 
 
@@ -33,12 +33,17 @@ def agent_directory(run_id: str, node_rank: int) -> Path:
 
 
 def create_agent_directory(run_id: str, node_rank: int) -> Path:
-    """Create the directory of this process, an agent, with its process id in it.
-
-    Directories of dead agents that are over an hour old are removed.
-    """
+    """Create the directory of this process, an agent, with its process id in it."""
     directory = agent_directory(run_id, node_rank)
-    for entry in directory.parent.iterdir():
+    _remove_old_entries(directory.parent)
+    directory.mkdir(mode=0o700)
+    (directory / "pid").write_text(str(os.getpid()))
+    return directory
+
+
+def _remove_old_entries(user_directory: Path) -> None:
+    """Remove files, and directories of dead agents, that are over an hour old."""
+    for entry in user_directory.iterdir():
         with suppress(OSError, ValueError):
             if time.time() - entry.lstat().st_mtime < _OLD_SECONDS:
                 continue
@@ -46,9 +51,6 @@ def create_agent_directory(run_id: str, node_rank: int) -> Path:
                 entry.unlink()
             elif not is_alive(int((entry / "pid").read_text())):
                 shutil.rmtree(entry)
-    directory.mkdir(mode=0o700)
-    (directory / "pid").write_text(str(os.getpid()))
-    return directory
 
 
 def secrets_file(run_id: str, node_rank: int) -> Path:
@@ -57,7 +59,7 @@ def secrets_file(run_id: str, node_rank: int) -> Path:
 
 
 def take_secrets(run_id: str, node_rank: int) -> dict[str, str]:
-    """Read and remove the secrets that were stored on this host."""
+    """Return the secrets that were stored on this host, and remove their file."""
     path = secrets_file(run_id, node_rank)
     try:
         text = path.read_text()
@@ -69,7 +71,7 @@ def take_secrets(run_id: str, node_rank: int) -> dict[str, str]:
 
 
 def _user_directory() -> Path:
-    """Return a directory inside the temporary one that belongs to this user alone."""
+    """Return this user's private directory inside the temporary directory. Raises LaunchError if it is not private."""
     path = Path(tempfile.gettempdir()) / f"neox-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -82,9 +84,10 @@ def _user_directory() -> Path:
 
 
 def report_progress() -> None:
-    """Report that this rank is making progress; a training loop calls it once a step (a few microseconds).
+    """Report that this rank is making progress. A training loop calls it once a step (a few microseconds).
 
-    A run whose ranks neither call this nor print anything for `hang_timeout` seconds is ended with every rank's stack.
+    A run is ended, and the stacks of all ranks are shown, if for `hang_timeout` seconds no rank calls this and none
+    prints anything.
     """
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:
@@ -94,11 +97,12 @@ def report_progress() -> None:
 def acknowledge_stop() -> None:
     """Answer SIGTERM or Ctrl-C: this rank ends by itself. Call it in the signal's handler.
 
-    The rank then has `stop_timeout` seconds to save; ranks that neither answer nor end are killed after a few seconds.
+    The rank then has `stop_timeout` seconds to save. One that neither answers nor ends is killed after a few seconds.
     """
-    if (path := _file_of_rank(_answer_path)) is not None:
+    progress = _progress_of_this_rank()
+    if progress is not None:
         with suppress(OSError):  # the agent has ended and needs no answer
-            path.touch()
+            _answer_path(*progress).touch()
 
 
 @contextmanager
@@ -107,16 +111,18 @@ def busy_saving() -> Iterator[None]:
 
     Python runs no signal handler while C code waits for a disk or for another rank.
     """
-    path = _file_of_rank(_busy_path)
+    progress = _progress_of_this_rank()
+    if progress is None:
+        yield
+        return
+    path = _busy_path(*progress)
     with suppress(OSError):
-        if path is not None:
-            path.touch()
+        path.touch()
     try:
         yield
     finally:
         with suppress(OSError):
-            if path is not None:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def _answer_path(progress: Path, rank: int) -> Path:
@@ -127,10 +133,13 @@ def _busy_path(progress: Path, rank: int) -> Path:
     return progress.with_name(f"saving.{rank}")
 
 
-def _file_of_rank(path_of: Callable[[Path, int], Path]) -> Path | None:
-    """Return this rank's file of a kind; None outside a run."""
-    path, rank = os.environ.get(PROGRESS_VARIABLE), os.environ.get("RANK")
-    return path_of(Path(path), int(rank)) if path and rank else None
+def _progress_of_this_rank() -> tuple[Path, int] | None:
+    """Return the file of progress and the number of this rank; None outside a run."""
+    path = os.environ.get(PROGRESS_VARIABLE)
+    rank = os.environ.get("RANK")
+    if not path or not rank:
+        return None
+    return Path(path), int(rank)
 
 
 # -- read by the agent
@@ -140,23 +149,24 @@ class RankActivity:
     """Times at which the ranks of one host reported progress or printed, and their answers to a signal.
 
     Args:
-        file: The file that ranks touch for progress.
-        log_dir: The directory of the ranks' logs.
+        file: File that ranks touch to report progress.
+        log_dir: Directory of the ranks' logs.
     """
 
     def __init__(self, file: Path, log_dir: Path) -> None:
-        self.file, self.log_dir = file, log_dir
+        self.file = file
+        self.log_dir = log_dir
         self.started = time.time()
-        self._reported = 0.0
-        self._longest = 0.0
+        self._last_report = 0.0
+        self._longest_pause = 0.0
 
     def update(self) -> None:
-        """Read the time of the last report; called many times a second."""
+        """Read the time of the last report. The agent calls this many times a second."""
         with suppress(OSError):
             now = self.file.stat().st_mtime
-            if self._reported:
-                self._longest = max(self._longest, now - self._reported)
-            self._reported = now
+            if self._last_report:
+                self._longest_pause = max(self._longest_pause, now - self._last_report)
+            self._last_report = now
 
     def last(self) -> float:
         """Return when a rank last reported progress or printed, in seconds since the epoch."""
@@ -169,11 +179,12 @@ class RankActivity:
     def answer_seconds(self) -> float:
         """Return the seconds in which a healthy rank answers a signal.
 
-        Python runs a signal handler between two training steps, so where steps are long, and the last one was not long
-        ago, a rank has twice the longest time between two reports.
+        Python runs a signal handler between two training steps. Long steps therefore get more time: until twice the
+        longest pause between two reports has passed since the last report.
         """
-        return max(ANSWER_SECONDS, self._reported + 2 * self._longest - time.time())
+        deadline = self._last_report + 2 * self._longest_pause
+        return max(ANSWER_SECONDS, deadline - time.time())
 
     def has_answered(self, rank: int) -> bool:
-        """Return whether a rank has answered the signal, or cannot yet because it is saving."""
+        """Return whether a rank has answered the signal, or cannot answer yet because it is saving."""
         return _answer_path(self.file, rank).exists() or _busy_path(self.file, rank).exists()

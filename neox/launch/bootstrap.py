@@ -1,7 +1,7 @@
-"""Entry point of every rank: runs a script with a fault handler and with tracebacks of the script alone.
+"""Entry point of every rank: runs a script with a fault handler, and with tracebacks that begin in the script.
 
-`python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, also
-while the interpreter waits inside C code; a crash in C code does too.
+`python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, even
+while the interpreter waits inside C code. A crash in C code writes them, too.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from types import TracebackType
 from neox import end_at_interrupts, is_own_script
 
 
-def _show_from(script: str) -> None:
-    """Remove this file's and runpy's frames, which say nothing about an error, from tracebacks."""
+def _start_tracebacks_at(script: str) -> None:
+    """Remove the frames of this file and of runpy from tracebacks; they say nothing about an error."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         frame = trace
         while frame is not None and frame.tb_frame.f_code.co_filename != script:
             frame = frame.tb_next
-        shown(kind, error.with_traceback(frame or trace), frame or trace)
+        if frame is not None:
+            trace = frame
+        shown(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = hook
 
 
 def main() -> None:
-    """Run the script that the first argument names as `__main__`."""
+    """Run the script that the first argument names, as `__main__`."""
     script = sys.argv[1]
-    with suppress(OSError):  # where memory runs out, the kernel kills ranks before the agent that reports it
+    with suppress(OSError):
+        # When memory runs out, the kernel then kills ranks rather than the agent, which reports it.
         Path("/proc/self/oom_score_adj").write_text("500")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
-    _show_from(script)
+    _start_tracebacks_at(script)
     if is_own_script(script):
         end_at_interrupts()
     runpy.run_path(script, run_name="__main__")

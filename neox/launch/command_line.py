@@ -1,4 +1,4 @@
-"""Command line of `deepy.py`: flags, the configuration's keys behind them, and the script that ranks run."""
+"""Command line of `deepy.py`: its flags, the configuration keys that some of them set, and the ranks' script."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from neox.arguments import ScriptParser, add_overrides
 from neox.errors import ConfigError
 from neox.launch.spec import code_root
 
-# Scripts that only run a model, on any number of ranks.
 INFERENCE = ("generate", "evaluate")
-# Tools that divide their work over ranks, without a configuration.
+"""Scripts that only run a model, on any number of ranks."""
 TOOLS = ("preprocess_data", "preprocess_chat")
+"""Tools that divide their work over ranks, without a configuration."""
 _SCRIPTS = ("train.py", "generate.py", "evaluate.py", *(f"{name}.py" for name in TOOLS))
 
 _FLAGS_OF_KEYS = (
@@ -38,15 +38,27 @@ _FLAGS_OF_KEYS = (
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line.
+    """Parse a command line of `deepy.py`; print a usage error and exit if it is wrong.
 
     Args:
-        argv: The words after the program's name; this process's when left out.
+        argv: Words after the program's name; those of this process if left out.
     """
+    parser = _build_parser()
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(_unknown_flags(unknown))
+    if not arguments.conf_file and arguments.script != "doctor":
+        parser.error("at least one configuration file is needed")
+    _settle_short_flag(parser, arguments)
+    _check_dry_run_flags(parser, arguments)
+    return arguments
+
+
+def _build_parser() -> ScriptParser:
     parser = ScriptParser(
         prog="deepy.py",
         description="Check a configuration, show what follows from it, and start a script on every rank.",
-        epilog="Exit status: 2 where the command line or the configuration is wrong, 130 after Ctrl-C, else that of "
+        epilog="Exit status: 2 if the command line or the configuration is wrong, 130 after Ctrl-C, else that of "
         "the run: 0, or that of the rank that failed first (124: it hung).",
         allow_abbrev=False,
     )
@@ -54,102 +66,140 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("conf_file", nargs="*", help="configuration files (YAML or JSON; .yml may be left out)")
     parser.add_argument("-d", "--conf_dir", help="directory of the configuration files")
     add_overrides(parser)
+    _add_dry_run_flags(parser)
+    add_host_flags(parser)
+    _add_inference_flags(parser)
+    parser.add_argument("--wandb_group", help="wandb group")
+    parser.add_argument("--wandb_team", help="wandb team (entity)")
+    return parser
+
+
+def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
     parser.add_argument("--plot", metavar="FILE", help="with --dry-run: PNG of learning rate and batch over the run")
-    parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for so many hosts")
+    parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for this many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
+
+
+def add_host_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that choose hosts, slots, launcher and rendezvous.
+
+    Args:
+        parser: A parser, or a group of one.
+    """
     parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
     parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
     parser.add_argument("--exclude", help="hosts and slots not to use")
-    parser.add_argument("--num_nodes", type=_positive, help="use the first so many hosts")
+    parser.add_argument("--num_nodes", type=_positive, help="use only this many hosts, the first ones")
     parser.add_argument("--num_gpus", type=_positive, help="ranks on each host")
     parser.add_argument("--master_addr", help="address of the first host")
-    parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one where left out")
+    parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one if left out")
     parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
+
+
+def _add_inference_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--sample_input_file", help="prompts for generation, one a line")
-    parser.add_argument("--sample_output_file", help="where completions are written")
+    parser.add_argument("--sample_output_file", help="file for the completions")
     short = "generate.py: --sample_output_file; other scripts: --set"
-    parser.add_argument("-o", dest="set", action="append", type=_Short, metavar="VALUE", help=short)
+    parser.add_argument("-o", dest="set", action="append", type=_ShortFlagValue, metavar="VALUE", help=short)
     parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="evaluation tasks")
-    parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest where left out")
+    parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest if left out")
     parser.add_argument("--eval_results_prefix", help="prefix of the evaluation's result files")
-    parser.add_argument("--wandb_group", help="wandb group")
-    parser.add_argument("--wandb_team", help="wandb team (entity)")
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        keys = [text.lstrip("-").replace("-", "_").split("=")[0] for text in unknown if text.startswith("--")]
-        hint = f"; a configuration's key is given as `--set {keys[0]}=VALUE`" if keys else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if not arguments.conf_file and arguments.script != "doctor":
-        parser.error("at least one configuration file is needed")
-    if problem := _settle_short(arguments):
-        parser.error(problem)
-    shown = (arguments.json, arguments.verbose, arguments.plot, arguments.hosts, arguments.gpus)
-    if any(shown) and not arguments.dry_run:
-        parser.error("--json, --verbose, --plot, --hosts and --gpus go with --dry-run")
-    if arguments.plot and Path(arguments.script).stem in INFERENCE:
-        parser.error(f"--plot draws a training; {arguments.script} only runs a model")
-    return arguments
-
-
-class _Short(str):
-    """What `-o` was given."""
-
-
-def _settle_short(arguments: argparse.Namespace) -> str | None:
-    """Make `-o` the file of completions where text is written, else an override; return what is wrong with it."""
-    given = [text for text in arguments.set if isinstance(text, _Short)]
-    if Path(arguments.script).stem == "generate":
-        arguments.set = [text for text in arguments.set if not isinstance(text, _Short)]
-        arguments.sample_output_file = given[-1] if given else arguments.sample_output_file
-    elif wrong := [text for text in given if "=" not in text]:
-        return f"-o {wrong[0]}: {arguments.script} writes no text, and `-o KEY=VALUE` overrides a key"
-    return None
 
 
 def _positive(text: str) -> int:
+    """Return the positive whole number that a text holds."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)
 
 
+def _unknown_flags(unknown: Sequence[str]) -> str:
+    """Return the message about words that are no flags, with the way to set a key of the configuration."""
+    message = f"unrecognized arguments: {' '.join(unknown)}"
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            return f"{message}; a configuration's key is given as `--set {key}=VALUE`"
+    return message
+
+
+class _ShortFlagValue(str):
+    """A value given with `-o`, until it is known what the flag means for the script."""
+
+
+def _settle_short_flag(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Make `-o` the file for completions if the script generates text, else an override of a key."""
+    given = [text for text in arguments.set if isinstance(text, _ShortFlagValue)]
+    if Path(arguments.script).stem == "generate":
+        arguments.set = [text for text in arguments.set if not isinstance(text, _ShortFlagValue)]
+        if given:
+            arguments.sample_output_file = given[-1]
+        return
+    for text in given:
+        if "=" not in text:
+            parser.error(f"-o {text}: {arguments.script} writes no text, and `-o KEY=VALUE` overrides a key")
+
+
+def _check_dry_run_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    shown = (arguments.json, arguments.verbose, arguments.plot, arguments.hosts, arguments.gpus)
+    if any(shown) and not arguments.dry_run:
+        parser.error("--json, --verbose, --plot, --hosts and --gpus go with --dry-run")
+    if arguments.plot and Path(arguments.script).stem in INFERENCE:
+        parser.error(f"--plot draws a training; {arguments.script} only runs a model")
+
+
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return overrides, as `key=value`, for flags that stand for keys; `--set` comes last, so that it wins."""
-    given = ((key, getattr(arguments, key)) for key in _FLAGS_OF_KEYS)
-    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given if value is not None)
-    return [*(f"{key}={text}" for key, text in texts), *arguments.set]
+    """Return the overrides of a command line as `key=value`: flags that stand for keys, then `--set`, which wins."""
+    texts = []
+    for key in _FLAGS_OF_KEYS:
+        value = getattr(arguments, key)
+        if isinstance(value, str):
+            texts.append(f"{key}={value}")
+        elif value is not None:
+            texts.append(f"{key}={json.dumps(value)}")
+    return texts + list(arguments.set)
 
 
 def find_script(name: str) -> Path:
-    """Find a script: as given, else in the project's root, else in its tools/.
+    """Return the absolute path of a script: as given, else in the project's root, else in its tools/.
 
     Args:
         name: Path or name, with or without `.py`.
 
-    Returns:
-        The absolute path.
-
     Raises:
         ConfigError: It does not exist.
     """
-    if (path := _existing_script(name)) is not None:
+    path = _existing_script(name)
+    if path is not None:
         return path
-    if close := get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1):
+    close = get_close_matches(Path(name).with_suffix(".py").name, _SCRIPTS, n=1)
+    if close:
         raise ConfigError(f"script {name} does not exist, here or in the project; did you mean {close[0]}?")
     raise ConfigError(f"script {name} does not exist, here or in the project; ranks run {', '.join(_SCRIPTS)}")
 
 
 def _existing_script(name: str) -> Path | None:
     path = name if name.endswith(".py") else f"{name}.py"
-    candidates = (Path(path), code_root() / path, code_root() / "tools" / path)
-    return next((candidate.absolute() for candidate in candidates if candidate.is_file()), None)
+    for candidate in (Path(path), code_root() / path, code_root() / "tools" / path):
+        if candidate.is_file():
+            return candidate.absolute()
+    return None
 
 
 def find_lone_tool(name: str) -> Path | None:
-    """Return the project's tool of this name if it runs in one process, with flags of its own; else None."""
+    """Return the path of a tool of the project that runs in one process, with flags of its own; None for others.
+
+    Args:
+        name: Path or name, with or without `.py`.
+    """
     path = _existing_script(name)
-    root, tool = code_root(), code_root() / "tools" / Path(path or name).name
-    lone = path is not None and path.parent in (root, tool.parent) and tool.is_file() and tool.name not in _SCRIPTS
-    return tool if lone else None
+    if path is None:
+        return None
+    tool = code_root() / "tools" / path.name
+    belongs_to_project = path.parent in (code_root(), tool.parent)
+    if belongs_to_project and tool.is_file() and tool.name not in _SCRIPTS:
+        return tool
+    return None

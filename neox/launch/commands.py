@@ -1,21 +1,23 @@
 """Command lines that start a run: the agent of one host, the launchers of many, and their printed form.
 
-pdsh, srun and mpirun start one agent (`neox.launch.node`) per host, and the agent starts the ranks. Everything that a
-shell reads is base64 or quoted. (DeepSpeed's own pdsh, slurm and MPI runners join unquoted strings for a shell, and
-need mpi4py on every rank; with one agent per host all launchers share one supervision.)
+pdsh, srun and mpirun start one agent (`neox.launch.node`) per host, and the agent starts the ranks. So the ranks are
+supervised in the same way under all launchers. Everything that a shell reads is base64 or quoted. (DeepSpeed's own
+pdsh, slurm and MPI runners join unquoted strings for a shell, and need mpi4py on every rank.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from shlex import join, quote
+from shlex import join, quote, split
 
 from neox.errors import LaunchError
 from neox.launch.spec import Host, LaunchSpec
 
 _MAX_ARGUMENT = 120_000  # characters; Linux refuses single arguments over 128 KiB, and a remote command is one
 _MAX_SHOWN_WORD = 80
+MAX_CONNECTIONS = 128
+"""Number of hosts to which this machine opens ssh connections at the same time."""
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",
@@ -37,17 +39,16 @@ def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool, pla
 
     Args:
         spec: The run.
-        node_rank: Number of the host, from 0; "auto" where srun or mpirun sets it in the environment.
+        node_rank: Number of the host, from 0; "auto" if srun or mpirun sets it in the environment.
         lifeline: Whether the agent ends when its standard input ends.
         plain: Whether the agent prints for people, because no launcher process reads its events.
     """
-    return [
-        *module_command(spec, "neox.launch.node"),
-        spec.encode(),
-        f"--node_rank={node_rank}",
-        *(["--lifeline"] if lifeline else []),
-        *(["--plain"] if plain else []),
-    ]
+    command = [*module_command(spec, "neox.launch.node"), spec.encode()]
+    if lifeline:
+        command.append("--lifeline")
+    if plain:
+        command.append("--plain")
+    return [*command, f"--node_rank={node_rank}"]
 
 
 def module_command(spec: LaunchSpec, module: str) -> list[str]:
@@ -100,7 +101,15 @@ def torchrun_command(spec: LaunchSpec, node_rank: int = 0) -> list[str]:
 
 def ssh_options(ssh_port: int | None) -> list[str]:
     """Return the options of every ssh connection: it asks nothing, and notices a dead peer."""
-    return [*SSH_OPTIONS, *([f"-p{ssh_port}"] if ssh_port else [])]
+    options = list(SSH_OPTIONS)
+    if ssh_port:
+        options.append(f"-p{ssh_port}")
+    return options
+
+
+def more_ssh_options(environment: Mapping[str, str]) -> list[str]:
+    """Return the options that the user gives to all ssh connections, in the variable that pdsh reads."""
+    return split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
 
 
 def ssh_command(host: Host, remote: Sequence[str], ssh_port: int | None, more_options: Sequence[str] = ()) -> list[str]:
@@ -113,26 +122,30 @@ def pdsh_command(spec: LaunchSpec, remote: Sequence[str]) -> list[str]:
 
     Args:
         spec: The run.
-        remote: Words of the command; `{node}` at the end of a word becomes the host's number. pdsh replaces `%n` by
-            the host's position in its list and `%h` by its name, so other percent signs are doubled.
+        remote: Words of the command; `{node}` in a word becomes the host's number.
 
     Raises:
         LaunchError: The command is longer than Linux accepts.
     """
-    line = " ".join(quote(word).replace("%", "%%").replace("{node}", "%n") for word in remote)
+    # pdsh replaces `%n` by the host's position in its list and `%h` by its name. Other percent signs are doubled.
+    words = [quote(word).replace("%", "%%").replace("{node}", "%n") for word in remote]
+    line = " ".join(words)
     if len(line) > _MAX_ARGUMENT:
         raise LaunchError(
             f"the command for each host is {len(line):,} characters long, and Linux accepts {_MAX_ARGUMENT:,}: use "
             "`launcher: slurm`, or fewer variables in forward_environment"
         )
-    names = ",".join(host.name for host in spec.hosts)
+    names = _comma_separated_names(spec)
     return ["pdsh", "-S", "-R", "ssh", "-f", str(len(spec.hosts)), "-w", names, f"exec {line}"]
 
 
 def pdsh_environment(environment: Mapping[str, str], ssh_port: int | None) -> dict[str, str]:
     """Return the environment of pdsh, which holds the options with which it calls ssh."""
-    given = environment.get("PDSH_SSH_ARGS_APPEND", "")
-    return {**environment, "PDSH_SSH_ARGS_APPEND": " ".join([*ssh_options(ssh_port), given]).strip()}
+    options = ssh_options(ssh_port)
+    given = environment.get("PDSH_SSH_ARGS_APPEND")
+    if given:
+        options.append(given)
+    return {**environment, "PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
 def pdsh_launch(spec: LaunchSpec) -> list[str]:
@@ -142,31 +155,32 @@ def pdsh_launch(spec: LaunchSpec) -> list[str]:
 
 def pdsh_signal(spec: LaunchSpec, signum: int) -> list[str]:
     """Return the command that signals every host's agent over ssh."""
-    return pdsh_command(
-        spec, [*module_command(spec, "neox.launch.remote"), "signal", spec.run_id, "{node}", str(signum)]
-    )
+    command = [*module_command(spec, "neox.launch.remote"), "signal", spec.run_id, "{node}", str(signum)]
+    return pdsh_command(spec, command)
 
 
 def slurm_command(spec: LaunchSpec, comment: str | None = None, account: str | None = None) -> list[str]:
     """Return the command that starts one agent per host with srun.
 
     Raises:
-        LaunchError: The hosts differ in their number of slots; slurm distributes by count.
+        LaunchError: The hosts differ in their number of slots; slurm gives every host the same number.
     """
     slots = _slots_per_host(spec, "slurm")
-    return [
+    command = [
         "srun",
         f"--nodes={len(spec.hosts)}",
         f"--ntasks={len(spec.hosts)}",
         "--ntasks-per-node=1",
-        f"--nodelist={','.join(host.name for host in spec.hosts)}",
+        f"--nodelist={_comma_separated_names(spec)}",
         "--kill-on-bad-exit=1",
         f"--gpus-per-node={slots}",
-        *([f"--comment={comment}"] if comment else []),
-        *([f"--account={account}"] if account else []),
-        "--export=ALL",
-        *agent_command(spec, "auto", lifeline=False),
     ]
+    if comment:
+        command.append(f"--comment={comment}")
+    if account:
+        command.append(f"--account={account}")
+    command.append("--export=ALL")
+    return command + agent_command(spec, "auto", lifeline=False)
 
 
 def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str]:
@@ -176,52 +190,49 @@ def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str
         spec: The run.
         inherited: Names of variables that mpirun forwards, without their values on the command line.
     """
-    return [
-        "mpirun",
-        "-n",
-        str(len(spec.hosts)),
-        "--host",
-        ",".join(host.name for host in spec.hosts),
-        "--map-by",
-        "ppr:1:node",
-        *(word for name in inherited for word in ("-x", name)),
-        *agent_command(spec, "auto", lifeline=False),
-    ]
+    command = ["mpirun", "-n", str(len(spec.hosts)), "--host", _comma_separated_names(spec), "--map-by", "ppr:1:node"]
+    for name in inherited:
+        command += ["-x", name]
+    return command + agent_command(spec, "auto", lifeline=False)
+
+
+def _comma_separated_names(spec: LaunchSpec) -> str:
+    return ",".join(host.name for host in spec.hosts)
 
 
 def _slots_per_host(spec: LaunchSpec, launcher: str) -> int:
+    """Return the number of slots of every host. Raises LaunchError if the hosts differ."""
     counts = {host.name: len(host.slots) for host in spec.hosts}
     if len(set(counts.values())) > 1:
-        raise LaunchError(f"{launcher} needs as many slots on every host, but there are {counts}: set num_gpus")
+        raise LaunchError(f"{launcher} needs the same number of slots on every host, not {counts}: set num_gpus")
     return len(spec.hosts[0].slots)
 
 
 def host_commands(spec: LaunchSpec, launcher: str) -> list[HostCommand]:
     """Return for every host the line that starts its agent there.
 
-    Lines differ in `--node_rank`; srun and mpirun run one line everywhere, whose agent reads its number from the
-    environment.
+    The lines differ only in `--node_rank`. srun and mpirun run the same line on every host: `--node_rank=auto`.
 
     Args:
         spec: The run.
         launcher: `local`, `pdsh`, `slurm`, `openmpi` or `none`.
     """
-    automatic = launcher in ("slurm", "openmpi")
-    words = agent_command(
-        spec, "auto" if automatic else 0, lifeline=launcher in ("local", "pdsh"), plain=launcher == "none"
-    )
-    position = next(index for index, word in enumerate(words) if word.startswith("--node_rank="))
-    before, after = join(words[:position]), "".join(f" {quote(word)}" for word in words[position + 1 :])
+    is_numbered_by_launcher = launcher in ("slurm", "openmpi")
+    lifeline = launcher in ("local", "pdsh")
+    # The specification in the command is long, so it is encoded and quoted only once.
+    *words, _node_rank = agent_command(spec, 0, lifeline=lifeline, plain=launcher == "none")
+    before = join(words)
     if launcher == "none":
         before = f"cd {quote(spec.directory)} && {before}"
-    return [
-        HostCommand(host.name, f"{before} --node_rank={'auto' if automatic else number}{after}")
-        for number, host in enumerate(spec.hosts)
-    ]
+    commands = []
+    for number, host in enumerate(spec.hosts):
+        node_rank = "auto" if is_numbered_by_launcher else number
+        commands.append(HostCommand(host.name, f"{before} --node_rank={node_rank}"))
+    return commands
 
 
 def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[str]:
-    """Return what `launcher: none` prints: each host's command, ours (supervised) and torchrun's, with comments.
+    """Return the lines that `launcher: none` prints: each host's supervised command, and torchrun's, with comments.
 
     Args:
         spec: The run.
@@ -232,7 +243,8 @@ def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[st
         lines.append(f"# no secrets here: set {', '.join(secrets)} in the environment of these commands on each host")
     for line in host_commands(spec, "none"):
         lines += [f"# on {line.host}", line.command]
-    if len({len(host.slots) for host in spec.hosts}) == 1:  # else torchrun cannot start them
+    slot_counts = {len(host.slots) for host in spec.hosts}
+    if len(slot_counts) == 1:  # torchrun needs the same number of slots on every host
         words = ["env", f"PYTHONPATH={spec.code_root}", *torchrun_command(spec)]
         lines += [
             "# or, under torchrun, with --node_rank counting up from 0: without our supervision, and without the locks",
@@ -243,21 +255,25 @@ def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[st
 
 
 def format_commands(spec: LaunchSpec, launcher: str) -> list[str]:
-    """Return lines for people: the first host's command, how the others differ, and what it starts; long words cut."""
+    """Return lines for people: the first host's command, how the others differ, and a rank's. Long words are cut."""
     lines = host_commands(spec, launcher)
-    text = [f"on {lines[0].host}: {_cut(lines[0].command)}"]
-    if more := len(lines) - 1:
-        same = f"on {more} more host{'s' * (more > 1)} the same"
-        number = "" if lines[0].command == lines[1].command else " with --node_rank 1" + f" to {more}" * (more > 1)
-        text.append(same + number)
+    text = [f"on {lines[0].host}: {_cut_long_words(lines[0].command)}"]
+    last = len(lines) - 1
+    if last > 0:
+        hosts = "1 more host" if last == 1 else f"{last} more hosts"
+        text.append(f"on {hosts} the same")
+        if lines[0].command != lines[1].command:
+            text[-1] += " with --node_rank 1" if last == 1 else f" with --node_rank 1 to {last}"
     slots = len(spec.hosts[0].slots)
-    text.append(f"which starts, {slots} time{'s' * (slots > 1)}: {_cut(join(rank_command(spec)))}")
+    times = "1 time" if slots == 1 else f"{slots} times"
+    text.append(f"which starts, {times}: {_cut_long_words(join(rank_command(spec)))}")
     text.append("(long words are cut here; --json has every host's command whole)")
     return text
 
 
-def _cut(command: str) -> str:
+def _cut_long_words(command: str) -> str:
     words = command.split(" ")
-    return " ".join(
-        word if len(word) <= _MAX_SHOWN_WORD else f"{word[:32]}...({len(word):,} characters)" for word in words
-    )
+    for number, word in enumerate(words):
+        if len(word) > _MAX_SHOWN_WORD:
+            words[number] = f"{word[:32]}...({len(word):,} characters)"
+    return " ".join(words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import tempfile
@@ -17,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neox.launch.commands import module_command, ssh_command
+from neox.launch.commands import MAX_CONNECTIONS, module_command, more_ssh_options, ssh_command
 from neox.launch.hosts import is_this_machine
 from neox.launch.remote import PROBE_MARK, code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec, code_root
 
-_MAX_PARALLEL = 128
 _MAX_CLOCK_SECONDS = 5.0
 _MIN_FREE_BYTES = 2**30
+_TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "s", "")
 _LEGEND = (
     "slots: ranks that start there; code: hash of the project's files; acc.: GPUs that ranks may use; memory: main "
     "memory that is available; free: disk space where the run writes and reads; s: seconds until the answer"
@@ -36,12 +35,12 @@ class Checks:
     """What to check on every host.
 
     Attributes:
-        save_paths: Directories that the run writes; all hosts must see the same file system under the first.
+        save_paths: Directories that the run writes; the first one must be the same directory on all hosts.
         local_paths: Directories of local disks that the run writes.
         data_paths: Files that the run reads.
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
-        seconds: Time that each host has to answer.
-        always_ssh: Whether this machine is asked over ssh, too, as pdsh will.
+        seconds: Time in which each host must answer.
+        always_ssh: Whether this machine is asked over ssh, too, because pdsh will start its ranks over ssh.
     """
 
     save_paths: tuple[str, ...] = ()
@@ -58,10 +57,10 @@ class HostReport:
 
     Attributes:
         host: The host.
-        answer: What `neox.launch.remote.probe` returned there; empty without an answer.
+        answer: Result of `neox.launch.remote.probe` on the host; empty if it did not answer.
         problems: Sentences, in the order in which to fix them.
         notes: Facts that are no problems.
-        seconds: Duration of the answer.
+        seconds: Time until the answer.
     """
 
     host: Host
@@ -75,16 +74,18 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
     """Check all hosts in parallel.
 
     Args:
-        spec: The run, of which hosts, port, interpreter and code directory are used.
+        spec: The run, whose hosts, port, interpreter and code directory are used.
         checks: What to check.
         environment: Variables of the ssh processes.
 
     Returns:
         One report for each host, in order.
     """
-    workers = min(_MAX_PARALLEL, len(spec.hosts))
+    workers = min(MAX_CONNECTIONS, len(spec.hosts))
     with _marker_file(checks.save_paths) as (marker, problem), ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(_ask, spec, number, checks, environment, marker) for number, _ in enumerate(spec.hosts)]
+        jobs = []
+        for number in range(len(spec.hosts)):
+            jobs.append(pool.submit(_ask, spec, number, checks, environment, marker))
         reports = [job.result() for job in jobs]
     if problem:
         reports[0].problems.append(problem)
@@ -95,16 +96,14 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
 def _ask(
     spec: LaunchSpec, number: int, checks: Checks, environment: Mapping[str, str], marker: str | None
 ) -> HostReport:
+    """Run the probe on one host, and return a report with the answer, or with the reason why there is none."""
     host = spec.hosts[number]
-    request = encode_request(
-        port=spec.master_port if number == 0 else None,
-        paths=[*checks.save_paths, *checks.local_paths, *checks.data_paths],
-        marker=marker,
-    )
+    port = spec.master_port if number == 0 else None  # the rendezvous is on the first host
+    paths = [*checks.save_paths, *checks.local_paths, *checks.data_paths]
+    request = encode_request(port=port, paths=paths, marker=marker)
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
-        more_options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
-        command = ssh_command(host, command, checks.ssh_port, more_options)
+        command = ssh_command(host, command, checks.ssh_port, more_ssh_options(environment))
     report = HostReport(host)
     started = time.monotonic()
     try:
@@ -118,7 +117,7 @@ def _ask(
             timeout=checks.seconds,
             check=False,
         )
-        _read(report, done, spec)
+        _read_answer(report, done, spec)
     except subprocess.TimeoutExpired:
         report.problems.append(
             f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? (--set "
@@ -130,11 +129,11 @@ def _ask(
     return report
 
 
-def _read(report: HostReport, done: subprocess.CompletedProcess[str], spec: LaunchSpec) -> None:
-    """Read the answer, which login scripts may have surrounded with text, or add the problem to the report."""
+def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spec: LaunchSpec) -> None:
+    """Add the probe's answer, or the problem, to the report. Login scripts may have printed other lines."""
     for line in done.stdout.splitlines():
         if line.startswith(PROBE_MARK):
-            report.answer = json.loads(line[len(PROBE_MARK) :])
+            report.answer = json.loads(line.removeprefix(PROBE_MARK))
             return
     messages = [line for line in done.stderr.strip().splitlines() if line.strip()]
     last = messages[-1] if messages else "(no message)"
@@ -154,51 +153,68 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     answered = [report for report in reports if report.answer]
     if not answered:
         return
-    for key, what, remedy in (
-        ("python", "Python", "install the same version"),
-        ("torch", "torch", "run `make install` there"),
-        ("deepspeed", "deepspeed", "run `make install` there"),
-    ):
-        usual = Counter(report.answer[key] for report in answered).most_common(1)[0][0]
-        for report in answered:
-            if report.answer[key] == "missing":
-                report.problems.append(f"{what} is not installed: {remedy}")
-            elif report.answer[key] != usual:
-                report.problems.append(f"{what} is {report.answer[key]}, elsewhere {usual}: {remedy}")
+    _compare_versions(answered, "python", "Python", "install the same version")
+    _compare_versions(answered, "torch", "torch", "run `make install` there")
+    _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
     for report in answered:
         if report.answer["code"] != code:
             report.problems.append(
                 f"code of this project is {report.answer['code']}, on this machine {code}: copy or check out the same "
                 "version there"
             )
-        _judge_host(report, spec, checks)
+        _judge_accelerators(report)
+        _judge_port(report, spec)
+        _judge_paths(report, checks)
+        _judge_clock(report)
 
 
-def _judge_host(report: HostReport, spec: LaunchSpec, checks: Checks) -> None:
-    answer, slots = report.answer, len(report.host.slots)
-    if 0 < answer["accelerators"] < slots:
-        report.problems.append(f"{slots} slots, but {answer['accelerators']} accelerators: lower slots or num_gpus")
-    elif answer["accelerators"] == 0:
+def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remedy: str) -> None:
+    """Add a problem to each report with another version than most hosts have, or with none."""
+    versions = Counter(report.answer[key] for report in answered)
+    usual = versions.most_common(1)[0][0]
+    for report in answered:
+        version = report.answer[key]
+        if version == "missing":
+            report.problems.append(f"{name} is not installed: {remedy}")
+        elif version != usual:
+            report.problems.append(f"{name} is {version}, elsewhere {usual}: {remedy}")
+
+
+def _judge_accelerators(report: HostReport) -> None:
+    slots = len(report.host.slots)
+    accelerators = report.answer["accelerators"]
+    if accelerators == 0:
         report.notes.append("no accelerator: CPU ranks")
-    if answer["port"] not in (None, "free"):
-        report.problems.append(
-            f"master port {spec.master_port}: {answer['port']}; leave master_port out, or set another"
-        )
-    if answer["shared"] is False:
+    elif accelerators < slots:
+        report.problems.append(f"{slots} slots, but {accelerators} accelerators: lower slots or num_gpus")
+
+
+def _judge_port(report: HostReport, spec: LaunchSpec) -> None:
+    state = report.answer["port"]
+    if state not in (None, "free"):
+        report.problems.append(f"master port {spec.master_port}: {state}; leave master_port out, or set another")
+
+
+def _judge_paths(report: HostReport, checks: Checks) -> None:
+    states = report.answer["paths"]
+    if report.answer["shared"] is False:
         report.problems.append(
             f"a file that this machine wrote to {checks.save_paths[0]} is not there: the directory must be shared"
         )
     for path in (*checks.save_paths, *checks.local_paths):
-        state = answer["paths"][path]
-        if not state["writable"]:
+        if not states[path]["writable"]:
             report.problems.append(f"{path} cannot be written")
-        elif state["free"] < _MIN_FREE_BYTES:
-            report.problems.append(f"{path} has only {state['free'] / 2**20:.0f} MiB free")
+        elif states[path]["free"] < _MIN_FREE_BYTES:
+            report.problems.append(f"{path} has only {states[path]['free'] / 2**20:.0f} MiB free")
     for path in checks.data_paths:
-        if not answer["paths"][path]["exists"]:
+        if not states[path]["exists"]:
             report.problems.append(f"{path} does not exist there: put the data on a shared file system, or copy it")
-    if abs(answer["clock"] - time.time()) > _MAX_CLOCK_SECONDS + report.seconds:
-        report.problems.append(f"its clock is {answer['clock'] - time.time():+.0f} s off: synchronise it (NTP)")
+
+
+def _judge_clock(report: HostReport) -> None:
+    difference = report.answer["clock"] - time.time()
+    if abs(difference) > _MAX_CLOCK_SECONDS + report.seconds:
+        report.problems.append(f"its clock is {difference:+.0f} s off: synchronise it (NTP)")
 
 
 @contextmanager
@@ -206,7 +222,7 @@ def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]
     """Create a temporary file in the first path, which other hosts should see.
 
     Yields:
-        The file (None without paths), and why it cannot be written (None where it can).
+        The file (None without paths), and the reason if it cannot be written (else None).
     """
     if not paths:
         yield None, None
@@ -231,27 +247,48 @@ def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]
 
 def format_reports(reports: Sequence[HostReport]) -> str:
     """Format the reports as a table, all problems, and the first thing to fix."""
-    titles = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "s", "")
-    rows = [titles, *(_row(report) for report in reports)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [_TITLES] + [_row(report) for report in reports]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     lines.append(_LEGEND)
+    first_thing = None
     for report in reports:
-        lines += [f"{report.host.name}: {problem}" for problem in report.problems]
-    first = next((report for report in reports if report.problems), None)
-    if first is not None:
-        lines.append(f"first thing to fix, on {first.host.name}: {first.problems[0]}")
+        for problem in report.problems:
+            lines.append(f"{report.host.name}: {problem}")
+            if first_thing is None:
+                first_thing = f"first thing to fix, on {report.host.name}: {problem}"
+    if first_thing is not None:
+        lines.append(first_thing)
     return "\n".join(lines)
 
 
 def _row(report: HostReport) -> tuple[str, ...]:
     answer = report.answer
-    free = min((state["free"] for state in answer.get("paths", {}).values()), default=None)
+    free_bytes = [state["free"] for state in answer.get("paths", {}).values()]
+    versions = [str(answer.get(key, "-")) for key in ("python", "torch", "deepspeed", "code", "accelerators")]
     return (
         report.host.name,
         str(len(report.host.slots)),
-        *(str(answer.get(key, "-")) for key in ("python", "torch", "deepspeed", "code", "accelerators")),
-        *("-" if size is None else f"{size / 2**30:.0f} GiB" for size in (answer.get("memory"), free)),
+        *versions,
+        _gibibytes(answer.get("memory")),
+        _gibibytes(min(free_bytes, default=None)),
         f"{report.seconds:.1f}",
-        "PROBLEM" if report.problems else "ok" + (f" ({'; '.join(report.notes)})" if report.notes else ""),
+        _verdict(report),
     )
+
+
+def _gibibytes(size: int | None) -> str:
+    if size is None:
+        return "-"
+    return f"{size / 2**30:.0f} GiB"
+
+
+def _verdict(report: HostReport) -> str:
+    if report.problems:
+        return "PROBLEM"
+    if report.notes:
+        return f"ok ({'; '.join(report.notes)})"
+    return "ok"

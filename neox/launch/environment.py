@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from neox.errors import ConfigError
@@ -36,7 +36,7 @@ FORWARDED = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
 )
-# Names of secrets. They are sent apart from the rest (`neox.launch.start`), on no command line and in no log.
+# Names of secrets. They are sent separately (`neox.launch.start`), so that they are on no command line and in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?$", re.IGNORECASE)
 _NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)  # differs between hosts
 
@@ -49,25 +49,26 @@ def is_secret(name: str) -> bool:
 def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for child processes of this interpreter.
 
-    The interpreter's bin directory comes first on PATH, where DeepSpeed looks for ninja, whether the virtual
-    environment is activated or not. Compiled extensions are kept inside the virtual environment.
+    The interpreter's bin directory comes first on PATH: DeepSpeed looks for ninja there, and the virtual environment
+    may not be activated. Compiled extensions are kept inside the virtual environment.
 
     Args:
-        base: Variables to start from; this process's when left out.
+        base: Variables to start from; those of this process if left out.
     """
     environment = dict(os.environ if base is None else base)
     bin_directory = str(Path(sys.executable).parent)
-    rest = [part for part in environment.get("PATH", os.defpath).split(os.pathsep) if part != bin_directory]
-    environment["PATH"] = os.pathsep.join([bin_directory, *rest])
+    directories = environment.get("PATH", os.defpath).split(os.pathsep)
+    others = [directory for directory in directories if directory != bin_directory]
+    environment["PATH"] = os.pathsep.join([bin_directory, *others])
     environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     return environment
 
 
 def launch_environment() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return this process's variables as a run's children get them, with those of DeepSpeed's file.
+    """Return the variables for child processes of this one, including those of DeepSpeed's file.
 
     Returns:
-        The variables, and the names of those in the file, which are forwarded to every host.
+        The variables, and the names of those in the file. The latter are forwarded to every host.
     """
     from_file = environment_file(os.environ)
     return child_environment({**os.environ, **from_file}), tuple(from_file)
@@ -76,25 +77,19 @@ def launch_environment() -> tuple[dict[str, str], tuple[str, ...]]:
 def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
     """Read the variables for ranks from DeepSpeed's file of `NAME=value` lines.
 
-    The file is `DS_ENV_FILE`, else `.deepspeed_env` in the current or the home directory. Blank lines and `#` comments
-    are accepted.
+    The file is `DS_ENV_FILE`, else `.deepspeed_env` in the current or the home directory. It may hold blank lines and
+    `#` comments.
 
     Args:
-        environment: Where `DS_ENV_FILE` and `HOME` are read.
+        environment: Variables among which `DS_ENV_FILE` and `HOME` are looked up.
 
     Raises:
         ConfigError: `DS_ENV_FILE` does not exist, the file cannot be read, or a line has another form; with file and
             line.
     """
-    named = environment.get("DS_ENV_FILE")
-    home = environment.get("HOME", "/")
-    candidates = [Path(named).expanduser()] if named else [Path(".deepspeed_env"), Path(home, ".deepspeed_env")]
-    path = next((candidate for candidate in candidates if _is_file(candidate)), None)
+    path = _find_environment_file(environment)
     if path is None:
-        if named:
-            raise ConfigError(f"DS_ENV_FILE names {named}, which does not exist")
         return {}
-    found = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -102,60 +97,81 @@ def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(
             f"{path} cannot be read: {why}; DS_ENV_FILE names another file (of NAME=value lines)"
         ) from None
+    found = {}
     for number, line in enumerate(lines, start=1):
         content = line.strip()
         if not content or content.startswith("#"):
             continue
         name, equals, value = content.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
+        name = name.strip()
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"{path}:{number}: expected NAME=value")  # the line itself may hold a secret
-        found[name.strip()] = value
+        found[name] = value
     return found
 
 
+def _find_environment_file(environment: Mapping[str, str]) -> Path | None:
+    """Return the path of DeepSpeed's file, or None without one. Raises ConfigError if `DS_ENV_FILE` does not exist."""
+    named = environment.get("DS_ENV_FILE")
+    if named:
+        path = Path(named).expanduser()
+        if not _is_file(path):
+            raise ConfigError(f"DS_ENV_FILE names {named}, which does not exist")
+        return path
+    for directory in ("", environment.get("HOME", "/")):
+        path = Path(directory, ".deepspeed_env")
+        if _is_file(path):
+            return path
+    return None
+
+
 def _is_file(path: Path) -> bool:
-    """Return whether a file is there; not one in a directory that this user may not search, such as another's home."""
+    """Return whether a file exists; False with a warning if this user may not look (another user's home)."""
     try:
         return path.is_file()
     except PermissionError:
-        _log.warning("%s: permission denied, so it is not looked for variables of ranks", path)
+        _log.warning("%s: permission denied, so variables for ranks are not read from it", path)
         return False
 
 
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:
     """Return the variables that are forwarded to the ranks on every host, without secrets."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        and name not in _NOT_FORWARDED
-        and not is_secret(name)
-    }
+    names = [name for name in _matching(environment, patterns) if not is_secret(name) and name not in _NOT_FORWARDED]
+    return {name: environment[name] for name in names}
 
 
 def forwarded_secrets(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> tuple[str, ...]:
-    """Return the names of the secrets that match the patterns; they are sent apart from other variables."""
-    chosen = (name for name in environment if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    return tuple(sorted(name for name in chosen if is_secret(name)))
+    """Return the names of the secrets that match the patterns. They are sent separately from other variables."""
+    return tuple(name for name in _matching(environment, patterns) if is_secret(name))
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match one of the patterns, sorted."""
+    found: set[str] = set()
+    for pattern in patterns:
+        found.update(name for name in names if fnmatch.fnmatchcase(name, pattern))
+    return sorted(found)
 
 
 def remove_stale_locks(directory: Path | None = None) -> list[Path]:
     """Remove the lock files of extension builds that no living process has open.
 
-    PyTorch guards the build of an extension with a `lock` file. The file stays when the building process is killed, and
-    every later build waits for it without an end or a message.
+    PyTorch guards the build of an extension with a `lock` file. If the building process is killed, the file stays, and
+    every later build waits for it forever, without a message.
 
     Args:
-        directory: PyTorch's directory of extensions; the one that children of this interpreter use when left out.
+        directory: PyTorch's directory of extensions; by default the one that children of this interpreter use.
 
     Returns:
         The files that were removed.
     """
     directory = directory or Path(child_environment()["TORCH_EXTENSIONS_DIR"])
-    if not (locks := list(directory.glob("*/lock"))):
+    locks = list(directory.glob("*/lock"))
+    if not locks:
         return []
     with open(directory / "neox_build.lock", "w") as guard:
-        lock_file(guard, wait=True)  # else one agent could remove the lock of a build that began after another's look
+        # Only one agent at a time: else another one's ranks could begin a build between the look and the removal.
+        lock_file(guard, wait=True)
         stale = [lock for lock in locks if not _is_open(lock)]
         for lock in stale:
             lock.unlink(missing_ok=True)
@@ -163,7 +179,7 @@ def remove_stale_locks(directory: Path | None = None) -> list[Path]:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether a living process has a file open, as far as this user can see, or the file is gone."""
+    """Return whether the file is gone, or open in a living process that this user can see."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Events that a host's agent sends to the launcher, one JSON object a line, and the text of failures in them.
+"""Events that a host's agent sends to the launcher, one JSON object per line.
 
 They are written to the agent's standard output: a pipe, or ssh under pdsh. Any other line there is text for people.
 """
@@ -6,27 +6,16 @@ They are written to the agent's standard output: a pipe, or ssh under pdsh. Any 
 from __future__ import annotations
 
 import json
-import re
-import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+from neox.launch.failures import failure_cause
 
 _MARK = "@neox "
 _MAX_TEXT = 1500  # characters; pdsh cuts lines that are longer than its buffer
-
-_START = "Traceback (most recent call last):"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_FATAL = ("Fatal Python error:", "terminate called", "Segmentation fault")
-_SECONDARY = re.compile(
-    r"Connection (reset|closed) by peer|Connection refused|Broken pipe|remote process exited|Socket Timeout"
-    r"|NCCL (error|communicator was aborted)|Software caused connection abort|recvValue failed"
-    r"|store is being destroyed",
-    re.IGNORECASE,
-)
-_NO_MEMORY = re.compile(r"^MemoryError|can't allocate memory|std::bad_alloc|out of memory", re.IGNORECASE)
-_MAX_LINES = 20
+_MAX_UTF8_BYTES = 4  # of one character
 
 Event = dict[str, Any]
 
@@ -41,17 +30,19 @@ def decode_event(line: str) -> Event | None:
     if not line.startswith(_MARK):
         return None
     try:
-        event = json.loads(line[len(_MARK) :])
+        event = json.loads(line.removeprefix(_MARK))
     except json.JSONDecodeError:
         return None
-    return event if isinstance(event, dict) and "kind" in event else None
+    if isinstance(event, dict) and "kind" in event:
+        return event
+    return None
 
 
 def text_events(event: Event, text: str) -> Iterator[Event]:
-    """Yield copies of an event with a line of text, split where it is long; `more` marks an incomplete line."""
-    pieces = [text[i : i + _MAX_TEXT] for i in range(0, len(text), _MAX_TEXT)] or [""]
-    for number, piece in enumerate(pieces):
-        yield {**event, "text": piece, "more": number + 1 < len(pieces)}
+    """Yield copies of an event with a line of text. A long line is split, and `more` marks all pieces but the last."""
+    for start in range(0, max(1, len(text)), _MAX_TEXT):
+        end = start + _MAX_TEXT
+        yield {**event, "text": text[start:end], "more": end < len(text)}
 
 
 class LineBuffer:
@@ -66,8 +57,8 @@ class LineBuffer:
         return [line.decode("utf-8", errors="replace").rstrip("\r") for line in lines]
 
     def pending(self) -> str:
-        """Return the incomplete last line (a prompt, for example) as far as its characters are complete."""
-        for cut in range(min(4, len(self._rest))):
+        """Return the incomplete last line (for example a prompt), without the bytes of an incomplete character."""
+        for cut in range(_MAX_UTF8_BYTES):
             try:
                 return self._rest[: len(self._rest) - cut].decode()
             except UnicodeDecodeError:
@@ -76,12 +67,15 @@ class LineBuffer:
 
     def flush(self) -> list[str]:
         """Return the incomplete last line, if there is one, and forget it."""
-        rest, self._rest = self._rest, b""
-        return [rest.decode("utf-8", errors="replace")] if rest else []
+        rest = self._rest
+        self._rest = b""
+        if not rest:
+            return []
+        return [rest.decode("utf-8", errors="replace")]
 
 
 class PlainOutput:
-    """Printer of an agent's events for people, where no launcher process reads them (`launcher: none`).
+    """Printer of an agent's events for people, used if no launcher process reads them (`launcher: none`).
 
     Args:
         rank_bytes: The plan's estimate of the memory of the fullest rank.
@@ -92,10 +86,11 @@ class PlainOutput:
         self._tails: defaultdict[int, str] = defaultdict(str)
 
     def take(self, event: Event) -> None:
-        """Print an event: a line as it comes, and the last lines of ranks that fail."""
+        """Print an event: each line at once, and the last lines of ranks that fail."""
         end = "" if event.get("more") else "\n"
         if event["kind"] == "line":
-            print(event["text"], end=end, file=sys.stdout if event["stream"] == "out" else sys.stderr, flush=True)
+            stream = sys.stdout if event["stream"] == "out" else sys.stderr
+            print(event["text"], end=end, file=stream, flush=True)
         elif event["kind"] == "tail":
             self._tails[event["rank"]] += event["text"] + end
         elif event["kind"] == "exit" and event["code"] != 0:
@@ -104,54 +99,3 @@ class PlainOutput:
             print(f"error: rank {event['rank']} ended with {how}; its last lines:\n{tail}", file=sys.stderr)
         elif event["kind"] == "hang":
             print(f"no rank here made progress for {event['seconds']:.0f} s (hang_timeout)", file=sys.stderr)
-
-
-def failure_text(lines: Sequence[str]) -> list[str]:
-    """Return the last traceback among `lines`, with the exceptions that it is chained to, else the last lines."""
-    starts = [number for number, line in enumerate(lines) if line.strip() == _START]
-    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
-    if fatal and (not starts or fatal[-1] > starts[-1]):
-        return list(lines[fatal[-1] :])
-    if not starts:
-        return list(lines[-_MAX_LINES:])
-    first = starts[-1]
-    for earlier in reversed(starts[:-1]):
-        if not any(line.startswith(_CHAINED) for line in lines[earlier:first]):
-            break
-        first = earlier
-    return list(lines[first:])
-
-
-def lacks_memory(lines: Sequence[str]) -> bool:
-    """Return whether the last lines of a rank say that memory could not be allocated, on a CPU or a GPU."""
-    return any(_NO_MEMORY.search(line) for line in lines[-8:])
-
-
-def failure_cause(code: int, out_of_memory: bool, rank_bytes: int | None) -> str:
-    """Return how a rank ended, for messages.
-
-    Args:
-        code: Its `returncode`.
-        out_of_memory: Whether it lacked memory.
-        rank_bytes: The plan's estimate of the memory of the fullest rank; None where it is not known.
-    """
-    how = f"exit status {code}" if code > 0 else f"signal {-code} ({_signal_name(-code)})"
-    if not out_of_memory:
-        return how
-    planned = (
-        "" if rank_bytes is None else f"; the plan's estimate for the fullest rank is {rank_bytes / 2**30:.2f} GiB"
-    )
-    who = "killed by the kernel for lack of memory" if code < 0 else "memory could not be allocated"
-    return f"{how}: {who}{planned}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
-def is_secondary(lines: Sequence[str]) -> bool:
-    """Return whether a failure looks like the consequence of another rank's end: a connection that its peer closed."""
-    return any(_SECONDARY.search(line) for line in lines[-8:])

@@ -1,12 +1,12 @@
 """Ties between processes: death with the parent, process groups, and a launcher or connection that is gone.
 
-Linux signals a child when the thread that made it ends (`PR_SET_PDEATHSIG`), also after `exec`. Every rank is in a
-session of its own, so that everything it has started can be killed with it.
+Linux can signal a child when the thread that made it ends (`PR_SET_PDEATHSIG`); the setting survives `exec`. Every rank
+is in a session of its own, so that everything it has started can be killed with it.
 
-The end of an agent's standard input is the end of the launcher, of pdsh or of ssh. A cut network sends no end, and the
-kernel repeats packets for a quarter of an hour. But an agent writes every second: where the kernel has had to repeat
-packets for `LOST_SECONDS`, the other side is gone. (In the other direction ssh's ServerAliveInterval tells the
-launcher. Behind a jump host only the connection to that host is seen.)
+An agent's standard input ends when the launcher, pdsh or ssh ends. If the network is cut, it does not end: the kernel
+repeats packets for a quarter of an hour. An agent writes every second. So if the kernel has repeated packets for
+`LOST_SECONDS`, the other side is gone. (The launcher learns it from ssh's ServerAliveInterval. Behind a jump host, only
+the connection to the jump host is seen.)
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def parent_death_hook(signum: int = signal.SIGKILL) -> Callable[[], None]:
     Start the process from the main thread: the kernel watches the thread, not the process.
 
     Args:
-        signum: The signal.
+        signum: Number of the signal.
     """
-    libc = ctypes.CDLL(None)  # loaded before the fork: loading between fork and exec can deadlock
+    libc = ctypes.CDLL(None)  # before the fork: loading a library between fork and exec can deadlock
     parent = os.getpid()
 
     def hook() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, int(signum))
-        if os.getppid() != parent:  # the parent ended before prctl
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
     return hook
@@ -68,38 +68,46 @@ def process_state(pid: int) -> str:
 
 
 def exit_status(returncode: int) -> int:
-    """Convert a `Popen.returncode` to a shell's exit status, which for a signal is 128 + its number."""
-    return returncode if returncode >= 0 else 128 - returncode
+    """Convert a `Popen.returncode` to a shell's exit status, which is 128 + its number for a signal."""
+    if returncode < 0:
+        return 128 - returncode
+    return returncode
 
 
 def ssh_ports(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the local and the remote port of the ssh connection around this process; None without one."""
-    words = environment.get("SSH_CONNECTION", "").split()
-    return (int(words[3]), int(words[1])) if len(words) == 4 else None
+    """Return the local and the remote port of the ssh connection that this process runs in; None without one."""
+    words = environment.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    if len(words) != 4:
+        return None
+    return int(words[3]), int(words[1])
 
 
 def is_unanswered(ports: tuple[int, int], tables: Iterable[str] = _TABLES) -> bool:
     """Return whether the kernel is repeating packets or probes on a TCP connection.
 
-    A peer that is there but reads nothing answers probes, which resets their count.
+    A peer that is there but reads nothing still answers probes, which resets their count.
 
     Args:
-        ports: Local and remote port of the connection.
-        tables: The kernel's tables of connections.
+        ports: Local and remote port of the connection. Several clients may use the same remote port; then packets must
+            be repeated on all their connections.
+        tables: Paths of the kernel's tables of connections.
     """
-    wanted = tuple(f"{port:04X}" for port in ports)
-    repeated = []
+    is_repeating = []
     for table in tables:
         try:
             lines = Path(table).read_text().splitlines()[1:]
         except OSError:  # no IPv6 here
             continue
-        for line in lines:  # sl local remote state tx:rx timer:when repeats uid probes ...
+        for line in lines:
+            # sl local remote state tx:rx timer:when repeats uid probes ...; addresses and `repeats` are hexadecimal
             fields = line.split()
-            found = (fields[1].rpartition(":")[2], fields[2].rpartition(":")[2])
-            if found == wanted and fields[3] == _ESTABLISHED:
-                repeated.append(int(fields[6], 16) > 0 or int(fields[8]) > 0)
-    return bool(repeated) and all(repeated)  # another client may have the same port: then both count
+            local = int(fields[1].rpartition(":")[2], 16)
+            remote = int(fields[2].rpartition(":")[2], 16)
+            if (local, remote) == ports and fields[3] == _ESTABLISHED:
+                repeats = int(fields[6], 16)
+                probes = int(fields[8])
+                is_repeating.append(repeats > 0 or probes > 0)
+    return bool(is_repeating) and all(is_repeating)
 
 
 def follow_launcher(
@@ -108,25 +116,27 @@ def follow_launcher(
     unanswered: Callable[[], bool],
     seconds: float = LOST_SECONDS,
 ) -> threading.Thread:
-    """Start a thread that watches for the end of the launcher; the main thread may be blocked by a full pipe.
+    """Start a thread that watches for the end of the launcher, because a full pipe may block the main thread.
 
     Args:
-        descriptor: The input whose end is the launcher's end.
-        on_lost: Called, in the thread, at the end of the input or after unanswered packets.
-        unanswered: Whether packets are being repeated now.
-        seconds: How long packets must be unanswered.
+        descriptor: Descriptor of the input, which ends when the launcher ends.
+        on_lost: Function to call, in the thread, if the input has ended or packets stay unanswered.
+        unanswered: Function that returns whether packets are being repeated now.
+        seconds: Time for which packets must stay unanswered.
     """
+    pause = min(_LOOK_SECONDS, seconds / 4)
 
     def follow() -> None:
-        since: float | None = None
-        while since is None or time.monotonic() - since < seconds:
-            if select.select([descriptor], [], [], min(_LOOK_SECONDS, seconds / 4))[0]:
+        unanswered_since: float | None = None
+        while unanswered_since is None or time.monotonic() - unanswered_since < seconds:
+            has_input = bool(select.select([descriptor], [], [], pause)[0])
+            if has_input:
                 if not os.read(descriptor, 4096):
                     break
             elif not unanswered():
-                since = None
-            elif since is None:
-                since = time.monotonic()
+                unanswered_since = None
+            elif unanswered_since is None:
+                unanswered_since = time.monotonic()
         on_lost()
 
     thread = threading.Thread(target=follow, daemon=True)

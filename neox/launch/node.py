@@ -25,8 +25,8 @@ from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity, create_agen
 from neox.launch.commands import rank_command
 from neox.launch.environment import child_environment, remove_stale_locks
 from neox.launch.events import Event, PlainOutput, encode_event, text_events
-from neox.launch.hosts import count_accelerators
 from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
+from neox.launch.machine import count_accelerators
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec

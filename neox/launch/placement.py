@@ -14,14 +14,8 @@ from dataclasses import dataclass, replace
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts import (
-    check_host_name,
-    is_this_machine,
-    port_problem,
-    read_hostfile,
-    select_hosts,
-    visible_accelerators,
-)
+from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, select_hosts
+from neox.launch.machine import port_problem, visible_accelerators
 from neox.launch.spec import Host, SlotId
 from neox.plan import static_problems
 from neox.plan.run_plan import Topology

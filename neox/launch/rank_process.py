@@ -18,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from neox.launch.events import Event, LineBuffer, failure_text, lacks_memory, text_events
-from neox.launch.hosts import memory_kills
+from neox.launch.events import Event, LineBuffer, text_events
+from neox.launch.failures import failure_text, lacks_memory
 from neox.launch.lifeline import parent_death_hook, process_state, signal_group
+from neox.launch.machine import memory_kills
 
 _MAX_KEPT_LINES = 400
 _MAX_TAIL_LINES = 200

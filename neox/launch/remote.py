@@ -18,7 +18,7 @@ from typing import Any
 
 from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import agent_directory, secrets_file
-from neox.launch.hosts import available_memory, count_accelerators, native_formats, port_problem
+from neox.launch.machine import available_memory, count_accelerators, native_formats, port_problem
 from neox.launch.spec import LaunchSpec, code_root
 
 PROBE_MARK = "@probe "

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,9 +19,12 @@ from pathlib import Path
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
+from neox.launch.command_line import add_host_flags
 from neox.launch.commands import (
+    MAX_CONNECTIONS,
     agent_command,
     module_command,
+    more_ssh_options,
     openmpi_command,
     pdsh_environment,
     pdsh_launch,
@@ -47,7 +49,6 @@ from neox.launch.supervise import Supervisor
 
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _SECRETS_SECONDS = 15
-_MAX_PARALLEL = 128
 
 
 def new_spec(
@@ -217,11 +218,10 @@ def send_secrets(
 
     def send(node_rank: int) -> None:
         words = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
-        more_options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
         host = spec.hosts[node_rank]
         try:
             done = subprocess.run(
-                ssh_command(host, words, ssh_port, more_options),
+                ssh_command(host, words, ssh_port, more_ssh_options(environment)),
                 env=dict(environment),
                 input=json.dumps(dict(secrets)),
                 capture_output=True,
@@ -234,7 +234,7 @@ def send_secrets(
         if done.returncode:
             raise LaunchError(f"secrets could not be sent to {host.name}: {done.stderr.strip()[-300:]}")
 
-    with ThreadPoolExecutor(min(_MAX_PARALLEL, len(spec.hosts))) as pool:
+    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(spec.hosts))) as pool:
         list(pool.map(send, range(len(spec.hosts))))
 
 
@@ -280,14 +280,7 @@ def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfi
     whole.prog = f"deepy.py {script.name}"
     hosts = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     for parser in (whole.add_argument_group("hosts, whose slots divide the work"), hosts):
-        parser.add_argument("-H", "--hostfile", help="file of `host slots=N` lines")
-        parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
-        parser.add_argument("--exclude", help="hosts and slots not to use")
-        parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
-        parser.add_argument("--master_addr", help="address of the first host")
-        parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
-        parser.add_argument("--num_gpus", type=int, help="processes on each host")
-        parser.add_argument("--master_port", type=int, help="port of the rendezvous; a free one where left out")
+        add_host_flags(parser)
     check = partial(tool["check"], whole.parse_args(list(argv)))
     found, rest = hosts.parse_known_args(list(argv))
     given = {key: value for key, value in vars(found).items() if value is not None}

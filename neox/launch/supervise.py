@@ -22,7 +22,8 @@ from typing import IO, Any, TextIO
 
 from neox.files import write_text
 from neox.launch.agent_files import ANSWER_SECONDS
-from neox.launch.events import Event, LineBuffer, decode_event, failure_cause, is_secondary
+from neox.launch.events import Event, LineBuffer, decode_event
+from neox.launch.failures import failure_cause, is_secondary
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
 from neox.launch.spec import LaunchSpec
 

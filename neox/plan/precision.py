@@ -38,7 +38,7 @@ class Capabilities:
         """Return what every host multiplies natively.
 
         Args:
-            answers: `neox.launch.hosts.native_formats` of each host.
+            answers: `neox.launch.machine.native_formats` of each host.
         """
         kinds = "/".join(sorted({str(answer["devices"]) for answer in answers}))
         owner = "this host's" if len(answers) == 1 else f"the {len(answers)} hosts'"

@@ -16,7 +16,7 @@ from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_o
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError, EvaluationError, GenerationError, TokenizerError, install_command
 from neox.launch.command_line import INFERENCE
-from neox.launch.hosts import available_memory, smallest_memory
+from neox.launch.machine import available_memory, smallest_memory
 from neox.launch.placement import Placement
 from neox.plan import (
     Device,

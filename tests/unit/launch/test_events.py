@@ -1,8 +1,8 @@
-"""Lines between processes, tracebacks among the last lines, and what reads like a consequence."""
+"""Lines between processes."""
 
 from __future__ import annotations
 
-from neox.launch.events import LineBuffer, decode_event, encode_event, failure_text, is_secondary, text_events
+from neox.launch.events import LineBuffer, decode_event, encode_event, text_events
 
 
 def test_events_survive_and_other_text_is_none() -> None:
@@ -29,21 +29,3 @@ def test_lines_out_of_a_stream() -> None:
     assert buffer.flush() == []
     buffer.feed("ask \u2603".encode()[:-1])
     assert buffer.pending() == "ask "
-
-
-def test_the_last_traceback_with_its_chain() -> None:
-    old = ["Traceback (most recent call last):", '  File "a"', "OldError: logged and survived", "went on"]
-    first = ["Traceback (most recent call last):", '  File "b"', "KeyError: 'x'", ""]
-    chain = ["During handling of the above exception, another exception occurred:", ""]
-    last = ["Traceback (most recent call last):", '  File "c"', "ValueError: y"]
-    assert failure_text([*old, *first, *chain, *last]) == [*first, *chain, *last]
-    assert failure_text([*old, *last]) == last
-    assert failure_text([str(number) for number in range(50)]) == [str(number) for number in range(30, 50)]
-    fatal = ["Fatal Python error: Segmentation fault", "", "Current thread"]
-    assert failure_text([*last, *fatal]) == fatal
-
-
-def test_consequences_of_another_death() -> None:
-    assert is_secondary(["RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43"])
-    assert not is_secondary(["ValueError: Connection of the layers"])
-    assert not is_secondary([])

@@ -14,8 +14,7 @@ import pytest
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch import hosts as hosts_module
-from neox.launch import placement
+from neox.launch import machine, placement
 from neox.launch.placement import (
     COMMAND_LINE,
     check_local_devices,
@@ -38,7 +37,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
     """Pretend that this machine has so many GPUs."""
-    monkeypatch.setattr(hosts_module, "_present", lambda: count)
+    monkeypatch.setattr(machine, "_count_present", lambda: count)
     monkeypatch.delenv("DLTS_HOSTFILE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

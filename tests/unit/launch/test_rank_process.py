@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from neox.launch import rank_process
-from neox.launch.events import Event, failure_cause, lacks_memory
+from neox.launch.events import Event
+from neox.launch.failures import failure_cause, lacks_memory
 from neox.launch.lifeline import is_alive
 from neox.launch.rank_process import RankProcess, Watchdog
 

@@ -1,0 +1,210 @@
+"""What this machine has: accelerators, free memory, number formats it computes natively, and free ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from neox.launch.spec import SlotId
+
+# Flags of /proc/cpuinfo. One of them is enough.
+_CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
+"""Compute capability from which on a GPU multiplies a number format natively."""
+
+
+# -- accelerators
+
+
+def visible_accelerators(environment: Mapping[str, str] | None = None) -> tuple[SlotId, ...]:
+    """Return the GPUs that this process may use.
+
+    Args:
+        environment: Variables among which `CUDA_VISIBLE_DEVICES` is looked up; those of this process if left out.
+
+    Returns:
+        The entries of `CUDA_VISIBLE_DEVICES` if it is set, else the index of every GPU of this machine.
+    """
+    if environment is None:
+        environment = os.environ
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    present = _count_present()
+    if visible is None or present == 0:
+        return tuple(range(present))
+    slots: list[SlotId] = []
+    for entry in visible.split(","):
+        name = entry.strip()
+        if name.isdecimal():
+            slots.append(int(name))
+        elif name not in ("", "-1"):
+            slots.append(name)
+    return tuple(slots)
+
+
+def count_accelerators() -> int:
+    """Return the number of GPUs that this process may use."""
+    return len(visible_accelerators())
+
+
+def _count_present() -> int:
+    """Count the GPUs of this machine: their device files, or the GPUs that nvidia-smi lists."""
+    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if devices or not Path("/proc/driver/nvidia").exists():
+        return len(devices)
+    lines = _nvidia_smi("-L").splitlines()
+    return len([line for line in lines if line.startswith("GPU ")])
+
+
+def smallest_memory() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes, or None if nvidia-smi reports none."""
+    mebibytes = [int(word) for word in _query_gpus("memory.total") if word.isdecimal()]
+    if not mebibytes:
+        return None
+    return min(mebibytes) * 2**20
+
+
+def _query_gpus(field: str) -> list[str]:
+    """Return a field of every GPU, as nvidia-smi prints it; nothing if it does not run."""
+    return _nvidia_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; nothing if it does not run."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+# -- memory
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes of main memory that new processes may take, within the limits of this process's control groups.
+
+    Args:
+        proc: Mount point of the kernel's `/proc`.
+        cgroups: Mount point of the control groups, of version 1 or 2.
+
+    Returns:
+        The bytes; None if the kernel does not say.
+    """
+    try:
+        meminfo = (proc / "meminfo").read_text()
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if found is not None:
+        limits.append(int(found[1]) * 1024)
+    for line in groups:
+        limits += _free_in_groups(line, cgroups)
+    return min(limits, default=None)
+
+
+def _free_in_groups(line: str, cgroups: Path) -> Iterator[int]:
+    """Yield the free bytes of a control group and of the groups around it that have a limit.
+
+    Args:
+        line: Line of `/proc/self/cgroup`, `number:controllers:path`. Version 2 has no controllers.
+        cgroups: Mount point of the control groups.
+    """
+    _, controllers, path = line.split(":", 2)
+    if not controllers:
+        for mounted in (cgroups, cgroups / "unified"):
+            yield from _free_up_to_root(mounted, path, "memory.max", "memory.current", "inactive_file")
+    elif "memory" in controllers.split(","):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        yield from _free_up_to_root(cgroups / "memory", path, *names)
+
+
+def _free_up_to_root(mounted: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    """Yield the bytes that a control group and each group around it can still take, if the group has a limit.
+
+    Args:
+        mounted: Mount point of the control groups.
+        path: Path of the group below the mount point, with a slash in front.
+        limit: Name of the file with a group's limit.
+        usage: Name of the file with a group's usage.
+        reclaimable: Name of the line of `memory.stat` with the part of the usage that the kernel gives back.
+    """
+    innermost = mounted / path.lstrip("/")
+    for group in (innermost, *innermost.parents):
+        try:
+            free = int((group / limit).read_text()) - int((group / usage).read_text())
+            statistics = (group / "memory.stat").read_text()
+        except (OSError, ValueError):  # no limit: no such file, or the word `max`
+            continue
+        match = re.search(rf"^{reclaimable} (\d+)", statistics, re.MULTILINE)
+        if match is not None:
+            free += int(match[1])
+        yield max(1, free)
+
+
+def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Return how many processes the kernel has killed for lack of memory since it started; None if it hides that."""
+    try:
+        match = re.search(r"^oom_kill (\d+)", vmstat.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if match is None:
+        return None
+    return int(match[1])
+
+
+# -- number formats
+
+
+def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """Return which number formats the devices of this machine multiply natively.
+
+    Args:
+        cpuinfo: The kernel's description of the CPU, which is read if this process sees no GPU.
+
+    Returns:
+        `devices`: "GPUs" or "CPU"; `bf16`, `fp16`, `fp8`: True or False, None if it is not known (`fp8` of CPUs).
+    """
+    if count_accelerators():
+        return {"devices": "GPUs", **_formats_of_gpus()}
+    return {"devices": "CPU", **_formats_of_cpu(cpuinfo)}
+
+
+def _formats_of_gpus() -> dict[str, bool | None]:
+    versions = [float(word) for word in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
+    if not versions:
+        return {"bf16": None, "fp16": None, "fp8": None}
+    return {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items()}
+
+
+def _formats_of_cpu(cpuinfo: Path) -> dict[str, bool | None]:
+    unknown: dict[str, bool | None] = {"bf16": None, "fp16": None, "fp8": None}
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return unknown
+    if found is None:
+        return unknown
+    flags = set(found[1].split())
+    return unknown | {name: bool(native & flags) for name, native in _CPU_FLAGS.items()}
+
+
+# -- ports
+
+
+def port_problem(port: int) -> str | None:
+    """Return why a TCP port of this machine cannot be listened on, or None if it can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
