@@ -7,7 +7,7 @@ ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each split over 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -53,6 +53,10 @@ class StageState(Protocol):
 
         None if there is no fp32 copy because the weights are fp32 themselves.
         """
+        ...
+
+    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor | None:
+        """Return elements [first, first + length) of the flattened result of `get`; reads only these."""
         ...
 
 
@@ -127,6 +131,12 @@ class WholeState:
         kept = self._state[key]
         return _numbers(kept, name, 0, kept[name].numel()).reshape(kept[name].shape)
 
+    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor | None:
+        """Return some elements of a parameter's fp32 weights or of a state."""
+        if name == FP32:
+            return None if self._masters is None else self._masters[key].reshape(-1)[first : first + length]
+        return _numbers(self._state[key], name, first, length)
+
 
 class FlatPartitions:
     """ZeRO 1 and 2, and bf16 with pipeline stages: each group's parameters in one flat tensor, split over data ranks.
@@ -152,8 +162,17 @@ class FlatPartitions:
 
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state."""
-        pieces = [self._piece(rank, group, name, start, length) for rank, group, start, length in self._pieces[key]]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(self._shapes[key])
+        shape = self._shapes[key]
+        return self.elements(key, name, 0, torch.Size(shape).numel()).reshape(shape)
+
+    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor:
+        """Return some elements of a parameter's fp32 weights or of a state."""
+        pieces = self._pieces[key]
+        found = []
+        for number, begin, count in overlaps([piece[3] for piece in pieces], first, length):
+            rank, group, start, _ = pieces[number]
+            found.append(self._piece(rank, group, name, start + begin, count))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _piece(self, rank: int, group: int, name: str, start: int, length: int) -> Tensor:
         state = self._states[rank]
@@ -184,14 +203,40 @@ class ParameterPartitions:
 
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state."""
-        flat, start, part = self._where[key]
-        parts = [self._piece(state, flat, name, start, part) for state in self._states]
         shape = self._shapes[key]
-        return torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
+        return self.elements(key, name, 0, torch.Size(shape).numel()).reshape(shape)
+
+    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor:
+        """Return some elements of a parameter's fp32 weights or of a state."""
+        flat, start, part = self._where[key]
+        found = []
+        for rank, begin, count in overlaps([part] * len(self._states), first, length):
+            found.append(self._piece(self._states[rank], flat, name, start + begin, count))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _piece(self, state: Mapping[str, Any], flat: int, name: str, start: int, length: int) -> Tensor:
         fp32: Tensor = state["fp32_flat_groups"][flat][start : start + length]
         return fp32 if name == FP32 else _state_piece(state["optimizer_state_dict"], flat, name, start, fp32)
+
+
+def overlaps(lengths: Sequence[int], first: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which parts of neighbouring pieces make up a range of their concatenation.
+
+    Args:
+        lengths: Lengths of the pieces.
+        first: First element of the range.
+        length: Length of the range, above 0.
+
+    Yields:
+        Number of a piece, first element in the piece, number of elements.
+    """
+    offset = 0
+    for number, piece in enumerate(lengths):
+        begin = max(first, offset)
+        end = min(first + length, offset + piece)
+        if begin < end:
+            yield number, begin - offset, end - begin
+        offset += piece
 
 
 def parse_name(name: str) -> Key:
@@ -237,8 +282,14 @@ def _state_piece(state: Mapping[str, Any], number: int, name: str, start: int, f
 
 
 def _numbers(kept: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
-    """Return a part of a flattened state; one of 8 bits in fp32."""
-    if (scales := kept.get(name + SCALES)) is None:
-        return kept[name].reshape(-1)[start : start + length]
-    codes = kept[name].reshape(-1)[start : start + length].int()
-    return kept[name + VALUES][codes] * scales[torch.arange(start, start + codes.numel()) // BLOCK]
+    """Return a part of a flattened state.
+
+    The numbers of a state of 8 bits are products of two fp32 numbers. They are returned in fp64, which holds them
+    exactly, so that `neox.optim` finds the same codes and scales again.
+    """
+    stored = kept[name].reshape(-1)[start : start + length]
+    scales = kept.get(name + SCALES)
+    if scales is None:
+        return stored
+    blocks = torch.arange(start, start + stored.numel()) // BLOCK
+    return kept[name + VALUES][stored.int()].double() * scales[blocks].double()

@@ -86,6 +86,32 @@ class OptimizerReader:
             return shard(self.full(index, name, state), spec, tp_rank, tp_size)
         return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
+    def elements(self, index: int, name: str, state: str, rank: tuple[int, int], part: tuple[int, int]) -> Tensor:
+        """Return elements of the flattened result of `shard`.
+
+        Only the files that hold them are read if the checkpoint has the same tensor degree.
+
+        Args:
+            index: Index of the layer.
+            name: Name of the parameter in the layer.
+            state: Name of the state, or `FP32`; a state of the parameter's shape.
+            rank: Tensor rank and tensor degree of the reader.
+            part: First element and number of elements, above 0.
+        """
+        tp_rank, tp_size = rank
+        first, length = part
+        key = self._known(index, name)
+        stages = self._stages[self._stage_of[key]]
+        spec = self._spec(index, name)
+        is_stored_so = tp_size == len(stages) and self._stored_shape(key, tp_size) == spec.shard_shape(tp_size)
+        # gpt-neox's tensor ranks each own a summed bias: `shard` adds them up.
+        is_sum = spec.summed_in_neox and self._by_gpt_neox
+        if is_stored_so and not is_sum:
+            found = stages[tp_rank].elements(key, state, first, length)
+            if found is not None:
+                return found
+        return self.shard(index, name, state, tp_rank, tp_size).reshape(-1)[first : first + length]
+
     def _known(self, index: int, name: str) -> Key:
         key = Key(index, name)
         if key not in self._stage_of:

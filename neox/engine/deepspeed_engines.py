@@ -31,8 +31,7 @@ from neox.engine.bf16_optimizer import BF16Optimizer
 from neox.engine.compiled import compile_blocks
 from neox.engine.deepspeed_log import hidden_stdout
 from neox.engine.fp8 import multiply_in_fp8
-from neox.engine.matrix_parts import matrix_parts
-from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
+from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.shared import share_parameters
 from neox.engine.swap_files import SwappedStage3, move_weights_to_files

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer updates on a rank, and the parts of parameters in them.
+"""Tensors that an optimizer updates on this rank, and which parts of which parameters they hold.
 
 Whatever wrapper DeepSpeed puts around it, the optimizer inside updates fp32 tensors: whole parameters, fp32 copies of
 them, or flat partitions.
@@ -6,10 +6,11 @@ them, or flat partitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -17,14 +18,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
+from neox.checkpoint.optimizer_formats import Key
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError
-from neox.optim import ClippedOptimizer, planned_groups
+from neox.optim import ClippedOptimizer, MatrixPart, is_hidden, planned_groups
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
-Names = dict[int, tuple[int, str]]
-"""id of a parameter -> its layer's index and its name in the layer."""
+Names = Mapping[int, Key]
+"""Keys of a model's parameters by the `id` of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,13 @@ class Fragment:
     """A part of a flattened parameter on this tensor rank.
 
     Attributes:
-        index: Index of the layer.
-        name: Name of the parameter in its layer.
+        key: The parameter.
         first: First element of the parameter.
-        length: Number of elements.
+        length: Number of elements; 0 if this data rank holds only padding.
         start: Position of the first element in the optimizer's tensor.
     """
 
-    index: int
-    name: str
+    key: Key
     first: int
     length: int
     start: int
@@ -48,19 +48,33 @@ class Fragment:
 
 @dataclass(frozen=True)
 class OptimizerTensor:
-    """An fp32 tensor of the optimizer, and the fragments in it; elements that no fragment covers are padding."""
+    """An fp32 tensor of the optimizer, and the fragments in it. Elements that no fragment covers are padding."""
 
     tensor: Tensor
     fragments: tuple[Fragment, ...]
 
 
 def parameter_names(model: nn.Module, layers: LayerPlan) -> Names:
-    """Return the layer and the name of each of a model's parameters."""
-    return {
-        id(p): (layers.owner(index, name), name)
-        for index, layer in weight_layers(model)
-        for name, p in layer.named_parameters()
-    }
+    """Return the keys of a model's parameters. A copy of a shared parameter has the key of its owner."""
+    names: dict[int, Key] = {}
+    for index, layer in weight_layers(model):
+        for name, parameter in layer.named_parameters():
+            names[id(parameter)] = Key(layers.owner(index, name), name)
+    return names
+
+
+def optimizer_order(model: nn.Module, plan: RunPlan) -> list[list[tuple[int, str]]]:
+    """Return the keys of all parameters by optimizer group, in the optimizer's order.
+
+    Checkpoints store it, because without ZeRO DeepSpeed numbers parameters and does not name them.
+    """
+    names = parameter_names(model, plan.layers)
+    groups = planned_groups(plan, model.named_parameters())
+    order = []
+    for group in groups:
+        keys = [names[id(parameter)] for parameter in group["params"]]
+        order.append([(key.layer, key.name) for key in keys])  # plain tuples: checkpoints hold no classes
+    return order
 
 
 def optimizer_tensors(
@@ -70,52 +84,109 @@ def optimizer_tensors(
 
     Args:
         plan: The run.
-        grid: This rank's place.
-        model: Its part of the network.
-        wrapper: DeepSpeed's wrapper of the optimizer, or the optimizer.
+        grid: This rank's grid.
+        model: This rank's part of the network.
+        wrapper: DeepSpeed's wrapper of the optimizer, or the optimizer itself.
         optimizer: The optimizer.
 
     Raises:
-        CheckpointError: For an unknown wrapper.
+        CheckpointError: If the wrapper is unknown.
     """
     names = parameter_names(model, plan.layers)
-    groups = planned_groups(plan, model.named_parameters())
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage3_tensors(wrapper, grid, names)
-    elif isinstance(wrapper, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        for number, (group, inner) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        return
+    groups = planned_groups(plan, model.named_parameters())
+    pairs = zip(groups, optimizer.param_groups, strict=True)
+    if isinstance(wrapper, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        for number, (group, inner) in enumerate(pairs):
             yield _flat_tensor(number, group["params"], inner["params"], names)
-    elif wrapper is optimizer or isinstance(wrapper, FP16_UnfusedOptimizer):
-        for group, inner in zip(groups, optimizer.param_groups, strict=True):
-            for parameter, tensor in zip(group["params"], inner["params"], strict=True):
-                yield OptimizerTensor(tensor, (Fragment(*names[id(parameter)], 0, parameter.numel(), 0),))
-    else:
+        return
+    if wrapper is not optimizer and not isinstance(wrapper, FP16_UnfusedOptimizer):
         raise CheckpointError(
-            f"the optimizer's state cannot be loaded into {type(wrapper).__name__} from another layout; "
-            "resume with the layout it was saved with, or set no_load_optim"
+            f"the optimizer's state cannot be loaded into DeepSpeed's {type(wrapper).__name__}, whose layout is not "
+            "known here; set no_load_optim"
         )
+    for group, inner in pairs:
+        for parameter, tensor in zip(group["params"], inner["params"], strict=True):
+            whole = Fragment(names[id(parameter)], first=0, length=parameter.numel(), start=0)
+            yield OptimizerTensor(tensor, (whole,))
 
 
 def _flat_tensor(number: int, parameters: list[nn.Parameter], tensors: list[Tensor], names: Names) -> OptimizerTensor:
-    """Return one group's flat partition. DeepSpeed links each parameter that has a part in it to that part."""
+    """Return the flat partition of one group. DeepSpeed links each parameter that has a part in it to that part."""
     assert len(tensors) == 1, f"group {number} has {len(tensors)} flat partitions"
     fragments = []
     for parameter in parameters:
         link = getattr(parameter, "_hp_mapping", None)
         if link is not None:
-            source, target = link.lp_fragment_address, link.hp_fragment_address
-            fragments.append(Fragment(*names[id(parameter)], source.start, source.numel, target.start))
+            source = link.lp_fragment_address
+            target = link.hp_fragment_address
+            fragments.append(Fragment(names[id(parameter)], source.start, source.numel, target.start))
     return OptimizerTensor(tensors[0], tuple(fragments))
 
 
 def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[OptimizerTensor]:
-    """Yield ZeRO 3's sub-groups of parameters; of each parameter this data rank holds an equal (padded) part."""
+    """Yield the tensors of ZeRO 3's sub-groups. Each data rank holds an equal (padded) part of each parameter."""
     for tensor, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
-        fragments, start = [], 0
+        fragments = []
+        start = 0
         for parameter in parameters:
             part = parameter.partition_numel()
             first = grid.dp_rank * part
             length = max(0, min(part, parameter.ds_numel - first))
-            fragments.append(Fragment(*names[id(parameter)], first, length, start))
+            fragments.append(Fragment(names[id(parameter)], first, length, start))
             start += part
         yield OptimizerTensor(tensor, tuple(fragments))
+
+
+def matrix_parts(
+    grid: ParallelGrid, model: nn.Module, names: Names, tensors: Sequence[OptimizerTensor]
+) -> dict[Tensor, tuple[MatrixPart, ...]]:
+    """Return the parts of hidden matrices in flat tensors, for an optimizer that updates whole matrices.
+
+    All data ranks call it together.
+
+    Args:
+        grid: This rank's grid.
+        model: This rank's part of the network.
+        names: Keys of the model's parameters.
+        tensors: The optimizer's tensors.
+    """
+    shapes: dict[Key, tuple[int, ...]] = {}
+    for parameter in model.parameters():
+        if is_hidden(parameter):
+            shapes[names[id(parameter)]] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    here = [{part.key: part for part in tensor.fragments if part.key in shapes} for tensor in tensors]
+    ranks = [here] * grid.dp_size
+    if grid.dp_size > 1:
+        dist.all_gather_object(ranks, here, group=grid.dp_group)
+    parts: dict[Tensor, tuple[MatrixPart, ...]] = {}
+    for number, tensor in enumerate(tensors):
+        of_ranks = [fragments[number] for fragments in ranks]
+        parts[tensor.tensor] = tuple(_parts_of_tensor(of_ranks, shapes, grid))
+    return parts
+
+
+def _parts_of_tensor(
+    of_ranks: Sequence[Mapping[Key, Fragment]],
+    shapes: Mapping[Key, tuple[int, ...]],
+    grid: ParallelGrid,
+) -> Iterator[MatrixPart]:
+    """Yield the parts of one tensor. Ranks gather shared matrices together, so all yield them in the same order.
+
+    Args:
+        of_ranks: Fragments of hidden matrices in the tensor, of every data rank.
+        shapes: Shapes of the hidden matrices.
+        grid: This rank's grid.
+    """
+    for key in sorted(shapes):
+        holders = [rank for rank, fragments in enumerate(of_ranks) if key in fragments and fragments[key].length]
+        is_here = grid.dp_rank in holders
+        if len(holders) > 1:
+            # Ranks without a part take part in gathering, too.
+            part = of_ranks[grid.dp_rank][key] if is_here else Fragment(key, first=0, length=0, start=0)
+            yield MatrixPart(shapes[key], part.first, part.length, part.start, grid.dp_group)
+        elif is_here:
+            part = of_ranks[grid.dp_rank][key]
+            yield MatrixPart(shapes[key], part.first, part.length, part.start)

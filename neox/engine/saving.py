@@ -36,7 +36,7 @@ from neox.engine.engine import Engine
 from neox.engine.forward_check import FILE as LOGITS
 from neox.engine.forward_check import fixed_logits
 from neox.engine.host_copies import HostCopies, snapshot
-from neox.engine.reshard import optimizer_order
+from neox.engine.optimizer_tensors import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid

@@ -11,7 +11,8 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
 from neox.architecture import ADAPTER, LayerPlan
-from neox.checkpoint import CheckpointReader, neox_state
+from neox.checkpoint import CheckpointReader, OptimizerReader, neox_state
+from neox.checkpoint.optimizer_formats import FP32
 from neox.engine.pipeline import PipelineGPT
 from neox.errors import CheckpointError
 from neox.model import GPT
@@ -87,6 +88,24 @@ def read_weights(
                     f"is evaluated as it is; training starts from layer {owner}'s values with `finetune: true`"
                 )
             tensors[name] = shared
+        fill_layer(layer, tensors)
+
+
+def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
+    """Fill this rank's layers from the optimizer's fp32 weights: for a run in another precision than the saved one.
+
+    Frozen weights, which the optimizer does not have, come from the layer files.
+    """
+    trained = OptimizerReader(path, layers)
+    frozen = CheckpointReader(path, layers)
+    for index, layer in weight_layers(model):
+        tensors = {}
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                owner = layers.owner(index, name)
+                tensors[name] = trained.shard(owner, name, FP32, grid.tp_rank, grid.tp_size)
+            else:
+                tensors[name] = frozen.shard(index, name, grid.tp_rank, grid.tp_size)
         fill_layer(layer, tensors)
 
 

@@ -100,21 +100,33 @@ class _EightBits(ClippedOptimizer):
         )
 
     def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Take over a parameter's saved states, in fp32."""
-        kept: dict[str, Tensor] = {"step": states.get("step", torch.zeros(())).cpu()} if self.kind.counts_steps else {}
-        for state in self.kind.states if states else ():
-            kept |= self._packed(state, states[state.name])
-        self.state[parameter] = kept if states else {}
+        """Take over a parameter's saved states.
 
-    def _packed(self, state: State, numbers: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that hold a state's numbers."""
+        Args:
+            parameter: The parameter.
+            states: Numbers of each state. Those that were saved in 8 bits are coded as they were if they are in fp64,
+                which holds them exactly.
+        """
+        if not states:
+            self.state[parameter] = {}
+            return
+        kept: dict[str, Tensor] = {}
+        if self.kind.counts_steps:
+            kept["step"] = states.get("step", torch.zeros(())).cpu()
+        for state in self.kind.states:
+            kept |= self._packed(state, states[state.name], parameter.device)
+        self.state[parameter] = kept
+
+    def _packed(self, state: State, numbers: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors on a device that hold a state's numbers."""
         if numbers.numel() < self.smallest:
-            return {state.name: numbers}
-        values = self._values[state.signed].to(numbers.device)
-        flat, codes = numbers.view(-1), torch.empty_like(numbers, dtype=torch.uint8)
-        scales = [flat.new_empty(0)]
+            return {state.name: numbers.to(device, torch.float32)}
+        values = self._values[state.signed].to(device)
+        codes = torch.empty(numbers.shape, dtype=torch.uint8, device=device)
+        flat = numbers.view(-1)
+        scales = [torch.empty(0, device=device)]
         for start in range(0, flat.numel(), PIECE):
-            piece, found = _nearest_codes(flat[start : start + PIECE], values)
+            piece, found = _nearest_codes(flat[start : start + PIECE].to(device), values)
             codes.view(-1)[start : start + PIECE] = piece
             scales.append(found)
         return {state.name: codes, state.name + SCALES: torch.cat(scales), state.name + VALUES: values}
@@ -128,22 +140,26 @@ class _EightBits(ClippedOptimizer):
 
 
 def _nearest_codes(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest code of each number, and the scale of each block.
+    """Return the nearest code of each number, and the fp32 scale of each block.
 
     A block's scale lets its extreme number have a code's value exactly, so that what was decoded is coded the same
     again. bitsandbytes' `quantize_blockwise` divides by the largest absolute value, but -1 is no code's value.
 
     Args:
-        numbers: Of any count.
-        values: What the codes mean, in ascending order.
+        numbers: Any number of numbers, [N]. In fp64 a product of a scale and a code's value is exact, and so is the
+            quotient that finds the scale again.
+        values: Numbers that the codes mean, in ascending order, [256].
     """
     count = numbers.numel()
-    blocks = torch.nn.functional.pad(numbers, (0, -count % BLOCK)).view(-1, BLOCK)
+    values = values.to(numbers.dtype)
+    blocks = torch.nn.functional.pad(numbers, (0, -count % BLOCK)).view(-1, BLOCK)  # [blocks, BLOCK]
     low, high = blocks.aminmax(dim=1)
-    scales = high / values[-1] if values[0] == 0 else torch.maximum(high / values[-1], low / values[0])
+    scales = high / values[-1]
+    if values[0] != 0:
+        scales = torch.maximum(scales, low / values[0])
     shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
     codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
-    return codes.view(-1)[:count].to(torch.uint8), scales
+    return codes.view(-1)[:count].to(torch.uint8), scales.float()
 
 
 class Adam8bit(_EightBits):

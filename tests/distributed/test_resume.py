@@ -140,7 +140,7 @@ def as_gpt_neox_writes(path, **changed):
 
 def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
     """The forms in which gpt-neox's DeepSpeed writes them: without ZeRO, and cut over data ranks."""
-    from neox.engine.loading import choose_start
+    from neox.engine.start import choose_start
 
     layouts = [{"pp": 2, "zero": 0}, {"zero": 1, **BF16}, {"mp": 2, "zero": 1, **FP16}, {"pp": 2, "zero": 1}]
     layouts += [{"zero": 1, "no_save_optim": True}]
@@ -158,7 +158,7 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
                 for kind in ("fp32", "exp_avg", "exp_avg_sq"):
                     assert torch.equal(one.full(layer.index, spec.name, kind), two.full(layer.index, spec.name, kind))
         start = choose_start(tiny_plan(2, load=str(theirs.parent)))
-        assert start.changed[WRITER] == "gpt-neox -> neox"
+        assert start.changed[WRITER] == ("gpt-neox", "neox")
 
     theirs = find_checkpoint(shutil.copytree(tmp_path / "0", tmp_path / "0-refused"))
     as_gpt_neox_writes(theirs, optimizer=None)
@@ -181,7 +181,7 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
 
 
 def test_where_nothing_is_to_load(tmp_path):
-    from neox.engine.loading import choose_start
+    from neox.engine.start import choose_start
 
     new = str(tmp_path / "new")
     assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None

@@ -57,7 +57,7 @@ class LionParams(DecayingParams):
 class Adam8bitParams(DecayingParams):
     """With `type: Adam8bit`: numbers of Adam with decoupled weight decay and states of 8 bits (arXiv:2110.02861).
 
-    Saved states are loaded exactly in the same layout (with offload to the rounding of fp32), and rounded again at
+    Saved states are loaded exactly in the same layout, and rounded again at
     other degrees or ZeRO stages. A run goes on from Adam's states, too, and Adam from these.
     """
 

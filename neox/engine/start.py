@@ -1,0 +1,150 @@
+"""Start of a run: which checkpoint it loads, which parts of it, and whether every machine has the same files."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from neox.checkpoint import (
+    WRITER,
+    CheckpointReader,
+    check_same_adapters,
+    check_same_model,
+    checkpoint_directories,
+    find_checkpoint,
+    padding_note,
+    saved_layout,
+    why_incomplete,
+)
+from neox.config.sections.optimizer_table import goes_on, other_optimizer
+from neox.engine.collective_errors import all_succeeded
+from neox.engine.saving import layout_of
+from neox.errors import CheckpointError
+from neox.log import get_logger
+from neox.plan import RunPlan
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts.
+
+    Attributes:
+        checkpoint: Source of the weights; None for initial weights.
+        iteration: Number of completed steps.
+        with_optimizer: Whether the optimizer's state is loaded too.
+        changed: What differs between the saved layout and this run's: (saved value, value here) by name.
+        new_prompt: Whether a soft prompt has its initial values.
+    """
+
+    checkpoint: Path | None = None
+    iteration: int = 0
+    with_optimizer: bool = False
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    new_prompt: bool = True
+
+
+def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
+    """Decide how the run starts, from the configuration and the disk. Only one rank calls it.
+
+    Args:
+        plan: The run.
+        load: Directory to load from instead of the key `load`.
+
+    Raises:
+        CheckpointError: If there is no complete checkpoint, or it belongs to another model.
+    """
+    keys = plan.config.checkpoint
+    if load is None:
+        if keys.load is None:
+            return Start()
+        load = Path(keys.load)
+    is_own_directory = keys.save is not None and load.absolute() == Path(keys.save).absolute()
+    if is_own_directory and _is_empty(load):
+        _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
+        return Start()
+    path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
+    reader = CheckpointReader(path, plan.layers, other_head=keys.finetune)
+    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=keys.finetune).items():
+        _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
+    check_same_adapters(path, reader.args, plan, finetune=keys.finetune)
+    note = padding_note(reader.args, plan)
+    if note:
+        _log.warning("%s", note)
+    if keys.finetune:
+        _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
+        return Start(path, new_prompt=bool(reader.new_layers))
+    if keys.no_load_optim:
+        _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
+        return Start(path, reader.iteration, new_prompt=False)
+    changed = _changed_layout(plan, saved_layout(path, reader.client_state))
+    if "optimizer" in changed and not goes_on(*changed["optimizer"]):
+        raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
+    if changed:
+        differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
+        _log.info("the checkpoint was saved with another layout: %s", differences)
+    return Start(path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
+
+
+def _is_empty(load: Path) -> bool:
+    """Return whether a directory has no checkpoint, complete or broken. A first start is meant then."""
+    return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
+
+
+def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    there = {WRITER: "neox", "offload": False, **saved}
+    changed = {}
+    for name, here in {WRITER: "neox", **layout_of(plan)}.items():
+        if there.get(name) != here:
+            changed[name] = (there.get(name), here)
+    return changed
+
+
+def check_local_copy(path: Path, *, hashes: bool) -> None:
+    """Check a checkpoint once on every machine whose files at `path` are not those that rank 0 has checked.
+
+    Machines without a shared disk each have a copy. A shared file system shows the same directory (inode number and
+    time) everywhere, and nothing is read again. All ranks call it together.
+
+    Args:
+        path: Checkpoint that rank 0 chose and checked.
+        hashes: Whether the content of files is compared with the manifest's hashes, too.
+
+    Raises:
+        CheckpointError: On all ranks, if any machine's copy is missing or not complete.
+    """
+    host = socket.gethostname()
+    identity = _directory_identity(path)
+    mine = (host, identity)
+    of_ranks: list[tuple[str, tuple[int, int] | None]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    is_first_here = of_ranks.index(mine) == dist.get_rank()
+    is_checked = identity == of_ranks[0][1]
+
+    def check() -> None:
+        if identity is None:
+            raise CheckpointError(
+                f"{path} does not exist on {host}: put `load` on a shared disk, or copy it to every machine"
+            )
+        if not is_first_here or is_checked:
+            return
+        problems = why_incomplete(path, hashes=hashes)
+        if problems:
+            raise CheckpointError(f"the copy on {host} is not complete: {'; '.join(problems)}")
+
+    all_succeeded(check, f"checking {path}")
+
+
+def _directory_identity(path: Path) -> tuple[int, int] | None:
+    """Return what distinguishes two directories of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
