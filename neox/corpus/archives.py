@@ -1,6 +1,7 @@
-"""Older formats of lm-dataformat as JSON lines, piece by piece, so that no member of an archive is held in memory.
+"""Older formats of lm-dataformat, converted to JSON lines.
 
-Each document becomes a line that is one JSON string.
+Each document becomes one line that holds one JSON string. Members of archives are read in pieces, and never held in
+memory as a whole.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import orjson
 from neox.corpus.document import CorruptInput
 
 _PIECE_BYTES = 1 << 18
-_LONGEST_ARRAY = 1 << 28
+_MAX_ARRAY_BYTES = 1 << 28
 _LENGTH_DIGITS = 16
 _TAR_BLOCK = 512
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     zipfile.BadZipFile,
     tarfile.TarError,
     gzip.BadGzipFile,
@@ -33,12 +34,13 @@ _DAMAGE = (
     EOFError,
     UnicodeDecodeError,
 )
-_REFUSED = (NotImplementedError, RuntimeError, KeyError, ValueError)  # zipfile's: encrypted, unknown compression, ...
+# What zipfile raises for encrypted members, unknown compression methods and the like.
+_UNSUPPORTED_ERRORS = (NotImplementedError, RuntimeError, KeyError, ValueError)
 
 
 def zip_texts(path: Path) -> Iterator[bytes]:
     """Yield each file of a zip archive as a line."""
-    with _naming("zip archive"), zipfile.ZipFile(path) as archive:
+    with _corrupt_input("zip archive"), zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             with archive.open(member) as stream:
                 yield from text_line(_pieces(stream))
@@ -48,40 +50,54 @@ def tar_texts(stream: Any) -> Iterator[bytes]:
     """Yield each file of a tar archive as a line.
 
     Args:
-        stream: Decompressed stream. It is read to its end, where compressed data have their checksum; tarfile's own
-            decompression checks neither that nor truncation.
+        stream: Stream of decompressed bytes. It is read to its end, because compressed data store their checksum
+            there. (tarfile's own decompression checks neither the checksum nor truncation.)
     """
-    for inner in tar_members(stream):
-        yield from text_line(_pieces(inner))
+    for member in tar_members(stream):
+        yield from text_line(_pieces(member))
 
 
 def tar_of_tars(stream: Any) -> Iterator[bytes]:
-    """Yield each file of the archives inside an archive as a line (OpenWebText's form: all of them `.xz`)."""
-    for inner in tar_members(stream):
-        with lzma.LZMAFile(inner) as plain:
-            yield from tar_texts(plain)
+    """Yield each file of the `.xz` archives inside an archive as a line. OpenWebText has this form."""
+    for member in tar_members(stream):
+        with lzma.LZMAFile(member) as archive:
+            yield from tar_texts(archive)
 
 
 def tar_members(stream: Any) -> Iterator[IO[bytes]]:
-    """Yield the files of a tar archive. Raises CorruptInput without the end that tarfile does not check."""
-    ended = _Tail(stream)
-    with _naming("tar archive"):
-        with tarfile.open(fileobj=ended, mode="r|") as archive:  # type: ignore[call-overload]
+    """Yield the files of a tar archive.
+
+    Args:
+        stream: Stream of decompressed bytes.
+
+    Raises:
+        CorruptInput: If the archive is damaged, or the block of zeros at its end is missing. tarfile does not check
+            the latter.
+    """
+    remembering = _StreamWithTail(stream)
+    with _corrupt_input("tar archive"):
+        with tarfile.open(fileobj=remembering, mode="r|") as archive:  # type: ignore[call-overload]
             for member in archive:
-                inner = archive.extractfile(member)
-                if inner is not None:
-                    yield inner
-        while ended.read(_PIECE_BYTES):
+                file = archive.extractfile(member)
+                if file is not None:
+                    yield file
+        while remembering.read(_PIECE_BYTES):
             pass
-    if len(ended.tail) < _TAR_BLOCK or any(ended.tail):
+    tail = remembering.tail
+    if len(tail) < _TAR_BLOCK or any(tail):
         raise CorruptInput("tar archive is truncated: the empty block at its end is missing")
 
 
-class _Tail:
-    """Stream that keeps its last bytes, at most a block, as `tail`."""
+class _StreamWithTail:
+    """Stream that remembers the last bytes that were read.
+
+    Attributes:
+        tail: The last bytes, at most one tar block.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.tail = stream, b""
+        self._stream = stream
+        self.tail = b""
 
     def read(self, size: int) -> bytes:
         data: bytes = self._stream.read(size)
@@ -90,9 +106,9 @@ class _Tail:
 
 
 def each_line(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield each line of a text as a document, including its newline."""
+    """Yield each line of a text as a document. The newline belongs to the document."""
     line: list[bytes] = []
-    with _naming("gzip data"):
+    with _corrupt_input("gzip data"):
         while piece := stream.readline(_PIECE_BYTES):
             line.append(piece)
             if piece.endswith(b"\n"):
@@ -102,25 +118,29 @@ def each_line(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def length_prefixed(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the documents of a `.dat`, each after 16 digits with its number of bytes."""
-    source = _Bytes(chunks)
-    with _naming("data"):
+    """Yield the documents of a `.dat` file as lines. Sixteen digits before each document give its size in bytes."""
+    source = _ChunkReader(chunks)
+    with _corrupt_input("data"):
         while length := b"".join(source.take(_LENGTH_DIGITS)):
             if len(length) < _LENGTH_DIGITS or not length.isdigit():
                 raise CorruptInput(f"the data is damaged or truncated: {length!r} is no length of a document")
             yield from text_line(source.take(int(length)))
-            if source.missing:
+            if source.ended_early:
                 raise CorruptInput("the data is truncated: it ends inside a document")
 
 
 def array_elements(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of one JSON array, which is held in memory and has a limit."""
+    """Yield the elements of one JSON array as lines.
+
+    Args:
+        chunks: Bytes of the array. They are held in memory as a whole, so their size is limited.
+    """
     data = bytearray()
     for chunk in chunks:
         data += chunk
-        if len(data) > _LONGEST_ARRAY:
+        if len(data) > _MAX_ARRAY_BYTES:
             raise CorruptInput(
-                f"it is one JSON array of more than {_LONGEST_ARRAY:,} bytes, which would have to be held in memory; "
+                f"it is one JSON array of more than {_MAX_ARRAY_BYTES:,} bytes, which would have to be held in memory; "
                 "write its elements as lines (.jsonl.zst)"
             )
     try:
@@ -134,32 +154,53 @@ def array_elements(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def text_line(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a text, given in pieces of UTF-8, as a line that is one JSON string; nothing if it is empty."""
-    decoder, begun = codecs.getincrementaldecoder("utf-8")(), False
+    """Yield a text as one line that holds one JSON string; nothing for an empty text.
+
+    Args:
+        pieces: UTF-8 of the text. A character may be split between two pieces.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    started = False
     for piece in pieces:
-        if text := decoder.decode(piece):
-            yield orjson.dumps(text)[1 if begun else 0 : -1]
-            begun = True
-    decoder.decode(b"", final=True)
-    if begun:
+        text = decoder.decode(piece)
+        if text:
+            yield json_string_piece(text, is_first=not started)
+            started = True
+    decoder.decode(b"", final=True)  # raises an error if the text ends inside a character
+    if started:
         yield b'"\n'
 
 
-class _Bytes:
-    """Chunks as a stream; `missing` is whether the last `take` met the end too soon."""
+def json_string_piece(text: str, *, is_first: bool) -> bytes:
+    """Return a piece of a JSON string: without the closing quote and, except for the first one, the opening quote."""
+    encoded = orjson.dumps(text)
+    if is_first:
+        return encoded[:-1]
+    return encoded[1:-1]
+
+
+class _ChunkReader:
+    """Reader of a given number of bytes from a stream of chunks.
+
+    Attributes:
+        ended_early: Whether the stream ended before the last `take` had all its bytes.
+    """
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks, self._held, self.missing = iter(chunks), b"", False
+        self._chunks = iter(chunks)
+        self._held = b""
+        self.ended_early = False
 
     def take(self, size: int) -> Iterator[bytes]:
         """Yield the next `size` bytes in pieces."""
-        self.missing = False
+        self.ended_early = False
         while size:
             self._held = self._held or next(self._chunks, b"")
             if not self._held:
-                self.missing = True
+                self.ended_early = True
                 return
-            piece, self._held = self._held[:size], self._held[size:]
+            piece = self._held[:size]
+            self._held = self._held[size:]
             size -= len(piece)
             yield piece
 
@@ -170,10 +211,11 @@ def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def _corrupt_input(what: str) -> Iterator[None]:
+    """Raise a CorruptInput that names `what` instead of the errors of the libraries that read archives."""
     try:
         yield
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise CorruptInput(f"{what} is damaged, truncated or not text ({error})") from error
-    except _REFUSED as error:
+    except _UNSUPPORTED_ERRORS as error:
         raise CorruptInput(f"{what} cannot be read ({type(error).__name__}: {error})") from error

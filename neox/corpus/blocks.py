@@ -1,4 +1,4 @@
-"""Blocks of whole lines with their locations, so that other processes can parse them."""
+"""Blocks of whole lines with their positions, so that other processes can parse them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from neox.corpus.document import BadInput, CorruptInput
 from neox.corpus.streams import read_bytes
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
-_FIRST_BYTES = 1 << 16
+_FIRST_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Position:
-    """Start of a line: its number from 1, and its byte after decompression."""
+    """Start of a line.
+
+    Attributes:
+        line: Number of the line, from 1.
+        offset: Number of bytes before the line, after decompression.
+    """
 
     line: int = 1
     offset: int = 0
@@ -26,9 +31,9 @@ class LineBlock:
 
     Attributes:
         file: Path of the input.
-        data: The lines; a newline ends each, except perhaps the last of the file.
+        data: The lines. A newline ends each of them, except perhaps the last line of the file.
         start: Start of the first line.
-        end: Start of the line after the last.
+        end: Start of the line after the last one.
     """
 
     file: str
@@ -48,117 +53,154 @@ def read_blocks(
 ) -> Iterator[LineBlock | BadInput]:
     """Yield the lines of an input in blocks, and a BadInput for each defect of the stream.
 
-    The first blocks are smaller, each up to twice the one before, so that work on the first lines starts at once. A
-    line over `max_line_bytes` is skipped and yielded as a BadInput; so is the damaged or truncated rest of a file, and
-    an empty file. Memory holds at most `block_bytes`, or one line, and a chunk.
+    Defects are a line longer than `max_line_bytes` (it is skipped), the damaged or truncated rest of a file, and an
+    empty file. The first blocks are small and the following ones grow, so that work on the first lines starts at once.
+    Memory holds at most `block_bytes`, or one line, and a chunk.
 
     Args:
         file: Path of the input.
         block_bytes: Approximate size of a block.
-        max_line_bytes: Limit of a line.
-        limit_flag: Flag that raises it, for messages.
-        start: Line to start from (default: the first).
-        consumed: Called with the number of bytes newly read from the file itself.
+        max_line_bytes: Largest size of a line.
+        limit_flag: Flag that raises this limit, named in messages.
+        start: Line to start from (default: the first one).
+        consumed: Function that is called with the number of bytes newly read from the file itself.
 
     Raises:
         DataError: If the file cannot be opened or read.
     """
-    cutter = _Cutter(file, start or Position(), max_line_bytes, limit_flag)
-    enough = 1  # any lines of the first piece
+    cutter = _BlockCutter(file, start or Position(), max_line_bytes, limit_flag)
+    wanted_bytes = 1  # the first block is what the first chunk holds
     try:
         for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
             yield from cutter.add(chunk)
-            if cutter.held_to_newline >= enough:
+            if cutter.complete_bytes >= wanted_bytes:
                 yield from cutter.cut()
-                enough = min(block_bytes, max(_FIRST_BYTES, 2 * enough))
+                wanted_bytes = min(block_bytes, max(_FIRST_BLOCK_BYTES, 2 * wanted_bytes))
     except CorruptInput as error:
         yield from cutter.cut()
-        yield cutter.bad(str(error))
+        yield cutter.bad_input(str(error))
         return
     yield from cutter.cut()
-    yield from cutter.rest()
+    yield from cutter.cut_last_line()
     if cutter.start == Position():
         yield BadInput(file, None, None, "the file is empty")
 
 
 def _small_first(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield chunks; the first one is divided, so that the first block is small."""
     first = next(chunks, b"")
-    yield first[:_FIRST_BYTES]
-    yield first[_FIRST_BYTES:]
+    yield first[:_FIRST_BLOCK_BYTES]
+    yield first[_FIRST_BLOCK_BYTES:]
     yield from chunks
 
 
 def first_lines(file: str, size: int) -> LineBlock | None:
-    """Return the whole lines among the first `size` bytes; None if there are none, or the stream is damaged."""
+    """Return the whole lines among the first `size` bytes.
+
+    Returns:
+        The lines; None if there is no whole line, or the stream is damaged.
+    """
     try:
         head = next(read_bytes(file), b"")[:size]
     except CorruptInput:
         return None
     data = head[: head.rfind(b"\n") + 1]
-    return LineBlock(file, data, Position(), Position(1 + data.count(b"\n"), len(data))) if data else None
+    if not data:
+        return None
+    return LineBlock(file, data, Position(), Position(1 + data.count(b"\n"), len(data)))
 
 
-class _Cutter:
-    """Collects chunks and cuts them after the last newline."""
+class _BlockCutter:
+    """Collector of chunks that cuts them after the last newline.
+
+    ```
+    |----- complete lines -----|-- begun line --|
+    start                                       next chunk
+    ```
+
+    Attributes:
+        start: Start of the first collected line.
+        complete_bytes: Size of the complete lines.
+    """
 
     def __init__(self, file: str, start: Position, max_line_bytes: int, limit_flag: str) -> None:
-        self.file, self.start, self.max_line_bytes, self.limit_flag = file, start, max_line_bytes, limit_flag
-        self._whole: list[bytes] = []  # whole lines
-        self._begun: list[bytes] = []  # start of an incomplete line
+        self.file = file
+        self.start = start
+        self.max_line_bytes = max_line_bytes
+        self.limit_flag = limit_flag
+        self.complete_bytes = 0
+        self._complete: list[bytes] = []
+        self._begun: list[bytes] = []
         self._begun_bytes = 0
-        self._skipping = 0  # bytes of a line that is too long
-        self.held_to_newline = 0
+        self._skipped_bytes = 0  # size, so far, of a line that is too long and is not kept
 
     def add(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
-        """Add a chunk; a line that is too long is yielded, after the lines before it."""
-        first = chunk.find(b"\n")
-        length = self._skipping + self._begun_bytes + (len(chunk) if first < 0 else first)
-        if self._skipping or length > self.max_line_bytes:
+        """Add a chunk. If a line is too long, yield the lines before it, and then a BadInput."""
+        newline = chunk.find(b"\n")
+        line_bytes = self._skipped_bytes + self._begun_bytes
+        if newline < 0:
+            line_bytes += len(chunk)
+        else:
+            line_bytes += newline
+        if self._skipped_bytes or line_bytes > self.max_line_bytes:
             yield from self.cut()
-            if first < 0:
-                self._skipping, self._begun, self._begun_bytes = length, [], 0
+            self._drop_begun_line()
+            if newline < 0:
+                self._skipped_bytes = line_bytes
                 return
-            yield self._too_long(length)
-            self._skipping, self._begun, self._begun_bytes = 0, [], 0
-            self._advance(1, length + 1)
-            chunk = chunk[first + 1 :]
-        last = chunk.rfind(b"\n") + 1
-        if last:
-            self._whole += [*self._begun, chunk[:last]]
-            self.held_to_newline += self._begun_bytes + last
-            self._begun, self._begun_bytes = [], 0
-        if last < len(chunk):
-            self._begun.append(chunk[last:])
-            self._begun_bytes += len(chunk) - last
+            yield self._too_long(line_bytes)
+            self._skipped_bytes = 0
+            self._advance(1, line_bytes + 1)
+            chunk = chunk[newline + 1 :]
+        self._collect(chunk)
+
+    def _collect(self, chunk: bytes) -> None:
+        """Add a chunk to the complete lines, up to its last newline, and to the begun line."""
+        complete = chunk.rfind(b"\n") + 1
+        if complete:
+            self._complete += self._begun
+            self._complete.append(chunk[:complete])
+            self.complete_bytes += self._begun_bytes + complete
+            self._drop_begun_line()
+        if complete < len(chunk):
+            self._begun.append(chunk[complete:])
+            self._begun_bytes += len(chunk) - complete
+
+    def _drop_begun_line(self) -> None:
+        self._begun = []
+        self._begun_bytes = 0
 
     def cut(self) -> Iterator[LineBlock]:
-        """Yield the whole lines collected."""
-        if self._whole:
-            data = b"".join(self._whole)
-            self._whole, self.held_to_newline = [], 0
-            start = self.start
-            self._advance(data.count(b"\n"), len(data))
-            yield LineBlock(self.file, data, start, self.start)
+        """Yield the complete lines as a block, if there are any."""
+        if self._complete:
+            data = b"".join(self._complete)
+            self._complete = []
+            self.complete_bytes = 0
+            yield self._block(data, data.count(b"\n"))
 
-    def rest(self) -> Iterator[LineBlock | BadInput]:
-        """Yield the last line, if it has no newline."""
-        if self._skipping:
-            length = self._skipping
-            yield self._too_long(length)
-            self._advance(1, length)
+    def cut_last_line(self) -> Iterator[LineBlock | BadInput]:
+        """Yield the last line of the file, if no newline ends it."""
+        if self._skipped_bytes:
+            yield self._too_long(self._skipped_bytes)
+            self._advance(1, self._skipped_bytes)
         elif self._begun:
             data = b"".join(self._begun)
-            self._begun, self._begun_bytes = [], 0
-            start = self.start
-            self._advance(1, len(data))
-            yield LineBlock(self.file, data, start, self.start)
+            self._drop_begun_line()
+            yield self._block(data, 1)
 
-    def bad(self, reason: str) -> BadInput:
+    def _block(self, data: bytes, lines: int) -> LineBlock:
+        """Return the next block and move `start` to its end."""
+        start = self.start
+        self._advance(lines, len(data))
+        return LineBlock(self.file, data, start, self.start)
+
+    def bad_input(self, reason: str) -> BadInput:
+        """Return a defect at the current position."""
         return BadInput(self.file, self.start.line, self.start.offset, reason)
 
-    def _too_long(self, length: int) -> BadInput:
-        allowed = f"more than the {self.max_line_bytes:,} that memory allows ({self.limit_flag})"
-        return self.bad(f"the line has {length:,} bytes, {allowed}")
+    def _too_long(self, size: int) -> BadInput:
+        limit = f"more than the {self.max_line_bytes:,} that memory allows ({self.limit_flag})"
+        return self.bad_input(f"the line has {size:,} bytes, {limit}")
 
     def _advance(self, lines: int, size: int) -> None:
         self.start = Position(self.start.line + lines, self.start.offset + size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -25,9 +26,9 @@ class Decompressed:
 
     Attributes:
         source: The compressed file.
-        target: The decompressed file; None if it was only verified.
-        size: Decompressed bytes.
-        fresh: False if an earlier run had decompressed it.
+        target: The decompressed file; None if the compressed file was only verified.
+        size: Number of decompressed bytes.
+        fresh: Whether this run decompressed the file. If not, an earlier run did.
     """
 
     source: Path
@@ -37,14 +38,15 @@ class Decompressed:
 
 
 def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    """Return the `.zst` files among `paths` and directly in their directories. Raises DataError if there are none."""
+    """Return the `.zst` files among `paths`, and those in the directories among them.
+
+    Raises:
+        DataError: If a path does not exist or is not a `.zst` file, or a directory holds none.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIX) and p.is_file())
-            if not inside:
-                raise DataError(f"{path}: the directory holds no .zst file")
-            found += inside
+            found += _files_in(path)
         elif not path.is_file():
             raise DataError(f"{path} does not exist")
         elif not path.name.endswith(_SUFFIX):
@@ -54,6 +56,13 @@ def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def _files_in(directory: Path) -> list[Path]:
+    files = sorted(path for path in directory.iterdir() if path.name.endswith(_SUFFIX) and path.is_file())
+    if not files:
+        raise DataError(f"{directory}: the directory holds no .zst file")
+    return files
+
+
 def decompress_files(
     files: Sequence[Path],
     output: str | Path | None,
@@ -61,63 +70,84 @@ def decompress_files(
     workers: int = 0,
     consumed: Callable[[int], None] | None = None,
 ) -> tuple[Decompressed, ...]:
-    """Decompress files atomically, each under its name without `.zst`.
+    """Decompress files in parallel. Each result has the name of its file without `.zst`.
 
-    A result that is newer than its source is kept, so that the same call continues after an interruption.
+    A result appears only when it is complete. One that is newer than its file is kept, so the same call continues
+    after an interruption.
 
     Args:
         files: Files to decompress.
-        output: Directory of the results; None only verifies.
-        workers: Threads; 0 means one for each core.
-        consumed: Called with the number of bytes read.
+        output: Directory of the results; None verifies the files and writes nothing.
+        workers: Number of threads; 0 means one per core.
+        consumed: Function that is called with the number of bytes newly read.
 
     Raises:
         DataError: If a file is damaged, truncated or followed by other data, or the disk is full.
     """
-    stop = Event()
+    directory = None
+    if output is not None:
+        directory = Path(output)
     threads = workers or len(os.sched_getaffinity(0))
+    stop = Event()
     with ThreadPoolExecutor(min(threads, max(len(files), 1))) as pool:
-        jobs = [pool.submit(_one, file, None if output is None else Path(output), consumed, stop) for file in files]
+        jobs = [pool.submit(_decompress_file, file, directory, consumed, stop) for file in files]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
-            if any(job.done() and job.exception() for job in jobs) or not all(job.done() for job in jobs):
+            if not all(_succeeded(job) for job in jobs):
                 stop.set()
-    failed = [error for job in jobs if isinstance(error := job.exception(), DataError)]
-    if failed:
-        raise failed[0]
+    for job in jobs:
+        error = job.exception()
+        if isinstance(error, DataError):
+            raise error
     return tuple(job.result() for job in jobs)
 
 
+def _succeeded(job: Future[Decompressed]) -> bool:
+    return job.done() and job.exception() is None
+
+
 class _Stopped(Exception):
-    """Stop because another file failed."""
+    """Work on this file ends because another file failed."""
 
 
-def _one(source: Path, output: Path | None, consumed: Callable[[int], None] | None, stop: Event) -> Decompressed:
-    target = None if output is None else output / source.name.removesuffix(_SUFFIX)
-    if target is not None and target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
+def _decompress_file(
+    source: Path, directory: Path | None, consumed: Callable[[int], None] | None, stop: Event
+) -> Decompressed:
+    """Decompress one file, or keep an earlier result. Raises DataError as `decompress_files`."""
+    if directory is None:
+        return _decompress(source, None, open(os.devnull, "wb"), consumed, stop)
+    target = directory / source.name.removesuffix(_SUFFIX)
+    if target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
         if consumed is not None:
             consumed(source.stat().st_size)
         return Decompressed(source, target, target.stat().st_size, fresh=False)
+    return _decompress(source, target, atomic_write(target), consumed, stop)
+
+
+def _decompress(
+    source: Path,
+    target: Path | None,
+    opened: AbstractContextManager[BinaryIO],
+    consumed: Callable[[int], None] | None,
+    stop: Event,
+) -> Decompressed:
+    """Write the content of a file to the file that `opened` gives. Raises DataError as `decompress_files`."""
+    size = 0
+    reported = 0
     try:
-        with open(os.devnull, "wb") if target is None else atomic_write(target) as out:
-            size = _decompress(source, out, consumed, stop)
-        return Decompressed(source, target, size)
+        with opened as out, open(source, "rb", buffering=_READ_BYTES) as file:
+            for chunk in decompress_zstd(file):
+                if stop.is_set():
+                    raise _Stopped
+                out.write(chunk)
+                size += len(chunk)
+                position = file.tell()
+                if consumed is not None and position != reported:
+                    consumed(position - reported)
+                    reported = position
     except CorruptInput as error:
         raise DataError(f"{source}: {error}; fetch it again") from error
     except OSError as error:
         raise DataError(f"{error.filename or target or source}: {error.strerror or error}") from error
-
-
-def _decompress(source: Path, out: BinaryIO, consumed: Callable[[int], None] | None, stop: Event) -> int:
-    size = read = 0
-    with open(source, "rb", buffering=_READ_BYTES) as file:
-        for chunk in decompress_zstd(file):
-            if stop.is_set():
-                raise _Stopped
-            out.write(chunk)
-            size += len(chunk)
-            if consumed is not None and (at := file.tell()) != read:
-                consumed(at - read)
-                read = at
-    return size
+    return Decompressed(source, target, size)

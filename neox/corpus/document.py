@@ -1,4 +1,4 @@
-"""Documents, bad inputs, and the number of bad inputs that may be skipped."""
+"""Documents, bad inputs, and the limit on bad inputs that are skipped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from neox.errors import DataError
 
 
 class CorruptInput(Exception):
-    """Stream that is truncated or damaged; the message says which."""
+    """The stream is truncated or damaged. The message says how."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Text with its metadata, a JSON object as in the Pile."""
+    """Text and its metadata, a JSON object as in the Pile."""
 
     text: str
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -23,13 +23,13 @@ class Document:
 
 @dataclass(frozen=True)
 class BadInput:
-    """Part of an input that is no document.
+    """Part of an input that is not a document.
 
     Attributes:
         file: Path of the input.
-        line: Number of the line from 1 (in formats without lines, of the document); None for the whole file.
-        offset: Byte, after decompression, where the line starts; None for the whole file.
-        reason: Why it is bad.
+        line: Number of the line, from 1 (of the document in formats without lines); None for the whole file.
+        offset: Number of bytes before the line, after decompression; None for the whole file.
+        reason: The defect.
     """
 
     file: str
@@ -38,30 +38,37 @@ class BadInput:
     reason: str
 
     def __str__(self) -> str:
-        location = self.file if self.line is None else f"{self.file}:{self.line} (byte {self.offset})"
-        return f"{location}: {self.reason}"
+        if self.line is None:
+            return f"{self.file}: {self.reason}"
+        return f"{self.file}:{self.line} (byte {self.offset}): {self.reason}"
 
 
 class SkipBudget:
-    """Number of bad inputs that may be skipped.
+    """Counter of skipped bad inputs, with a limit.
 
     Attributes:
-        limit: How many may be skipped; None means 0, where no flag allows more.
-        report: Called with each bad input that is skipped.
-        skipped: How many were skipped.
+        limit: Number of bad inputs that may be skipped. None means 0 for a caller that has no flag to raise it.
+        report: Function that is called with each skipped input.
+        skipped: Number of inputs skipped so far.
     """
 
     def __init__(
         self, limit: int | None = 0, report: Callable[[BadInput], None] | None = None, *, skipped: int = 0
     ) -> None:
-        self.limit, self.report, self.skipped = limit, report, skipped
+        self.limit = limit
+        self.report = report
+        self.skipped = skipped
 
     def add(self, bad: BadInput) -> None:
-        """Count a bad input. Raises DataError with its location if the limit is exceeded."""
+        """Count a bad input. Raises DataError, with its location, if the limit is exceeded."""
         if self.skipped >= (self.limit or 0):
-            after = f" (after skipping {self.skipped:,})" if self.limit else ""
-            more = "" if self.limit is None else f", or allow more with --skip-bad {self.skipped + 1}"
-            raise DataError(f"{bad}{after}. Repair or remove it{more}")
+            message = str(bad)
+            if self.limit:
+                message += f" (after skipping {self.skipped:,})"
+            message += ". Repair or remove it"
+            if self.limit is not None:
+                message += f", or allow more with --skip-bad {self.skipped + 1}"
+            raise DataError(message)
         self.skipped += 1
         if self.report is not None:
             self.report(bad)

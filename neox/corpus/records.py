@@ -1,4 +1,4 @@
-"""Documents from JSON lines and back."""
+"""Reading documents from JSON lines, and writing them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,22 @@ T = TypeVar("T")
 
 
 class BadRecord(Exception):
-    """Defect of one line; the message says which."""
+    """A line is not a document. The message says why."""
+
+
+class ParsedLine(NamedTuple):
+    """Line of JSON that holds a document.
+
+    Attributes:
+        record: JSON value of the line.
+        texts: Text under each key.
+        strict: Whether the line is strict JSON. If not, only gpt-neox's parser (ujson) accepts it: NaN, control
+            characters, leading zeros and the like.
+    """
+
+    record: Any
+    texts: list[str]
+    strict: bool
 
 
 def read_documents(
@@ -36,41 +51,53 @@ def read_documents(
     skip_bad: int | None = 0,
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
 ) -> Iterator[Document]:
-    """Yield the documents of files and directories in order; documents with empty text are left out.
+    """Yield the documents of files and directories in order, except those with empty text.
 
     Args:
         path: A file, a directory, or several of them.
         key: JSON key of the text.
-        skip_bad: Number of bad inputs (lines, or the damaged rest of a file) that may be skipped, each with a warning;
-            None allows none, and the error names no flag that would.
-        max_line_bytes: Limit of a line, which is held in memory.
+        skip_bad: Number of bad inputs (lines, or the damaged rest of a file) that may be skipped, each with a warning.
+            None allows none, and the error then names no flag that would.
+        max_line_bytes: Largest size of a line. A line is held in memory.
 
     Raises:
-        DataError: If an input does not exist, or for the first bad input beyond `skip_bad`, with its location.
+        DataError: If an input does not exist, or there are more bad inputs than `skip_bad`. The message locates the
+            first one beyond the limit.
     """
-    paths = [path] if isinstance(path, str | Path) else path
+    paths: Sequence[str | Path]
+    if isinstance(path, str | Path):
+        paths = [path]
+    else:
+        paths = path
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
     for file in expand_inputs(paths):
         for block in read_blocks(file, block_bytes=_BLOCK_BYTES, max_line_bytes=max_line_bytes):
             if isinstance(block, BadInput):
                 budget.add(block)
                 continue
-            for found in _parse(block, [key]):
-                if isinstance(found, BadInput):
-                    budget.add(found)
-                    continue
-                record, (text,), _ = found
-                if text:
-                    meta = record.get("meta") if isinstance(record, dict) else None
-                    yield Document(text, meta if isinstance(meta, Mapping) else {})
+            for line in _parse(block, [key]):
+                if isinstance(line, BadInput):
+                    budget.add(line)
+                elif line.texts[0]:
+                    yield Document(line.texts[0], _metadata(line.record))
+
+
+def _metadata(record: Any) -> Mapping[str, Any]:
+    """Return the metadata of a line; an empty object if it has none."""
+    if isinstance(record, dict) and isinstance(record.get("meta"), dict):
+        metadata: dict[str, Any] = record["meta"]
+        return metadata
+    return {}
 
 
 def write_documents(path: str | Path, documents: Iterable[Document], *, level: int = 3) -> int:
-    """Write documents atomically as lines `{"text": ..., "meta": ...}` in one zstd frame with a checksum.
+    """Write documents as lines `{"text": ..., "meta": ...}` in one zstd frame with a checksum.
+
+    The file appears only when it is complete.
 
     Args:
-        path: File to write, named `.jsonl.zst`.
-        documents: Written as they come.
+        path: File to write; its name ends with `.jsonl.zst`.
+        documents: Documents to write. They are not held in memory.
         level: Compression level of zstd.
 
     Returns:
@@ -81,7 +108,7 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
     """
     path = Path(path)
     if not path.name.endswith(".jsonl.zst"):
-        raise DataError(f"{path}: documents are written as .jsonl.zst; choose a name that ends so")
+        raise DataError(f"{path}: documents are written as .jsonl.zst; choose a name with this ending")
     count = 0
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
     with (
@@ -96,22 +123,23 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
 
 
 def write_archive(directory: str | Path, documents: Iterable[Document]) -> int:
-    """Write documents as an archive of lm-dataformat: `data_N_timeT_default.jsonl.zst` of about a gigabyte each.
+    """Write documents as an archive of lm-dataformat: files `data_N_timeT_default.jsonl.zst` of about a gigabyte each.
 
     Args:
-        directory: Directory to write, which must not hold anything.
-        documents: Written as they come.
+        directory: Directory to write. It must be empty or not exist.
+        documents: Documents to write. They are not held in memory.
 
     Returns:
         Number of documents.
 
     Raises:
-        DataError: If the directory is not empty, or cannot be written. What was written is removed after an error.
+        DataError: If the directory is not empty, or cannot be written. After an error, the written files are removed.
     """
-    from lm_dataformat import Archive  # which loads multiprocessing and others, for one option
+    from lm_dataformat import Archive  # imports multiprocessing and others; only one option needs it
 
     directory = Path(directory)
-    count = size = 0
+    count = 0
+    characters = 0  # of the current file
     with os_errors(DataError, f"{directory} cannot be written"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise DataError(f"{directory} exists and is not empty: an archive is written into a directory of its own")
@@ -119,11 +147,12 @@ def write_archive(directory: str | Path, documents: Iterable[Document]) -> int:
         try:
             for document in documents:
                 archive.add_data(document.text, dict(document.meta))
-                count, size = count + 1, size + len(document.text)
-                if size > _ARCHIVE_CHARS:
+                count += 1
+                characters += len(document.text)
+                if characters > _ARCHIVE_CHARS:
                     archive.commit()
-                    size = 0
-            if size or not count:
+                    characters = 0
+            if characters or not count:
                 archive.commit()
         except BaseException:
             for written in directory.glob("data_*.jsonl.zst"):
@@ -139,10 +168,9 @@ class BlockTexts(NamedTuple):
     """Texts of a block.
 
     Attributes:
-        columns: The texts of each key, without empty ones.
-        bad: The bad lines.
-        not_strict: Number of lines that are JSON for gpt-neox's parser (ujson) only: NaN, control characters, leading
-            zeros and the like.
+        columns: Texts of each key, without empty ones.
+        bad: Bad lines.
+        not_strict: Number of lines that are not strict JSON (see `ParsedLine`).
     """
 
     columns: list[list[str]]
@@ -155,49 +183,57 @@ def parse_texts(
 ) -> BlockTexts:
     """Return the texts of a block.
 
-    A line that is a JSON string is a document itself (lm-dataformat's old form), for the key `text` only. A list of
-    strings is joined by blank lines, as in lm-dataformat. A line that is bad for one key is left out for every key.
+    As in lm-dataformat, a line that is a JSON string is itself the text under the key `text`, and a list of strings is
+    joined with blank lines between them. A line that is bad for one key is left out for every key.
 
     Args:
         block: Lines to parse.
         keys: JSON keys of texts.
-        problem: Returns the defect of a text, None if it has none.
+        problem: Function that returns the defect of a text, or None if the text is good.
     """
     columns: list[list[str]] = [[] for _ in keys]
     bad: list[BadInput] = []
     not_strict = 0
-    for found in _parse(block, keys, problem):
-        if isinstance(found, BadInput):
-            bad.append(found)
+    for line in _parse(block, keys, problem):
+        if isinstance(line, BadInput):
+            bad.append(line)
             continue
-        not_strict += not found[2]
-        for column, text in zip(columns, found[1], strict=True):
+        if not line.strict:
+            not_strict += 1
+        for column, text in zip(columns, line.texts, strict=True):
             if text:
                 column.append(text)
     return BlockTexts(columns, bad, not_strict)
 
 
 def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any] | BadInput]:
-    """Yield each line of a block as an object with all its keys, its text under `key` a string; or why it is bad.
+    """Yield each line of a block as an object with all its keys, or a BadInput for a bad line.
 
-    A line that is a JSON string becomes `{"text": ...}`, and a list of strings is joined, as in `parse_texts`.
+    The value under `key` is one string: a line that is a JSON string becomes `{"text": ...}`, and a list of strings is
+    joined as in `parse_texts`.
     """
-    for found in _parse(block, [key], to_be_written=True):
-        if isinstance(found, BadInput):
-            yield found
-        else:
-            record, (text,), _ = found
-            yield {**record, key: text} if isinstance(record, dict) else {key: text}
+
+    def parse(record: Any, strict: bool) -> dict[str, Any]:
+        text = _text(record, key)
+        if not strict:
+            _check_writable(record)
+        if isinstance(record, dict):
+            return {**record, key: text}
+        return {key: text}
+
+    yield from convert_lines(block, parse)
 
 
 def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterator[T | BadInput]:
-    """Yield what a function makes of each line of a block that is not blank, or why the line is bad.
+    """Convert each line of a block, except blank ones; yield the result, or a BadInput for a bad line.
 
     Args:
         block: Lines to parse.
-        convert: Takes the JSON value of a line, and whether it is strict JSON; raises BadRecord for a bad one.
+        convert: Function that takes the JSON value of a line, and whether the line is strict JSON. It raises BadRecord
+            for a bad line.
     """
-    line, offset = block.start.line, block.start.offset
+    line = block.start.line
+    offset = block.start.offset
     for data in block.data.split(b"\n"):
         if data and not data.isspace():
             try:
@@ -209,49 +245,61 @@ def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterat
 
 
 def _parse(
-    block: LineBlock,
-    keys: Sequence[str],
-    problem: Callable[[str], str | None] | None = None,
-    *,
-    to_be_written: bool = False,
-) -> Iterator[tuple[Any, list[str], bool] | BadInput]:
-    """Yield the JSON value, its texts and whether it is strict JSON for each line that is not blank, or its defect."""
+    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+) -> Iterator[ParsedLine | BadInput]:
+    """Yield each line of a block, except blank ones, or a BadInput for a bad line. Arguments as in `parse_texts`."""
 
-    def texts_of(record: Any, strict: bool) -> tuple[Any, list[str], bool]:
+    def parse(record: Any, strict: bool) -> ParsedLine:
         texts = [_text(record, key) for key in keys]
         if not strict:
-            _check_characters(record if to_be_written else texts)
-        reasons = map(problem, texts) if problem is not None else ()
-        if (reason := next(filter(None, reasons), None)) is not None:
-            raise BadRecord(reason)
-        return record, texts, strict
+            _check_writable(texts)
+        if problem is not None:
+            for text in texts:
+                reason = problem(text)
+                if reason is not None:
+                    raise BadRecord(reason)
+        return ParsedLine(record, texts, strict)
 
-    yield from convert_lines(block, texts_of)
+    yield from convert_lines(block, parse)
 
 
 def _text(record: Any, key: str) -> str:
     """Return the text of a JSON value under `key`. Raises BadRecord if it has none."""
-    if type(record) is dict:
-        try:
-            text = record[key]
-        except KeyError:
-            raise BadRecord(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:8])) or 'none'})") from None
-        if type(text) is list and all(type(part) is str for part in text):
-            text = _PARAGRAPH.join(text)
-        if type(text) is not str:
-            raise BadRecord(f"{key!r} is {kind_of(text)}, not text")
-        return text
     if type(record) is str:
         if key != "text":
             raise BadRecord(f"no key {key!r}: the line is a bare string")
         return record
-    raise BadRecord(f"the line is {kind_of(record)}, not an object")
+    if type(record) is not dict:
+        raise BadRecord(f"the line is {kind_of(record)}, not an object")
+    try:
+        text = record[key]
+    except KeyError:
+        raise missing_key(record, key) from None
+    if type(text) is list and all(type(part) is str for part in text):
+        text = _PARAGRAPH.join(text)
+    if type(text) is not str:
+        raise BadRecord(f"{key!r} is {kind_of(text)}, not text")
+    return text
+
+
+def missing_key(record: Mapping[str, Any], key: str) -> BadRecord:
+    """Return the error for an object that lacks a key. It names the keys that the object has."""
+    names = ", ".join(map(repr, list(record)[:8]))
+    return BadRecord(f"no key {key!r} (it has {names or 'none'})")
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
-    names = {type(None): "null", bool: "true or false", list: "a list", dict: "an object", int: "a number", str: "text"}
-    return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+    """Return the kind of a JSON value in words."""
+    names = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)
 
 
 def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
@@ -263,7 +311,7 @@ def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
 
 
 def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
-    """Parse what ujson, gpt-neox's parser, accepts and orjson does not, and a byte order mark."""
+    """Parse a line that is not strict JSON with ujson, as gpt-neox does; skip a byte order mark in the first line."""
     if b"\0" in data:
         raise BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
     if first:
@@ -276,8 +324,8 @@ def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> 
         raise BadRecord(f"not JSON ({error})") from None
 
 
-def _check_characters(value: Any) -> None:
-    """Raise BadRecord for a lone surrogate, which no tokenizer takes, or a number that JSON cannot hold."""
+def _check_writable(value: Any) -> None:
+    """Raise BadRecord for a lone surrogate, which no tokenizer accepts, or a number that JSON cannot hold."""
     try:
         orjson.dumps(value)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Sources of corpora by name, and resumable, checked downloads."""
+"""Named corpora, and downloads that are checked and can be resumed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import http.client
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +21,8 @@ from neox.log import get_logger
 
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
-_TRIES = 5
+_ATTEMPTS = 5
+_TEMPORARY_STATUS = (408, 429, 500, 502, 503, 504)
 _COMPONENTS = "https://the-eye.eu/public/AI/pile_preliminary_components"
 _PILE = "https://the-eye.eu/public/AI/pile"
 _C4 = "https://the-eye.eu/eleuther_staging/c4"
@@ -30,9 +33,9 @@ class NamedCorpus:
     """Corpus with a name.
 
     Attributes:
-        name: Name, also of its directory.
+        name: Name of the corpus and of its directory.
         sources: URLs, or paths of local files and directories, in order.
-        num_documents: Number of documents, if known.
+        num_documents: Number of documents, if it is known.
     """
 
     name: str
@@ -40,41 +43,37 @@ class NamedCorpus:
     num_documents: int | None = None
 
 
-CORPORA: Mapping[str, NamedCorpus] = {
-    corpus.name: corpus
-    for corpus in (
-        NamedCorpus("enron", ("http://eaidata.bmk.sh/data/enron_emails.jsonl.zst",), 517_401),
-        NamedCorpus("pile_subset", (f"{_PILE}/train/00.jsonl.zst",)),
-        NamedCorpus(
-            "pile",
-            (
-                *(f"{_PILE}/train/{shard:02}.jsonl.zst" for shard in range(30)),
-                f"{_PILE}/val.jsonl.zst",
-                f"{_PILE}/test.jsonl.zst",
-            ),
-        ),
-        NamedCorpus("pile_validation", (f"{_PILE}/val.jsonl.zst",)),
-        NamedCorpus("pile_test", (f"{_PILE}/test.jsonl.zst",)),
-        NamedCorpus("github", ("http://eaidata.bmk.sh/data/github_small.jsonl.zst",)),
-        NamedCorpus("arxiv", (f"{_COMPONENTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",), 1_264_405),
-        NamedCorpus("europarl", (f"{_COMPONENTS}/EuroParliamentProceedings_1996_2011.jsonl.zst",), 69_814),
-        NamedCorpus("freelaw", (f"{_COMPONENTS}/FreeLaw_Opinions.jsonl.zst",), 5_069_088),
-        NamedCorpus("nih", (f"{_COMPONENTS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst",), 985_651),
-        NamedCorpus("pubmed", (f"{_COMPONENTS}/PMC_extracts.tar.gz",), 3_098_931),
-        NamedCorpus("hackernews", (f"{_COMPONENTS}/hn.tar.gz",), 373_000),
-        NamedCorpus("openwebtext2", (f"{_COMPONENTS}/openwebtext2.jsonl.zst.tar",), 17_103_000),
-        NamedCorpus("stackexchange", (f"{_COMPONENTS}/stackexchange_dataset.tar",)),
-        NamedCorpus("ubuntu_irc", (f"{_COMPONENTS}/ubuntu_irc_until_2020_9_1.jsonl.zst",), 10_605),
-        NamedCorpus("youtube_subtitles", (f"{_COMPONENTS}/yt_subs.jsonl.zst",), 173_651),
-        NamedCorpus("c4", tuple(f"{_C4}/en/c4-train.{i:05}-of-01024.json.gz" for i in range(1024))),
-        NamedCorpus(
-            "c4_openwebtext", tuple(f"{_C4}/realnewslike/c4-train.{i:05}-of-00512.json.gz" for i in range(512))
-        ),
-        NamedCorpus("enwik8", ("https://data.deepai.org/enwik8.zip",), 1),
-    )
-}
+_PILE_TRAIN = tuple(f"{_PILE}/train/{shard:02}.jsonl.zst" for shard in range(30))
+_PILE_VALIDATION = f"{_PILE}/val.jsonl.zst"
+_PILE_TEST = f"{_PILE}/test.jsonl.zst"
+_ARXIV = f"{_COMPONENTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"
+_C4_ENGLISH = tuple(f"{_C4}/en/c4-train.{shard:05}-of-01024.json.gz" for shard in range(1024))
+_C4_NEWS = tuple(f"{_C4}/realnewslike/c4-train.{shard:05}-of-00512.json.gz" for shard in range(512))
 
-# Corpora that gpt-neox and Megatron-LM know by name but that have no fixed URL: the user's own files.
+_NAMED_CORPORA = (
+    NamedCorpus("enron", ("http://eaidata.bmk.sh/data/enron_emails.jsonl.zst",), 517_401),
+    NamedCorpus("pile_subset", _PILE_TRAIN[:1]),
+    NamedCorpus("pile", (*_PILE_TRAIN, _PILE_VALIDATION, _PILE_TEST)),
+    NamedCorpus("pile_validation", (_PILE_VALIDATION,)),
+    NamedCorpus("pile_test", (_PILE_TEST,)),
+    NamedCorpus("github", ("http://eaidata.bmk.sh/data/github_small.jsonl.zst",)),
+    NamedCorpus("arxiv", (_ARXIV,), 1_264_405),
+    NamedCorpus("europarl", (f"{_COMPONENTS}/EuroParliamentProceedings_1996_2011.jsonl.zst",), 69_814),
+    NamedCorpus("freelaw", (f"{_COMPONENTS}/FreeLaw_Opinions.jsonl.zst",), 5_069_088),
+    NamedCorpus("nih", (f"{_COMPONENTS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst",), 985_651),
+    NamedCorpus("pubmed", (f"{_COMPONENTS}/PMC_extracts.tar.gz",), 3_098_931),
+    NamedCorpus("hackernews", (f"{_COMPONENTS}/hn.tar.gz",), 373_000),
+    NamedCorpus("openwebtext2", (f"{_COMPONENTS}/openwebtext2.jsonl.zst.tar",), 17_103_000),
+    NamedCorpus("stackexchange", (f"{_COMPONENTS}/stackexchange_dataset.tar",)),
+    NamedCorpus("ubuntu_irc", (f"{_COMPONENTS}/ubuntu_irc_until_2020_9_1.jsonl.zst",), 10_605),
+    NamedCorpus("youtube_subtitles", (f"{_COMPONENTS}/yt_subs.jsonl.zst",), 173_651),
+    NamedCorpus("c4", _C4_ENGLISH),
+    NamedCorpus("c4_openwebtext", _C4_NEWS),
+    NamedCorpus("enwik8", ("https://data.deepai.org/enwik8.zip",), 1),
+)
+CORPORA: Mapping[str, NamedCorpus] = {corpus.name: corpus for corpus in _NAMED_CORPORA}
+
+# Corpora that gpt-neox and Megatron-LM know by name, without a fixed URL. The user provides their files.
 LOCAL_CORPORA = ("wikipedia", "webtext", "bookcorpus")
 
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
@@ -87,11 +86,11 @@ def is_url(source: str) -> bool:
 
 
 def find_corpus(request: str, data_dir: Path | None = None) -> NamedCorpus:
-    """Return the corpus of a request.
+    """Return the corpus that a user asked for.
 
     Args:
-        request: A known name (`enron`), a name with sources (`NAME=SOURCE[,SOURCE...]`, URLs or local paths; it may be
-            known or new), or the name of a directory in `data_dir`.
+        request: A known name (`enron`), the name of a directory in `data_dir`, or any name with its sources
+            (`NAME=SOURCE[,SOURCE...]`; a source is a URL or a local path).
         data_dir: Directory of local corpora.
 
     Raises:
@@ -112,11 +111,12 @@ def find_corpus(request: str, data_dir: Path | None = None) -> NamedCorpus:
             f"{name} is a corpus of local files: put them into {data_dir / name}, or give {name}=PATH_OR_URL"
         )
     if name not in CORPORA:
-        near = difflib.get_close_matches(name, CORPORA, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = ""
+        for similar in difflib.get_close_matches(name, CORPORA, n=1):
+            hint = f" (did you mean {similar}?)"
         raise DataError(
-            f"{name!r} is not a known corpus; {hint}Known: {', '.join(CORPORA)}. "
-            f"A corpus of your own is {name}=PATH_OR_URL"
+            f"{name!r} is not a known corpus{hint}. Known: {', '.join(CORPORA)}. "
+            f"For a corpus of your own, give {name}=PATH_OR_URL"
         )
     return CORPORA[name]
 
@@ -130,9 +130,9 @@ def local_name(url: str) -> str:
 
 
 def clashing_names(sources: Sequence[str]) -> list[str]:
-    """Return the file names that several URLs have in common."""
-    names = [local_name(source) for source in sources if is_url(source)]
-    return sorted({name for name in names if names.count(name) > 1})
+    """Return the file names that more than one URL has, sorted."""
+    names = Counter(local_name(source) for source in sources if is_url(source))
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def download(
@@ -144,17 +144,17 @@ def download(
     received: Callable[[int], None] | None = None,
     pause: float = 1.0,
 ) -> Path:
-    """Download a URL; an existing file is kept, an interrupted download is resumed.
+    """Download a URL. An existing file is kept, and an interrupted download is resumed.
 
-    The digest is written to `PATH.sha256` in the format of `sha256sum`; an existing file is checked against it.
+    The digest is written to `PATH.sha256` in the format of `sha256sum`. An existing file is checked against it.
 
     Args:
         url: URL to download.
-        path: File to write; until it is complete, its data are in `PATH.partial`.
-        sha256: Digest it must have (hex).
+        path: File to write. Until it is complete, its data are in `PATH.partial`.
+        sha256: Digest that the file must have, in hexadecimal.
         force: Whether to download an existing file again.
-        received: Called with the number of bytes received.
-        pause: Seconds before the second attempt, doubled after each.
+        received: Function that is called with the number of bytes newly received.
+        pause: Seconds before the second attempt. Each further pause is twice as long.
 
     Returns:
         The path.
@@ -163,59 +163,80 @@ def download(
         DataError: If five attempts fail, or the size or digest is wrong.
     """
     path = Path(path)
-    note, partial = path.with_name(path.name + ".sha256"), partial_path(path)
+    digest_file = path.with_name(path.name + ".sha256")
+    partial = partial_path(path)
     if path.exists() and not force:
-        _check_present(path, note, sha256)
+        _check_existing(path, digest_file, sha256)
         return path
     if force:
         partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in range(1, _TRIES + 1):
-        try:
-            _fetch(url, partial, received)
-            break
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, urllib.error.HTTPError) and error.code not in (408, 429, 500, 502, 503, 504):
-                raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
-            if attempt == _TRIES:
-                raise DataError(f"{url}: {error}, {_TRIES} times; the same command resumes the download") from error
-            _log.warning("%s: %s: trying again", url, error)
-            time.sleep(pause * 2 ** (attempt - 1))
+    _fetch_with_retries(url, partial, received, pause)
     digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
         partial.unlink()
         raise DataError(f"{url} has the sha256 {digest}, not {sha256}: nothing was kept")
-    write_text(note, f"{digest}  {path.name}\n")
+    write_text(digest_file, f"{digest}  {path.name}\n")
     replace_file(partial, path)
     return path
 
 
-def _check_present(path: Path, note: Path, sha256: str | None) -> None:
-    noted = note.read_text(encoding="utf-8").split()[:1] if note.exists() else []
-    wanted = sha256.lower() if sha256 else (noted[0] if noted else None)
-    if wanted is not None and (found := sha256_of(path)) != wanted:
-        raise DataError(f"{path} has the sha256 {found}, not {wanted}; fetch it again with --force-redownload")
+def _check_existing(path: Path, digest_file: Path, sha256: str | None) -> None:
+    """Raise DataError if a file has another digest than the given one, or else than the one in its digest file."""
+    expected = sha256
+    if expected is None and digest_file.exists():
+        words = digest_file.read_text(encoding="utf-8").split()
+        expected = next(iter(words), None)
+    if expected is None:
+        return
+    found = sha256_of(path)
+    if found != expected.lower():
+        raise DataError(f"{path} has the sha256 {found}, not {expected}; fetch it again with --force-redownload")
+
+
+def _fetch_with_retries(url: str, partial: Path, received: Callable[[int], None] | None, pause: float) -> None:
+    """Download the rest of a file. Raises DataError after an error that a retry cannot mend, or the last attempt."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _fetch(url, partial, received)
+            return
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code not in _TEMPORARY_STATUS:
+                raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
+            if attempt == _ATTEMPTS:
+                raise DataError(f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download") from error
+            _log.warning("%s: %s: trying again", url, error)
+            time.sleep(pause * 2 ** (attempt - 1))
 
 
 def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> None:
-    """Download the missing rest; without support for ranges, the whole file."""
-    have = partial.stat().st_size if partial.exists() else 0
+    """Download the rest of a file, or all of it if the server does not support ranges."""
+    have = 0
+    if partial.exists():
+        have = partial.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-", "User-Agent": "neox"})
     try:
         response: Any = urllib.request.urlopen(request, timeout=60)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # the file is complete
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:  # the file is complete
             return
         raise
     with response:
-        continues = getattr(response, "status", None) == 206
+        mode = "wb"
+        expected_size = 0
+        if getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
+            mode = "ab"
+            expected_size = have
         length = response.headers.get("Content-Length")
-        total = None if length is None else int(length) + (have if continues else 0)
-        with open(partial, "ab" if continues else "wb") as file:
+        with open(partial, mode) as file:
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 if received is not None:
                     received(len(chunk))
             fsync_file(file)
-    if total is not None and (size := partial.stat().st_size) != total:
-        raise OSError(f"the connection ended after {size:,} of {total:,} bytes")
+    if length is None:
+        return
+    expected_size += int(length)
+    size = partial.stat().st_size
+    if size != expected_size:
+        raise OSError(f"the connection ended after {size:,} of {expected_size:,} bytes")

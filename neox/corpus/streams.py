@@ -1,13 +1,12 @@
-"""Bytes of an input as JSON lines, decompressed piece by piece, with truncation and damage detected.
+"""Inputs of all formats as streams of JSON lines. Truncation and damage are detected.
 
-`.jsonl` and its compressed forms are read as they are; the other formats of lm-dataformat (text, zip, tar, ...) become
-lines that are one JSON string each (lm-dataformat's old form of a document), by `archives`.
+The lines of `.jsonl` and its compressed forms are yielded unchanged. `archives` converts the other formats of
+lm-dataformat (text, zip, tar, ...): each document becomes a line that is one JSON string, lm-dataformat's old form.
 """
 
 from __future__ import annotations
 
 import gzip
-import logging
 import lzma
 import os
 import zlib
@@ -15,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, cast
 
-import orjson
 import zstandard
 
 from neox.corpus.archives import (
     array_elements,
     each_line,
+    json_string_piece,
     length_prefixed,
     tar_members,
     tar_of_tars,
@@ -29,8 +28,9 @@ from neox.corpus.archives import (
 )
 from neox.corpus.document import CorruptInput
 from neox.errors import DataError, os_errors
+from neox.log import get_logger
 
-log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
@@ -38,27 +38,20 @@ _PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 def is_readable(name: str) -> bool:
-    """Return whether a file of this name is an input (files beside a dataset are not)."""
+    """Return whether a file name has the suffix of an input and does not belong to a dataset of ours."""
     return name.endswith(_suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
 
 
 def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
-    """Replace each directory by the files in it, sorted by name as in lm-dataformat; its directories are left out.
+    """Replace each directory by the files in it, sorted by name as in lm-dataformat. Subdirectories are not read.
 
     Raises:
-        DataError: If a path does not exist, is no readable format, or is a directory without inputs.
+        DataError: If a path does not exist, has no readable format, or is a directory without inputs.
     """
     files: list[str] = []
     for path in map(Path, paths):
         if path.is_dir():
-            folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
-            inside = sorted(str(path / name) for name in os.listdir(path) if is_readable(name) and name not in folders)
-            if not inside:
-                within = f" itself; its directories ({', '.join(folders[:5])}) can be given" if folders else ""
-                raise DataError(f"{path}: the directory holds no input{within}; readable are {', '.join(_suffixes())}")
-            if folders:
-                log.warning("%s: its directories (%s) are not read: give them, too", path, ", ".join(folders[:5]))
-            files += inside
+            files += _files_in(path)
         elif not path.exists():
             raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
         elif not is_readable(path.name):
@@ -68,13 +61,33 @@ def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
     return tuple(files)
 
 
+def _files_in(directory: Path) -> list[str]:
+    """Return the inputs in a directory, sorted; warn about subdirectories. Raises DataError if there is no input."""
+    files = []
+    subdirectories = []
+    for entry in os.scandir(directory):
+        if entry.is_dir():
+            subdirectories.append(entry.name)
+        elif is_readable(entry.name):
+            files.append(str(directory / entry.name))
+    listed = ", ".join(sorted(subdirectories)[:5])
+    if not files:
+        hint = ""
+        if subdirectories:
+            hint = f" itself; its subdirectories ({listed}) can be given"
+        raise DataError(f"{directory}: the directory holds no input{hint}; readable are {', '.join(_suffixes())}")
+    if subdirectories:
+        _log.warning("%s: its subdirectories (%s) are not read; give them too if you need them", directory, listed)
+    return sorted(files)
+
+
 def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """Yield the JSON lines of an input in chunks of about 256 KiB; lines run across chunks.
+    """Yield the JSON lines of an input in chunks of about 256 KiB. A line may span several chunks.
 
     Args:
         path: File to read.
-        skip: Bytes, after decompression, to leave out at the start; a plain file seeks there.
-        consumed: Called with the number of bytes newly read from the file itself, for progress.
+        skip: Number of bytes, after decompression, to skip at the start. Plain files are not read up to there.
+        consumed: Function that is called with the number of bytes newly read from the file itself.
 
     Raises:
         CorruptInput: If the data are damaged or truncated.
@@ -87,15 +100,15 @@ def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], Non
             opened.seek(skip)
             yield from _pieces(file)
         else:
-            read = next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
-            yield from _after(read(path, file), skip)
+            yield from _after(_reader_of(path)(path, file), skip)
 
 
 class _Counting:
-    """File that reports how many bytes were read."""
+    """File that reports how many bytes are read from it."""
 
     def __init__(self, file: IO[bytes], consumed: Callable[[int], None] | None) -> None:
-        self._file, self._consumed = file, consumed
+        self._file = file
+        self._consumed = consumed
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
@@ -112,8 +125,9 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of one or more zstd frames in chunks of at most 256 KiB.
 
-    The library's stream reader ends without an error if the input ends inside a frame. So a frame of our own is
-    appended to the input: if its content does not come out whole at the end, the input was truncated.
+    The library's stream reader ends without an error if the input ends inside a frame. Therefore a frame of our own,
+    the seal, is appended to the input. If the content of the seal does not come out at the end, the input was
+    truncated.
 
     Raises:
         CorruptInput: If the data are damaged, truncated, empty or not zstd.
@@ -122,7 +136,7 @@ def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
     source = _Sealed(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     reader = decompressor.stream_reader(cast(IO[bytes], source), read_across_frames=True)
-    last = b""  # at least as long as the seal, so that all of the seal is in it at the end
+    last = b""  # the last chunk; at least as long as the seal, so that it holds the whole seal at the end
     try:
         while chunk := reader.read(_CHUNK_BYTES):
             if len(chunk) < len(seal):
@@ -143,75 +157,92 @@ def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Sealed:
-    """File with some bytes appended."""
+    """File with some bytes appended.
+
+    Attributes:
+        size: Number of bytes read from the file itself.
+    """
 
     def __init__(self, file: IO[bytes], seal: bytes) -> None:
-        self._file, self._seal, self.size = file, seal, 0
+        self._file = file
+        self._seal = seal
+        self.size = 0
 
     def read(self, size: int) -> bytes:
         data = self._file.read(size)
         self.size += len(data)
         if not data:
-            data, self._seal = self._seal, b""
+            data = self._seal
+            self._seal = b""
         return data
+
+
+def _unzipped(file: IO[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb"))
 
 
 def _gzip(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     try:
-        yield from _pieces(cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb")))
+        yield from _pieces(_unzipped(file))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise CorruptInput(f"gzip data is damaged or truncated ({error})") from error
 
 
 def _tar_of_zstd(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    for inner in tar_members(file):
-        last = _NEWLINE
-        for last in decompress_zstd(inner):
-            yield last
-        if not last.endswith(_NEWLINE):
+    """Yield the lines of the `.jsonl.zst` files in a tar archive."""
+    for member in tar_members(file):
+        chunk = _NEWLINE
+        for chunk in decompress_zstd(member):
+            yield chunk
+        if not chunk.endswith(_NEWLINE):
             yield _NEWLINE
 
 
 def _text_file(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """Yield a text file as one line, piece by piece; ends of lines become newlines, as in lm-dataformat."""
+    """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
     try:
         with open(path, encoding="utf-8") as text:
-            begun = False
+            started = False
             while piece := text.read(_CHUNK_BYTES):
                 file.read(len(piece))  # for the progress display
-                yield orjson.dumps(piece)[1 if begun else 0 : -1]
-                begun = True
-            if begun:
+                yield json_string_piece(piece, is_first=not started)
+                started = True
+            if started:
                 yield b'"\n'
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason})") from error
 
 
 def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
+    """Yield the bytes of chunks after the first `skip`."""
     for chunk in chunks:
         if skip >= len(chunk):
             skip -= len(chunk)
         else:
-            yield chunk[skip:] if skip else chunk
+            yield chunk[skip:]
             skip = 0
 
 
-# The first suffix that matches decides.
+# If several suffixes match, the first one decides.
 _READERS: Mapping[str, Callable[[Path, IO[bytes]], Iterator[bytes]]] = {
     ".jsonl.zst": lambda _, file: decompress_zstd(file),
     ".jsonl.gz": _gzip,
     ".jsonl.zst.tar": _tar_of_zstd,
     ".txt": _text_file,
     ".zip": lambda path, _: zip_texts(path),
-    ".tar.gz": lambda _, file: tar_texts(gzip.GzipFile(fileobj=file, mode="rb")),
+    ".tar.gz": lambda _, file: tar_texts(_unzipped(file)),
     ".tar": lambda _, file: tar_texts(file),
     ".json.gz": _gzip,
     ".json.zst": lambda _, file: array_elements(decompress_zstd(file)),
     ".dat.zst": lambda _, file: length_prefixed(decompress_zstd(file)),
-    ".gz": lambda _, file: each_line(cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb"))),
+    ".gz": lambda _, file: each_line(_unzipped(file)),
     "_data.xz": lambda _, file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_bytes`)
     "openwebtext.tar.xz": lambda _, file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
 }
+
+
+def _reader_of(path: Path) -> Callable[[Path, IO[bytes]], Iterator[bytes]]:
+    return next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
 
 
 def _suffixes() -> tuple[str, ...]:

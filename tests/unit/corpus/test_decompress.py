@@ -9,6 +9,7 @@ import zstandard
 
 from neox.corpus.decompress import compressed_files, decompress_files
 from neox.errors import DataError
+from tests.errors import raises_naming
 
 
 def shard(path: Path, seed: int, size: int = 700_000) -> bytes:
@@ -49,9 +50,8 @@ def test_damage_is_named_and_nothing_half_is_left(tmp_path: Path, damage: str) -
     else:
         data = bytearray() if damage == "empty" else bytearray(b"x" * 100)
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"01\.jsonl\.zst.*(damaged|truncated|empty)") as caught:
+    with raises_naming(DataError, path):
         decompress_files(compressed_files([tmp_path]), tmp_path / "out", workers=1)
-    assert "\n" not in str(caught.value)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["00.jsonl"]
     with pytest.raises(DataError):
         decompress_files([path], None)
@@ -66,6 +66,6 @@ def test_verifying_writes_nothing(tmp_path: Path) -> None:
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    for path, words in ((tmp_path, "no .zst"), (tmp_path / "a.txt", "not a .zst"), (tmp_path / "b.zst", "not exist")):
-        with pytest.raises(DataError, match=words):
+    for path in (tmp_path, tmp_path / "a.txt", tmp_path / "b.zst"):
+        with raises_naming(DataError, path):
             compressed_files([path])
