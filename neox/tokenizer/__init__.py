@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back; `flat` (with numpy) encodes many texts at once."""
+"""Tokenizers, which convert between text and ids. `flat` encodes many texts at once (it needs numpy)."""
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of

@@ -1,4 +1,4 @@
-"""Tokenizer interface, and the tokenizer of bytes."""
+"""Interface of tokenizers, and the tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Tokenizer(ABC):
     """Conversion between text and token ids.
 
     Attributes:
-        name: NeoX's name of the type (`HFTokenizer`), part of the content hash.
-        vocab_size: Number of ids; every id is below it. The model pads it further.
-        eod: Id that ends a document.
-        pad: Id of `<|padding|>`, None if the vocabulary has none.
+        name: NeoX's name of the type, such as `HFTokenizer`. It is part of the content hash.
+        vocab_size: Number of ids. Every id is smaller. The model pads its vocabulary further.
+        eod: Id of the token that ends a document.
+        pad: Id of `<|padding|>`; None if the vocabulary has none.
     """
 
     name: str
@@ -31,43 +31,44 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without an end-of-document id at the end."""
+        """Return the ids of a text. No end-of-document id is added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, equal to `encode` one by one."""
+        """Return the ids of each text. They are the same as those of `encode`."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special tokens such as end-of-document are written out."""
+        """Return the text of ids, including the names of special tokens."""
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name in the vocabulary, such as `[MASK]`; None if it has none."""
+        """Return the id of a token of the vocabulary, such as `[MASK]`; None if there is no such token."""
         return None
 
     def word_continuations(self) -> list[bool]:
-        """Return whether each id continues the word of the id before it."""
+        """Return, for each id of the vocabulary, whether it continues the word of the id before it."""
         return [False] * self.vocab_size
 
     @abstractmethod
     def _content(self) -> Any:
-        """Return everything that determines what ids mean, as JSON."""
+        """Return everything that determines the meaning of ids, as a JSON value."""
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 (hex) of the type, the vocabulary and how text is split: what an id means.
+        """SHA-256 of everything that determines the meaning of ids, in hexadecimal.
 
-        It does not depend on white space in files, nor on `special_in_text`.
+        It covers the type, the vocabulary and the rules that split a text. It does not depend on white space in files
+        or on `special_in_text`.
         """
         content = orjson.dumps([self.name, self._content()], option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(content).hexdigest()
 
 
 class CharLevelTokenizer(Tokenizer):
-    """gpt-neox's character tokenizer: the UTF-8 bytes of the text, end-of-document 0, padding 1, vocabulary 512.
+    """gpt-neox's character tokenizer. The ids are the UTF-8 bytes of the text.
 
-    gpt-neox decodes ids below 32 as spaces; here every byte is decoded as it was, and ids above 255 and the end of a
-    document as U+FFFD.
+    gpt-neox decodes ids below 32 as spaces. Here every byte is decoded to itself. Ids that are no bytes, and the end of
+    a document, are decoded to U+FFFD.
     """
 
     name = "CharLevelTokenizer"
@@ -81,8 +82,14 @@ class CharLevelTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
-        runs = bytes(i if 0 < i < 256 else 0 for i in ids).split(b"\0")
-        return "\ufffd".join(run.decode("utf-8", "replace") for run in runs)
+        data = bytearray()
+        for i in ids:
+            if 0 < i < 256:
+                data.append(i)
+            else:
+                data.append(self.eod)
+        parts = bytes(data).split(bytes([self.eod]))
+        return "\ufffd".join(part.decode("utf-8", "replace") for part in parts)
 
     def _content(self) -> Any:
         return "utf-8 bytes, eod 0, pad 1, vocabulary 512"

@@ -1,4 +1,4 @@
-"""Choice of a tokenizer by NeoX's `tokenizer_type`."""
+"""Choice of a tokenizer by NeoX's key `tokenizer_type`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WORD_PIECE: Mapping[str, type[WordPieceTokenizer]] = MappingProxyType(
 
 
 def tokenizer_of(config: NeoXConfig) -> Tokenizer:
-    """Build the tokenizer of a configuration. Raises TokenizerError as `build_tokenizer`."""
+    """Build the tokenizer of a configuration. Raises the same errors as `build_tokenizer`."""
     keys = config.tokenizer
     return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
 
@@ -57,18 +57,19 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: One of TOKENIZER_TYPES.
-        vocab_file: The vocabulary; its format depends on the type.
-        merge_file: `merges.txt` of GPT-2's types.
-        special_in_text: Whether a literal `<|endoftext|>` in a text becomes the end-of-document id. None follows
-            gpt-neox: yes for HFTokenizer and HFGPT2Tokenizer, no for the others.
+        vocab_file: File of the vocabulary. Its format depends on the type.
+        merge_file: File `merges.txt` of the types for GPT-2.
+        special_in_text: Whether a literal `<|endoftext|>` in a text becomes the end-of-document id. By default it does
+            with HFTokenizer and HFGPT2Tokenizer only, as in gpt-neox.
 
     Raises:
         TokenizerError: If the type is unknown, a file is missing or unreadable, or a package is not installed.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
-        near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise TokenizerError(f"tokenizer_type {tokenizer_type!r} is unknown{hint} Known: {', '.join(TOKENIZER_TYPES)}")
+        hint = ""
+        for similar in difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.4):
+            hint = f" (did you mean {similar}?)"
+        raise TokenizerError(f"tokenizer_type {tokenizer_type!r} is unknown{hint}. Known: {', '.join(TOKENIZER_TYPES)}")
     if special_in_text and tokenizer_type in ("SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"):
         raise TokenizerError(f"{tokenizer_type} cannot read special tokens inside a text: leave special_in_text out")
     if tokenizer_type == "CharLevelTokenizer":

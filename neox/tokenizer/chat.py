@@ -1,4 +1,4 @@
-"""Chat templates: the text that a tokenizer's own Jinja template makes of a conversation."""
+"""Chat templates, which turn a conversation into text."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from neox.tokenizer.huggingface import TOKENIZER_CONFIG, special_token, tokenize
 
 TEMPLATE_FILE = "chat_template.jinja"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# A tag of Hugging Face's around answers. What is inside is rendered as it is.
+# Hugging Face's tag around answers. It is replaced by a condition that always holds.
 _GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 
 
 class ChatError(Exception):
-    """Conversation that a template refuses; the message says why."""
+    """The template refuses a conversation. The message says why."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the special tokens that it may name.
+    """A chat template and the special tokens that it may use.
 
     Attributes:
-        source: Text of the template.
-        tokens: Special tokens, such as `eos_token`.
+        source: Text of the template, in Jinja's language.
+        tokens: Special tokens by name, such as `eos_token`.
     """
 
     source: str
@@ -39,43 +39,64 @@ def read_chat_template(vocab_file: str | Path, file: str | Path | None = None) -
     """Read the template of a Hugging Face tokenizer.
 
     Args:
-        vocab_file: Its `tokenizer.json`. Beside it are `chat_template.jinja`, or `tokenizer_config.json` with
-            `chat_template`, and the special tokens.
-        file: File of a template, in place of the tokenizer's own.
+        vocab_file: Its `tokenizer.json`. The same directory holds the template, either in `chat_template.jinja` or
+            under `chat_template` in `tokenizer_config.json`. The latter file also names the special tokens.
+        file: File of a template that replaces the tokenizer's own.
 
     Raises:
         TokenizerError: If there is no template, or it cannot be read.
     """
     vocab = Path(vocab_file)
-    found = Path(file) if file is not None else vocab.with_name(TEMPLATE_FILE)
-    if file is not None or found.is_file():
-        try:
-            source: Any = found.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{found}: cannot be read as a chat template: {error}") from error
+    own_file = vocab.with_name(TEMPLATE_FILE)
+    source: str | None
+    if file is not None:
+        source = _read_template(Path(file))
+    elif own_file.is_file():
+        source = _read_template(own_file)
     else:
-        source = tokenizer_config(vocab).get("chat_template")
-        if isinstance(source, list):  # templates with names
-            source = {each.get("name"): each.get("template") for each in source}.get("default")
-    if not isinstance(source, str) or not source.strip():
+        source = _configured_template(vocab)
+    if source is None or not source.strip():
         raise TokenizerError(
-            f"{vocab} has no chat template: neither {TEMPLATE_FILE} nor `chat_template` in a {TOKENIZER_CONFIG} is "
-            "beside it; give a template with --chat-template FILE"
+            f"{vocab} has no chat template: its directory has no {TEMPLATE_FILE} and no {TOKENIZER_CONFIG} with "
+            "`chat_template`; give a template with --chat-template FILE"
         )
-    tokens = {key: token for key in _TOKENS if isinstance(token := special_token(vocab, key), str)}
+    tokens = {}
+    for key in _TOKENS:
+        token = special_token(vocab, key)
+        if isinstance(token, str):
+            tokens[key] = token
     return ChatTemplate(source, tokens)
 
 
-class ChatRenderer:
-    """Compiled chat template, in the environment that Hugging Face describes (without the time of day).
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read as a chat template: {error}") from error
 
-    Templates are others' code: they run in Jinja's sandbox. `strftime_now` is not defined, so that the same
-    conversations give the same text on every day; templates then name a fixed date.
+
+def _configured_template(vocab_file: Path) -> str | None:
+    """Return `chat_template` of `tokenizer_config.json`: one template, or the default one of a list with names."""
+    source: Any = tokenizer_config(vocab_file).get("chat_template")
+    if isinstance(source, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in source}
+        source = by_name.get("default")
+    if isinstance(source, str):
+        return source
+    return None
+
+
+class ChatRenderer:
+    """Compiled chat template.
+
+    It runs in the environment that Hugging Face documents, inside Jinja's sandbox, because templates are code written
+    by others. `strftime_now` is left out, so that a conversation gives the same text on every day. Templates use a
+    fixed date without it.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
-        """Compile a template. Raises TokenizerError if it is no Jinja template."""
-        import jinja2.sandbox  # takes as long as the rest of a worker's imports
+        """Compile a template. Raises TokenizerError if it is not a valid Jinja template."""
+        import jinja2.sandbox  # slow: as long as all other imports of a worker
 
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -86,9 +107,8 @@ class ChatRenderer:
 
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
-        source = _GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", template.source)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(_GENERATION.sub(_condition, template.source))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
         self._errors = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
@@ -98,9 +118,9 @@ class ChatRenderer:
         """Return the text of a conversation.
 
         Args:
-            messages: Messages with `role`, `content` and whatever else the template knows.
-            tools: Descriptions of tools, for templates that know them.
-            prompt: Whether the beginning of an answer is added, as before generation.
+            messages: Messages with `role`, `content` and other fields that the template uses.
+            tools: Descriptions of tools, for templates that use them.
+            prompt: Whether to add the beginning of an answer, as for generation.
 
         Raises:
             ChatError: If the template refuses the conversation.
@@ -111,6 +131,14 @@ class ChatRenderer:
             )
         except self._errors as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
+
+
+def _condition(generation_tag: re.Match[str]) -> str:
+    """Return `{% if true %}` for `{% generation %}`, and `{% endif %}` for `{% endgeneration %}`."""
+    opening, end, closing = generation_tag.groups()
+    if end:
+        return f"{opening}endif{closing}"
+    return f"{opening}if true{closing}"
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

@@ -1,8 +1,8 @@
-"""Encoding of many texts to one array of ids, with accelerators that are checked against the tokenizer."""
+"""Encoders that turn many texts into one array of ids. Accelerators are checked against the tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,7 +15,7 @@ from neox.tokenizer.words import WordEncoder, cut, cut_reason
 
 ACCELERATORS = ("auto", "off", "fastokens", "words")
 _BATCH_CHARS = 1 << 18
-_TRICKY = (
+_DIFFICULT_TEXTS = (
     "",
     " ",
     "\n\n \t\r\n  x",
@@ -34,8 +34,9 @@ class FlatEncoder(Protocol):
     """Encoder of many texts.
 
     Attributes:
-        name: Name of the accelerator, `off` for none.
-        needs_cuts: Whether memory is bounded only for a text that can be cut (about 110 bytes per byte of a piece).
+        name: Name of the accelerator; `off` for none.
+        needs_cuts: Whether the encoder needs memory in proportion to a piece of text that cannot be cut (about 110
+            bytes for each byte of the piece).
     """
 
     name: str
@@ -46,9 +47,10 @@ class FlatEncoder(Protocol):
 
 
 class PlainEncoder:
-    """Encoder that calls the tokenizer in batches of bounded size (its results are large).
+    """Encoder that calls the tokenizer itself.
 
-    Long texts are cut where that does not change their ids.
+    The tokenizer's results are large, so it gets batches of bounded size. Long texts are cut into pieces at places
+    where a cut does not change their ids.
     """
 
     name = "off"
@@ -63,26 +65,36 @@ class PlainEncoder:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
-        parts, lengths = [np.empty(0, np.uint32)], np.zeros(len(texts), dtype=np.int64)
-        for batch in self._batches(texts):
-            for (i, _), ids in zip(batch, self._tokenizer.encode_batch([piece for _, piece in batch]), strict=True):
-                lengths[i] += len(ids)
+        parts = [np.empty(0, np.uint32)]
+        lengths = np.zeros(len(texts), dtype=np.int64)
+        for owners, pieces in self._batches(texts):
+            for owner, ids in zip(owners, self._tokenizer.encode_batch(pieces), strict=True):
+                lengths[owner] += len(ids)
                 parts.append(np.array(ids, dtype=np.uint32))
         return np.concatenate(parts), lengths
 
-    def _batches(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-        """Yield batches of (number of the text, piece of it)."""
-        batch: list[tuple[int, str]] = []
+    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Yield batches of pieces, each with the numbers of the texts to which its pieces belong."""
+        owners: list[int] = []
+        pieces: list[str] = []
         size = 0
-        for i, text in enumerate(texts):
-            for piece in cut(text, _BATCH_CHARS) if len(text) > _BATCH_CHARS and self._may_cut else (text,):
-                batch.append((i, piece))
+        for number, text in enumerate(texts):
+            for piece in self._pieces(text):
+                owners.append(number)
+                pieces.append(piece)
                 size += len(piece)
                 if size >= _BATCH_CHARS:
-                    yield batch
-                    batch, size = [], 0
-        if batch:
-            yield batch
+                    yield owners, pieces
+                    owners = []
+                    pieces = []
+                    size = 0
+        if pieces:
+            yield owners, pieces
+
+    def _pieces(self, text: str) -> Iterable[str]:
+        if len(text) > _BATCH_CHARS and self._may_cut:
+            return cut(text, _BATCH_CHARS)
+        return (text,)
 
 
 class FastokensEncoder:
@@ -118,7 +130,7 @@ class Choice:
 
     Attributes:
         encoder: Encoder to use.
-        note: Which faster encoders are not used and why, for the user; None if there is nothing to say.
+        note: Message for the user that says which faster encoders are not used and why; None if there is none.
     """
 
     encoder: FlatEncoder
@@ -126,10 +138,10 @@ class Choice:
 
 
 def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
-    """Return the encoder of a name in ACCELERATORS other than `auto`.
+    """Return the encoder with a name of ACCELERATORS, except `auto`.
 
     Raises:
-        TokenizerError: If the name is unknown, or the encoder does not support this tokenizer.
+        TokenizerError: If the name is unknown, or the encoder does not support the tokenizer.
     """
     if name == "fastokens":
         return FastokensEncoder(tokenizer)
@@ -141,34 +153,39 @@ def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
-    """Choose an encoder that gives the tokenizer's ids for difficult texts and for a sample of the input.
+    """Choose an encoder. It gives the same ids as the tokenizer for difficult texts and for a sample of the input.
 
     Args:
-        tokenizer: Reference for the ids.
-        wanted: `auto` takes the fastest that passes, `off` the tokenizer itself; any other name is required.
+        tokenizer: Tokenizer with the right ids.
+        wanted: Name of an accelerator. `auto` chooses the fastest one that passes the check, and `off` the tokenizer
+            itself. An accelerator given by name must pass.
         sample: Texts of the input.
 
     Raises:
-        TokenizerError: If the name is unknown, or the required encoder does not pass.
+        TokenizerError: If the name is unknown, or the accelerator given by name does not pass.
     """
     if wanted == "off":
         return Choice(PlainEncoder(tokenizer))
-    if wanted not in ACCELERATORS:
-        raise TokenizerError(f"accelerator {wanted!r} is unknown; known: {', '.join(ACCELERATORS)}")
-    rejected: list[str] = []
-    for name in ("fastokens", "words") if wanted == "auto" else (wanted,):
-        try:
-            encoder = make_encoder(tokenizer, name)
-            problem = first_difference(encoder, tokenizer, [*_TRICKY, *sample])
-        except TokenizerError as error:
-            problem = str(error)
-        else:
-            if problem is None:
-                return Choice(encoder, _note(name, rejected))
-        rejected.append(problem)
     if wanted != "auto":
-        raise TokenizerError(f"accelerator {wanted}: {rejected[0]}")
+        return Choice(_checked_encoder(tokenizer, wanted, sample))
+    rejected: list[str] = []
+    for name in ("fastokens", "words"):
+        try:
+            encoder = _checked_encoder(tokenizer, name, sample)
+        except TokenizerError as error:
+            rejected.append(str(error))
+        else:
+            return Choice(encoder, _note(name, rejected))
     return Choice(PlainEncoder(tokenizer), _note("off", rejected))
+
+
+def _checked_encoder(tokenizer: Tokenizer, name: str, sample: Sequence[str]) -> FlatEncoder:
+    """Return an encoder that has passed the check. Raises TokenizerError if it does not pass or is not available."""
+    encoder = make_encoder(tokenizer, name)
+    difference = first_difference(encoder, tokenizer, [*_DIFFICULT_TEXTS, *sample])
+    if difference is not None:
+        raise TokenizerError(difference)
+    return encoder
 
 
 def _note(name: str, rejected: Sequence[str]) -> str | None:
@@ -179,19 +196,24 @@ def _note(name: str, rejected: Sequence[str]) -> str | None:
 
 
 def longest_piece(text: str, size: int, *, may_cut: bool) -> int:
-    """Return the bytes of the longest piece of a text that is encoded at once.
+    """Return the size in bytes of the longest piece of a text that is encoded at once.
 
     Args:
         text: The text.
-        size: Characters after which a piece ends at the next possible position.
-        may_cut: Whether the tokenizer's texts may be cut (see `cut_reason`).
+        size: Number of characters after which a piece ends at the next possible position.
+        may_cut: Whether texts may be cut for this tokenizer (see `cut_reason`).
     """
-    pieces = cut(text, size) if may_cut else (text,)
-    return max(len(piece.encode()) for piece in pieces)
+    if not may_cut:
+        return len(text.encode())
+    return max(len(piece.encode()) for piece in cut(text, size))
 
 
 def first_difference(encoder: FlatEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-    """Describe the first text whose ids differ from the tokenizer's; None if there is none."""
+    """Return a description of the first text to which an encoder gives other ids than the tokenizer.
+
+    Returns:
+        The description; None if there is no difference.
+    """
     flat, lengths = encoder.encode_flat(texts)
     ends = np.cumsum(lengths)
     for text, ids, end, length in zip(texts, tokenizer.encode_batch(texts), ends, lengths, strict=True):

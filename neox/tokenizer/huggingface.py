@@ -1,4 +1,4 @@
-"""Tokenizers of the library `tokenizers`: a `tokenizer.json`, or GPT-2's vocabulary and merges."""
+"""Tokenizers of the library `tokenizers`: from a `tokenizer.json`, GPT-2's files or BERT's vocabulary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from neox.errors import TokenizerError
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _BERT_END = "[SEP]"
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", _BERT_END)
-"""Tokens that end documents where `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2 and 3, BERT."""
+"""Tokens that end documents if `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2, Llama 3 and BERT."""
 _WORD_PIECE = "##"
 BERT_UNKNOWN = "[UNK]"
 BERT_SPECIALS: Mapping[str, str] = MappingProxyType(
@@ -29,21 +30,20 @@ BERT_SPECIALS: Mapping[str, str] = MappingProxyType(
         "mask_token": "[MASK]",
     }
 )
-"""BERT's special tokens by Hugging Face's names, in the order of its vocabularies."""
+"""BERT's special tokens by Hugging Face's names, in the order of BERT's vocabularies."""
 
 
 class HFTokenizer(Tokenizer):
-    """Tokenizer of a `tokenizer.json` of Hugging Face, such as `20B_tokenizer.json`.
+    """Tokenizer of a Hugging Face `tokenizer.json`, such as `20B_tokenizer.json`.
 
-    The `eos_token` of a `tokenizer_config.json` beside a `tokenizer.json` ends documents; without one `<|endoftext|>`
-    does, or `</s>`, or `<|end_of_text|>`, the first that is in the vocabulary.
+    The `eos_token` of a `tokenizer_config.json` in the same directory ends documents. Without it the first of
+    `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does.
 
-    A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox (it is an added token there);
-    `special_in_text=False` encodes it as ordinary text, whatever the end-of-document token is named.
-    Padding and truncation stored in the file are switched off.
+    A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox. With `special_in_text=False` all
+    special tokens in a text are encoded as ordinary text. Padding and truncation stored in the file are switched off.
 
     Attributes:
-        backend: The tokenizer of the library.
+        backend: Tokenizer of the library.
         special_in_text: Whether special tokens in a text are recognized.
         eod_token: Token that ends a document.
     """
@@ -51,12 +51,24 @@ class HFTokenizer(Tokenizer):
     name = "HFTokenizer"
 
     def __init__(self, path: str | Path, *, special_in_text: bool = True) -> None:
-        eos = special_token(Path(path), "eos_token")
-        self._setup(_from_file(Path(path)), str(path), (eos,) if eos else _END_TOKENS, special_in_text)
+        path = Path(path)
+        end_tokens: Sequence[str] = _END_TOKENS
+        configured = special_token(path, "eos_token")
+        if configured:
+            end_tokens = [configured]
+        self._setup(_from_file(path), str(path), end_tokens, special_in_text)
 
     def _setup(
         self, backend: tokenizers.Tokenizer, origin: str, eod_tokens: Sequence[str], special_in_text: bool
     ) -> None:
+        """Set all attributes.
+
+        Args:
+            backend: Tokenizer of the library, which is changed.
+            origin: Path of the tokenizer, for messages.
+            eod_tokens: Tokens that may end documents. The first one in the vocabulary does.
+            special_in_text: Whether special tokens in a text are recognized.
+        """
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = not special_in_text
@@ -65,7 +77,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = backend.get_vocab_size()
         self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
         self.pad = backend.token_to_id(PADDING)
-        if self.is_bert:  # BERT's tokenizers add [CLS] and [SEP], which samples do here
+        if self.is_bert:  # the samples add [CLS] and [SEP], not the tokenizer
             backend.post_processor = processors.Sequence([])
 
     def encode(self, text: str) -> list[int]:
@@ -86,28 +98,37 @@ class HFTokenizer(Tokenizer):
         return found
 
     def word_continuations(self) -> list[bool]:
-        """Return whether each id continues a word: WordPiece's pieces that start with `##`."""
-        return [(self.backend.id_to_token(i) or "").startswith(_WORD_PIECE) for i in range(self.vocab_size)]
+        """Return, for each id, whether it continues a word: WordPiece's tokens that start with `##` do."""
+        continuations = []
+        for i in range(self.vocab_size):
+            token = self.backend.id_to_token(i) or ""
+            continuations.append(token.startswith(_WORD_PIECE))
+        return continuations
 
     @property
     def is_bert(self) -> bool:
-        """Whether the vocabulary is BERT's: [SEP] ends its documents."""
+        """Whether the vocabulary is BERT's. Then [SEP] ends documents."""
         return self.eod_token == _BERT_END
 
     def paired(self) -> tokenizers.Tokenizer:
-        """Return BERT's tokenizer as Hugging Face has it, which adds [CLS] and [SEP] to a text or a pair of texts."""
+        """Return BERT's tokenizer in Hugging Face's form, which adds [CLS] and [SEP] to a text or a pair of texts.
+
+        Raises:
+            TokenizerError: If the vocabulary lacks one of these tokens.
+        """
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        cls, sep = BERT_SPECIALS["cls_token"], BERT_SPECIALS["sep_token"]
+        cls = BERT_SPECIALS["cls_token"]
+        sep = BERT_SPECIALS["sep_token"]
         ids = {token: backend.token_to_id(token) for token in (cls, sep)}
         if None in ids.values():
-            raise TokenizerError(f"the vocabulary lacks {cls} or {sep}, which BERT's inputs begin and end with")
+            raise TokenizerError(f"the vocabulary lacks {cls} or {sep}; BERT's inputs begin and end with them")
         backend.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1", special_tokens=list(ids.items())
         )
         return backend
 
     def to_json(self) -> str:
-        """Return the text of a `tokenizer.json`, for accelerators that read this format."""
+        """Return the content of a `tokenizer.json`."""
         return self.backend.to_str()
 
     def _content(self) -> Any:
@@ -120,7 +141,7 @@ class HFTokenizer(Tokenizer):
 class HFGPT2Tokenizer(HFTokenizer):
     """GPT-2's byte-level BPE as in Hugging Face's `GPT2TokenizerFast`.
 
-    `<|endoftext|>` in a text is the end-of-document id, and `<|padding|>` is added as one more id.
+    A literal `<|endoftext|>` in a text becomes the end-of-document id. `<|padding|>` is added to the vocabulary.
     """
 
     name = "HFGPT2Tokenizer"
@@ -129,15 +150,15 @@ class HFGPT2Tokenizer(HFTokenizer):
         """Read the vocabulary.
 
         Args:
-            path: Directory with `tokenizer.json` or `vocab.json` and `merges.txt`, a `tokenizer.json`, or a
-                `vocab.json`.
-            merge_file: `merges.txt` of a `vocab.json` (default: in the same directory).
+            path: A `tokenizer.json`, a `vocab.json`, or a directory that holds either `tokenizer.json` or `vocab.json`
+                and `merges.txt`.
+            merge_file: File `merges.txt` that belongs to a `vocab.json` (default: the one in its directory).
             special_in_text: Whether special tokens in a text are recognized.
 
         Raises:
-            TokenizerError: If a file is missing or unreadable, or has no `<|endoftext|>`.
+            TokenizerError: If a file is missing or unreadable, or the vocabulary has no `<|endoftext|>`.
         """
-        backend = _gpt2_like(Path(path), None if merge_file is None else Path(merge_file))
+        backend = _gpt2_like(Path(path), merge_file)
         backend.add_special_tokens([END_OF_DOCUMENT, PADDING])
         self._setup(backend, str(path), [END_OF_DOCUMENT], special_in_text)
 
@@ -145,8 +166,8 @@ class HFGPT2Tokenizer(HFTokenizer):
 class GPT2BPETokenizer(HFTokenizer):
     """GPT-2's original byte-level BPE from `vocab.json` and `merges.txt`.
 
-    A literal `<|endoftext|>` in a text is encoded as ordinary text, as OpenAI's encoder and gpt-neox do;
-    `special_in_text=True` encodes it as the end-of-document id.
+    A literal `<|endoftext|>` in a text is encoded as ordinary text, as by OpenAI's encoder and gpt-neox. With
+    `special_in_text=True` it becomes the end-of-document id.
     """
 
     name = "GPT2BPETokenizer"
@@ -164,21 +185,24 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class WordPieceTokenizer(HFTokenizer):
-    """BERT's tokenizer from a `vocab.txt` (a token a line) or a `tokenizer.json`. [SEP] ends documents.
+    """BERT's tokenizer from a `vocab.txt` (one token per line) or a `tokenizer.json`. [SEP] ends documents.
 
-    Chinese characters are words of their own. [CLS] and [SEP] are not added to texts: samples add them.
+    Each Chinese character is a word. The tokenizer does not add [CLS] and [SEP] to texts; the samples do.
     """
 
     lowercase: bool
 
     def __init__(self, path: str | Path, *, special_in_text: bool = False) -> None:
         path = Path(path)
-        backend = _from_file(path) if path.suffix == ".json" else _word_piece(path, lowercase=self.lowercase)
+        if path.suffix == ".json":
+            backend = _from_file(path)
+        else:
+            backend = _word_piece(path, lowercase=self.lowercase)
         self._setup(backend, str(path), [_BERT_END], special_in_text)
 
 
 class BertWordPieceLowerCase(WordPieceTokenizer):
-    """BERT's uncased tokenizer: texts in lower case, without accents."""
+    """BERT's uncased tokenizer. Texts are converted to lower case, and accents are removed."""
 
     name = "BertWordPieceLowerCase"
     lowercase = True
@@ -205,11 +229,11 @@ def _word_piece(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
     try:
         model = models.WordPiece.from_file(str(path), unk_token=BERT_UNKNOWN, max_input_chars_per_word=200)
     except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path}: not a vocabulary of BERT's, one token a line ({error})") from error
+        raise TokenizerError(f"{path}: not a vocabulary of BERT with one token per line ({error})") from error
     backend = word_piece_backend(model, lowercase=lowercase)
     special = [token for token in BERT_SPECIALS.values() if backend.token_to_id(token) is not None]
     if BERT_UNKNOWN not in special:
-        raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}: is it a vocab.txt of BERT's?")
+        raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}; give a vocab.txt of BERT")
     backend.add_special_tokens(special)
     return backend
 
@@ -234,7 +258,7 @@ def _byte_level_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
     except Exception as error:
         raise TokenizerError(
             f"{vocab_file} and {merge_file}: not a GPT-2 vocabulary (one JSON object, token to id) with its merges "
-            f"(two tokens a line): {error}"
+            f"(two tokens per line): {error}"
         ) from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -243,21 +267,25 @@ def _byte_level_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _gpt2_like(path: Path, merge_file: Path | None) -> tokenizers.Tokenizer:
+def _gpt2_like(path: Path, merge_file: str | Path | None) -> tokenizers.Tokenizer:
+    """Read a `tokenizer.json`, or a `vocab.json` with its merges; `path` as in `HFGPT2Tokenizer`."""
     if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            return _from_file(path / "tokenizer.json")
+        if (path / TOKENIZER_FILE).is_file():
+            return _from_file(path / TOKENIZER_FILE)
         return _byte_level_bpe(path / "vocab.json", path / "merges.txt")
     if merge_file is not None:
-        return _byte_level_bpe(path, merge_file)
-    if (path.parent / "merges.txt").is_file() and path.name == "vocab.json":
-        return _byte_level_bpe(path, path.parent / "merges.txt")
+        return _byte_level_bpe(path, Path(merge_file))
+    own_merges = path.with_name("merges.txt")
+    if path.name == "vocab.json" and own_merges.is_file():
+        return _byte_level_bpe(path, own_merges)
     return _from_file(path)
 
 
 def _check_file(path: Path, what: str) -> None:
     if not path.is_file():
-        why = "is a directory" if path.is_dir() else "does not exist"
+        why = "does not exist"
+        if path.is_dir():
+            why = "is a directory"
         raise TokenizerError(
             f"{what} {path} {why}; set vocab_file (and merge_file for GPT2BPETokenizer) to an existing file, "
             "or make one with tools/train_tokenizer.py"
@@ -265,7 +293,10 @@ def _check_file(path: Path, what: str) -> None:
 
 
 def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
-    """Return the `tokenizer_config.json` beside a `tokenizer.json`; nothing for a file of another name.
+    """Return the content of the `tokenizer_config.json` next to a `tokenizer.json`.
+
+    Returns:
+        The content; an empty mapping if there is no such file, or the vocabulary has another name.
 
     Raises:
         TokenizerError: If the configuration cannot be read.
@@ -283,26 +314,31 @@ def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
 
 
 def special_token(vocab_file: Path, key: str) -> str | None:
-    """Return a special token that the `tokenizer_config.json` beside a `tokenizer.json` names.
+    """Return a special token from the `tokenizer_config.json` next to a `tokenizer.json`.
 
     Args:
-        vocab_file: The `tokenizer.json`; a file of another name belongs to no configuration.
-        key: Such as `eos_token`.
+        vocab_file: Path of the `tokenizer.json`.
+        key: Name of the special token, such as `eos_token`.
+
+    Returns:
+        The token; None if there is no configuration, or it does not name the token.
 
     Raises:
         TokenizerError: If the configuration cannot be read.
     """
     value = tokenizer_config(vocab_file).get(key)
-    return value.get("content") if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value.get("content")
+    return value
 
 
 def _end_of_document(backend: tokenizers.Tokenizer, tokens: Sequence[str], origin: str) -> tuple[int, str]:
-    """Return id and text of the first token of `tokens` that is in the vocabulary."""
+    """Return the id and the text of the first of `tokens` that is in the vocabulary."""
     for token in tokens:
-        if (found := backend.token_to_id(token)) is not None:
+        found = backend.token_to_id(token)
+        if found is not None:
             return found, token
     raise TokenizerError(
-        f"{origin}: the vocabulary has no token {' or '.join(map(repr, tokens))}, which ends a document; add it to the "
-        f"vocabulary (tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} beside a "
-        f"{TOKENIZER_FILE}"
+        f"{origin}: the vocabulary has no token that ends a document ({' or '.join(map(repr, tokens))}); add one "
+        f"(tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} next to a {TOKENIZER_FILE}"
     )

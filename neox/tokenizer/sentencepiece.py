@@ -1,4 +1,4 @@
-"""Tokenizer of SentencePiece models (`.model` files), with the optional package `sentencepiece`."""
+"""Tokenizer of SentencePiece models (`.model` files). It needs the optional package `sentencepiece`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 
 class SPMTokenizer(Tokenizer):
-    """Tokenizer of a SentencePiece model whose vocabulary has `<|endoftext|>` (gpt-neox's SPMTokenizer)."""
+    """Tokenizer of a SentencePiece model whose vocabulary has a piece `<|endoftext|>` (gpt-neox's SPMTokenizer)."""
 
     name = "SPMTokenizer"
 
@@ -28,11 +28,12 @@ class SPMTokenizer(Tokenizer):
         except (RuntimeError, OSError) as error:
             raise TokenizerError(f"{path}: not a SentencePiece model ({error})") from error
         self.vocab_size = self._processor.get_piece_size()
-        self.pad = None if self._processor.pad_id() < 0 else self._processor.pad_id()
+        if self._processor.pad_id() >= 0:
+            self.pad = self._processor.pad_id()
         self.eod = self._processor.piece_to_id(END_OF_DOCUMENT)
         if self.eod == self._processor.unk_id():
             raise TokenizerError(
-                f"{path}: the vocabulary has no piece {END_OF_DOCUMENT!r}, which ends a document; train it with "
+                f"{path}: the vocabulary has no piece {END_OF_DOCUMENT!r} to end documents; train the model with "
                 f"user_defined_symbols={END_OF_DOCUMENT} (tools/train_tokenizer.py --kind sentencepiece does)"
             )
 
@@ -51,12 +52,14 @@ class SPMTokenizer(Tokenizer):
         return str(self._processor.decode([int(i) for i in ids]))
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a piece; None if the vocabulary has none."""
+        """Return the id of a piece; None if it is not in the vocabulary."""
         found: int = self._processor.piece_to_id(token)
-        return None if found == self._processor.unk_id() else found
+        if found == self._processor.unk_id():
+            return None
+        return found
 
     def word_continuations(self) -> list[bool]:
-        """Return whether each id continues a word: pieces that do not start with U+2581."""
+        """Return, for each id, whether it continues a word: pieces that do not start with U+2581 do."""
         pieces = self._processor.id_to_piece(list(range(self.vocab_size)))
         return [not piece.startswith("\u2581") for piece in pieces]
 

@@ -1,4 +1,4 @@
-"""Tokenizer of OpenAI's named encodings (`cl100k_base`), with the optional package `tiktoken`."""
+"""Tokenizer of OpenAI's named encodings (`cl100k_base`). It needs the optional package `tiktoken`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from neox.tokenizer.base import Tokenizer
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Tokenizer of an encoding of `tiktoken`, named by `vocab_file` (gpt-neox's TiktokenTokenizer).
+    """Tokenizer of an encoding of `tiktoken` (gpt-neox's TiktokenTokenizer). `vocab_file` is the encoding's name.
 
-    A literal special token in a text is encoded as ordinary text; gpt-neox raises there.
+    A literal special token in a text is encoded as ordinary text. gpt-neox raises an error there.
     """
 
     name = "TiktokenTokenizer"
@@ -27,10 +27,10 @@ class TiktokenTokenizer(Tokenizer):
                 f"vocab_file {encoding!r} is not an encoding of tiktoken; "
                 f"known: {', '.join(tiktoken.list_encoding_names())}"
             ) from error
-        except OSError as error:  # tiktoken fetches the ranks at first use
+        except OSError as error:  # tiktoken downloads an encoding when it is first used
             raise TokenizerError(
-                f"tiktoken could not fetch {encoding!r} ({error}); fetch it once on a machine with a network and set "
-                "TIKTOKEN_CACHE_DIR to the directory that holds it"
+                f"tiktoken could not download {encoding!r} ({error}); download it once on a machine with internet "
+                "access, and set TIKTOKEN_CACHE_DIR to the directory that holds it"
             ) from error
         self.vocab_size = self._encoding.n_vocab
         self.eod = self._encoding.eot_token

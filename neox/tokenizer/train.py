@@ -1,4 +1,4 @@
-"""Training of tokenizers: byte-level BPE like GPT-NeoX-20B's, GPT-2's two files, SentencePiece, or BERT's WordPiece."""
+"""Training of tokenizers: byte-level BPE as in GPT-NeoX-20B or GPT-2, SentencePiece, and BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -41,30 +41,35 @@ log = get_logger(__name__)
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, out_path: str | Path, kind: TokenizerKind = "byte-level-bpe"
 ) -> tuple[Path, ...]:
-    """Train a tokenizer and write its files atomically.
+    """Train a tokenizer and write its files. A file appears only when it is complete.
 
-    The same texts in the same order give the same files. Byte-level kinds hold each distinct pre-token in memory once,
-    SentencePiece its sample of sentences. Ctrl-C ends the training at once, and progress is shown on stderr.
+    The same texts in the same order give the same files. Memory holds each distinct word once for byte-level kinds, and
+    a sample of sentences for SentencePiece. Ctrl-C ends the training at once. Progress is shown on stderr.
+
+    | kind | for the tokenizer type | files |
+    |---|---|---|
+    | `byte-level-bpe` | HFTokenizer | `tokenizer.json` as of GPT-NeoX-20B (NFC, `<|endoftext|>` 0, `<|padding|>` 1) |
+    | `gpt2` | GPT2BPETokenizer, HFGPT2Tokenizer | directory with `vocab.json` (`<|endoftext|>` last) and `merges.txt` |
+    | `sentencepiece` | SPMTokenizer | `.model` |
+    | `sentencepiece-bert` | SPMTokenizer | `.model` with <CLS>, <SEP>, <MASK> and <PAD> for masked language models |
+    | `sentencepiece-char` | SPMTokenizer | `.model` with frequent characters as pieces, for Chinese text |
+    | `wordpiece`, `wordpiece-cased` | BertWordPieceLowerCase, BertWordPieceCase | `vocab.txt`, one token per line |
+
+    The pieces of `sentencepiece-char` include a symbol for the newline, and 256 bytes that represent all other
+    characters.
 
     Args:
-        texts: Read once, one at a time.
-        vocab_size: Number of ids; where the texts give fewer, a warning names both numbers.
-        out_path: File or directory to write, by kind.
-        kind: `byte-level-bpe` writes a `tokenizer.json` like GPT-NeoX-20B's (NFC, ByteLevel, `<|endoftext|>` 0,
-            `<|padding|>` 1) for HFTokenizer. `gpt2` writes `vocab.json` and `merges.txt` into a directory (no
-            normalizer, `<|endoftext|>` last) for GPT2BPETokenizer and HFGPT2Tokenizer. `sentencepiece` writes a
-            `.model` for SPMTokenizer, `sentencepiece-bert` one with <CLS>, <SEP>, <MASK> and <PAD> for
-            masked language models, and `sentencepiece-char` one whose pieces are the most frequent characters, at
-            most `vocab_size` with a symbol for the newline and 256 bytes for all other characters (Chinese text).
-            `wordpiece` and `wordpiece-cased` write a `vocab.txt`, a token a line, for BertWordPieceLowerCase and
-            BertWordPieceCase.
+        texts: Texts to train on. They are read once, one at a time.
+        vocab_size: Number of ids. If the texts give fewer, a warning names both numbers.
+        out_path: File or directory to write, according to the kind.
+        kind: Kind of tokenizer, see the table.
 
     Returns:
-        The files written.
+        Paths of the written files.
 
     Raises:
-        TokenizerError: If the vocabulary cannot hold the 256 bytes and the special tokens, if the files cannot be
-            written (checked before a text is read), or if there is no text.
+        TokenizerError: If the vocabulary cannot hold the 256 bytes and the special tokens, the files cannot be written
+            (this is checked before a text is read), or there is no text.
     """
     if kind not in TOKENIZER_KINDS:
         raise TokenizerError(f"tokenizer kind {kind!r} is unknown; known: {', '.join(TOKENIZER_KINDS)}")
@@ -73,16 +78,48 @@ def train_tokenizer(
             f"vocab_size {vocab_size} is too small: a byte-level vocabulary starts with 256 bytes and 2 special tokens"
         )
     out = Path(out_path)
-    files = [out / "vocab.json", out / "merges.txt"] if kind == "gpt2" else [out]
+    if kind == "gpt2":
+        files = [out / "vocab.json", out / "merges.txt"]
+    else:
+        files = [out]
+    for file in files:
+        _check_output(file)
+    trained = _trainer(kind)(_TextSource(texts), vocab_size)
+    if trained.vocab_size < vocab_size:
+        log.warning(
+            "the texts give a vocabulary of %s ids, not the %s asked for", f"{trained.vocab_size:,}", f"{vocab_size:,}"
+        )
+    for file, content in zip(files, trained.contents, strict=True):
+        with os_errors(TokenizerError, f"{file}: cannot be written"), atomic_write(file) as stream:
+            stream.write(content)
+    return tuple(files)
+
+
+def _check_output(file: Path) -> None:
+    """Raise TokenizerError if a file cannot be written."""
     try:
-        for file in files:
-            check_writable(file)
-            if file.is_dir():
-                raise IsADirectoryError(0, "a directory has this name")
+        check_writable(file)
+        if file.is_dir():
+            raise IsADirectoryError(0, "a directory has this name")
     except OSError as error:
         raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
-    counted = _Counted(texts)
-    trainers_of_kinds: dict[TokenizerKind, Callable[[_Counted, int], _Trained]] = {
+
+
+class _Trained(NamedTuple):
+    """Result of a training.
+
+    Attributes:
+        contents: Content of each file.
+        vocab_size: Number of ids.
+    """
+
+    contents: list[bytes]
+    vocab_size: int
+
+
+def _trainer(kind: TokenizerKind) -> Callable[[_TextSource, int], _Trained]:
+    """Return the function that trains a kind of tokenizer. It takes the texts and the number of ids."""
+    trainers_of_kinds: dict[TokenizerKind, Callable[[_TextSource, int], _Trained]] = {
         "byte-level-bpe": _train_20b,
         "gpt2": _train_gpt2,
         "sentencepiece": partial(_train_sentencepiece, model_type="bpe", user_defined_symbols=[END_OF_DOCUMENT]),
@@ -95,32 +132,17 @@ def train_tokenizer(
             _train_sentencepiece,
             model_type="char",
             user_defined_symbols=[END_OF_DOCUMENT, "\n"],
-            required_chars="\u2581",  # the blank, which Chinese text may lack
+            required_chars="\u2581",  # represents the blank, which Chinese text may lack
             add_dummy_prefix=False,
             hard_vocab_limit=False,
         ),
         "wordpiece": partial(_train_wordpiece, lowercase=True),
         "wordpiece-cased": partial(_train_wordpiece, lowercase=False),
     }
-    train = trainers_of_kinds[kind]
-    trained = train(counted, vocab_size)
-    if trained.ids < vocab_size:
-        log.warning(
-            "the texts give a vocabulary of %s ids, not the %s asked for", f"{trained.ids:,}", f"{vocab_size:,}"
-        )
-    with os_errors(TokenizerError, f"{file}: cannot be written"):
-        for file, content in zip(files, trained.contents, strict=True):
-            with atomic_write(file) as stream:
-                stream.write(content)
-    return tuple(files)
+    return trainers_of_kinds[kind]
 
 
-class _Trained(NamedTuple):
-    contents: list[bytes]  # of the files
-    ids: int
-
-
-def _train_20b(texts: _Counted, vocab_size: int) -> _Trained:
+def _train_20b(texts: _TextSource, vocab_size: int) -> _Trained:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,19 +152,22 @@ def _train_20b(texts: _Counted, vocab_size: int) -> _Trained:
     return _Trained([backend.to_str(pretty=True).encode()], backend.get_vocab_size())
 
 
-def _train_gpt2(texts: _Counted, vocab_size: int) -> _Trained:
+def _train_gpt2(texts: _TextSource, vocab_size: int) -> _Trained:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _run_bpe(backend, texts, vocab_size - 1, [])
     model = json.loads(backend.to_str())["model"]
     vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     vocab[END_OF_DOCUMENT] = len(vocab)
-    merges = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in model["merges"])
-    contents = [json.dumps(vocab, ensure_ascii=False).encode(), f"#version: 0.2\n{merges}".encode()]
-    return _Trained(contents, len(vocab))
+    lines = ["#version: 0.2\n"]
+    for pair in model["merges"]:
+        if not isinstance(pair, str):  # `tokenizers` from 0.20 on
+            pair = " ".join(pair)
+        lines.append(f"{pair}\n")
+    return _Trained([json.dumps(vocab, ensure_ascii=False).encode(), "".join(lines).encode()], len(vocab))
 
 
-def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, specials: list[str]) -> None:
+def _run_bpe(backend: tokenizers.Tokenizer, texts: _TextSource, vocab_size: int, specials: list[str]) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
@@ -152,26 +177,27 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _Counted, vocab_size: int, sp
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
 
 
-def _train_wordpiece(texts: _Counted, vocab_size: int, *, lowercase: bool) -> _Trained:
+def _train_wordpiece(texts: _TextSource, vocab_size: int, *, lowercase: bool) -> _Trained:
     backend = word_piece_backend(models.WordPiece(unk_token=BERT_UNKNOWN), lowercase=lowercase)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS.values()), show_progress=sys.stderr.isatty()
     )
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
-    if (found := backend.get_vocab_size()) > vocab_size:
+    found = backend.get_vocab_size()
+    if found > vocab_size:
         raise TokenizerError(f"vocab_size {vocab_size} is too small: the characters of the texts need {found}")
     vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     return _Trained(["".join(f"{token}\n" for token, _ in vocabulary).encode()], found)
 
 
-def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> _Trained:
+def _train_sentencepiece(texts: _TextSource, vocab_size: int, **options: Any) -> _Trained:
     with needs_package(TokenizerError, "training of SentencePiece", "sentencepiece", "requirements-corpus.txt"):
         import sentencepiece
     model = io.BytesIO()
 
     def train() -> None:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
+            sentence_iterator=_lines(texts),
             model_writer=model,
             vocab_size=vocab_size,
             byte_fallback=True,
@@ -192,12 +218,21 @@ def _train_sentencepiece(texts: _Counted, vocab_size: int, **options: Any) -> _T
     return _Trained([model.getvalue()], processor.get_piece_size())
 
 
-def _run(train: Callable[[], None], texts: _Counted, *, bars: bool = False) -> None:
-    """Run a native trainer in a thread of its own, so that this thread can show progress and answer signals.
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of texts, except blank ones."""
+    for text in texts:
+        for line in text.splitlines():
+            if line.strip():
+                yield line
+
+
+def _run(train: Callable[[], None], texts: _TextSource, *, bars: bool = False) -> None:
+    """Run a native trainer in another thread, so that this thread can show progress and react to signals.
 
     Args:
-        train: Reads `texts` and releases the interpreter while it works.
-        texts: Told to end where this thread is interrupted; the process can then exit although `train` still runs.
+        train: Function that reads `texts`. It does not block the interpreter while it works.
+        texts: Texts of the trainer. If this thread is interrupted, they end, and the process can exit although `train`
+            is still running.
         bars: Whether the trainer shows its own progress.
     """
     future: Future[None] = Future()
@@ -232,15 +267,21 @@ def _run(train: Callable[[], None], texts: _Counted, *, bars: bool = False) -> N
     texts.check()
 
 
-class _Counted:
-    """Texts in pieces of bounded size (a trainer copies each piece several times), with a count of characters.
+class _TextSource:
+    """Texts for a trainer, in pieces of bounded size, because a trainer copies each piece several times.
 
-    `ended` is set when all have been read; where `stopped` is set, no more are read.
+    Attributes:
+        texts: The texts.
+        characters: Number of characters read so far.
+        ended: Event that is set when all texts have been read.
+        stopped: Whether reading must stop.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self.texts, self.characters = texts, 0
-        self.ended, self.stopped = Event(), False
+        self.texts = texts
+        self.characters = 0
+        self.ended = Event()
+        self.stopped = False
 
     def __iter__(self) -> Iterator[str]:
         for text in self.texts:
@@ -251,12 +292,13 @@ class _Counted:
         self.ended.set()
 
     def check(self) -> None:
+        """Raise TokenizerError if there was no text."""
         if not self.characters:
             raise TokenizerError("there is no text to train a tokenizer on: every input is empty")
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text at ends of lines, so that no word is cut in two (a text without lines stays whole)."""
+    """Cut a long text at ends of lines, so that no word is divided. A text of one line is not cut."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         end = text.find("\n", start + _PIECE_CHARS)
@@ -264,4 +306,4 @@ def _pieces(text: str) -> Iterator[str]:
             break
         yield text[start:end]
         start = end
-    yield text[start:] if start else text
+    yield text[start:]

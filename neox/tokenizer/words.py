@@ -1,9 +1,9 @@
-"""Encoder with a cache of words, exact for byte-level BPE with GPT-2's pre-tokenizer.
+"""Encoder with a cache of words. It is exact for byte-level BPE with GPT-2's pre-tokenizer.
 
-GPT-2's pattern never looks back, and NFC never joins a white-space character to the one before it. So a text may be cut
-before white space that follows another character (or, in scripts without spaces, between a letter and a full stop), and
-the ids of the pieces are the ids of the text. ASCII pieces are split into GPT-2's words by a pattern that needs no
-Unicode tables; pieces with other characters are given to `tokenizers` whole.
+GPT-2's pattern never looks back, and NFC never joins white space to the character before it. Therefore a text can be
+cut before white space that follows another character, and in scripts without spaces between a letter and a punctuation
+mark. The ids of the pieces are then the ids of the text. Pieces of ASCII are split into GPT-2's words by a pattern that
+needs no Unicode tables. Pieces with other characters are encoded by `tokenizers` as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
 from neox.tokenizer.huggingface import HFTokenizer
 
-_SPACE = r"\t-\r "  # GPT-2's \s within ASCII
+_SPACE = r"\t-\r "  # the ASCII characters of \s in GPT-2's pattern
 _CUT = re.compile(
     r"(?<=\S)(?=[ \t\n\r])"
     r"|(?<=[\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3])(?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
@@ -28,7 +28,7 @@ _CUT = re.compile(
 _ASCII_WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
 )
-# Characters with which byte-level BPE represents the invisible ASCII characters, 0 to 32 and 127.
+# Byte-level BPE represents the invisible ASCII characters, 0 to 32 and 127, by these characters.
 _SPELLING = {code: chr(256 + i) for i, code in enumerate((*range(33), 127))}
 _SLICE_CHARS = 1 << 19
 _MAX_WORDS = 300_000
@@ -36,33 +36,47 @@ _LONGEST_WORD = 48
 
 
 def cut_reason(tokenizer: Tokenizer) -> str | None:
-    """Return why a tokenizer's texts may not be cut; None if they may."""
+    """Return the reason why a text may not be cut for a tokenizer; None if it may."""
     if not isinstance(tokenizer, HFTokenizer):
-        return f"a {tokenizer.name} is not byte-level BPE of Hugging Face's kind"
+        return f"a {tokenizer.name} is not a Hugging Face tokenizer with byte-level BPE"
     state = orjson.loads(tokenizer.to_json())
     if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
         return "its model is not plain BPE"
-    if _types(state["normalizer"], "normalizers") not in ([], ["NFC"]):
+    if _step_types(state["normalizer"], "normalizers") not in ([], ["NFC"]):
         return "it has another normalizer than NFC"
-    if _types(state["post_processor"], "processors") not in ([], ["ByteLevel"]):
+    if _step_types(state["post_processor"], "processors") not in ([], ["ByteLevel"]):
         return "it adds ids to a text"
-    splitter = state["pre_tokenizer"] or {}
-    if splitter.get("type") != "ByteLevel" or splitter.get("add_prefix_space") or not splitter.get("use_regex", True):
-        return "it does not split as GPT-2 does"
+    if not _splits_like_gpt2(state["pre_tokenizer"]):
+        return "it does not split texts like GPT-2"
     for token in state["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"] or _CUT.search(token["content"]):
+        if _depends_on_context(token):
             return f"its added token {token['content']!r} depends on the characters around it"
     return None
 
 
-def _types(step: dict[str, Any] | None, inner: str) -> list[str]:
+def _step_types(step: dict[str, Any] | None, members: str) -> list[str]:
+    """Return the types of a step of a `tokenizer.json`. A sequence of steps stores them under `members`."""
     if step is None:
         return []
-    return [each["type"] for each in step[inner]] if step["type"] == "Sequence" else [step["type"]]
+    if step["type"] == "Sequence":
+        return [member["type"] for member in step[members]]
+    return [step["type"]]
+
+
+def _splits_like_gpt2(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None or pre_tokenizer["type"] != "ByteLevel":
+        return False
+    return pre_tokenizer.get("use_regex", True) and not pre_tokenizer.get("add_prefix_space")
+
+
+def _depends_on_context(added_token: dict[str, Any]) -> bool:
+    if added_token["lstrip"] or added_token["rstrip"] or added_token["single_word"]:
+        return True
+    return _CUT.search(added_token["content"]) is not None
 
 
 def cut(text: str, size: int) -> Iterator[str]:
-    """Yield a text in pieces of about `size` characters; their ids are those of the whole."""
+    """Yield a text in pieces of about `size` characters. The ids of the pieces are the ids of the text."""
     start = 0
     while len(text) - start > size:
         found = _CUT.search(text, start + size)
@@ -70,11 +84,11 @@ def cut(text: str, size: int) -> Iterator[str]:
             break
         yield text[start : found.start()]
         start = found.start()
-    yield text[start:] if start else text
+    yield text[start:]
 
 
 class WordEncoder:
-    """Encoder that looks up known words and gives new ones to `tokenizers`; the cache is bounded."""
+    """Encoder that looks words up in a cache of bounded size. `tokenizers` encodes the words that are not in it."""
 
     name = "words"
     needs_cuts = True
@@ -87,16 +101,25 @@ class WordEncoder:
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self._ids: dict[str, bytes] = {}
         self._bpe = tokenizer.backend.model.tokenize
-        added = [re.escape(token["content"]) for token in orjson.loads(tokenizer.to_json())["added_tokens"]]
-        self._whole = re.compile("|".join([r"[^\x00-\x7f]+", *added]))
+        added_tokens = orjson.loads(tokenizer.to_json())["added_tokens"]
+        alternatives = [r"[^\x00-\x7f]+"]
+        for token in added_tokens:
+            alternatives.append(re.escape(token["content"]))
+        self._not_ascii_words = re.compile("|".join(alternatives))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
-        encoded = [b"".join(self._encode(piece) for piece in cut(text, _SLICE_CHARS)) for text in texts]
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64) // self._dtype.itemsize
-        return np.frombuffer(b"".join(encoded), self._dtype).astype(np.uint32), lengths
+        parts: list[bytes] = []
+        lengths = np.zeros(len(texts), dtype=np.int64)
+        for number, text in enumerate(texts):
+            for piece in cut(text, _SLICE_CHARS):
+                ids = self._encode(piece)
+                lengths[number] += len(ids) // self._dtype.itemsize
+                parts.append(ids)
+        return np.frombuffer(b"".join(parts), self._dtype).astype(np.uint32), lengths
 
     def _encode(self, text: str) -> bytes:
+        """Return the ids of a text as bytes of `_dtype`."""
         words = self._words(text)
         try:
             return b"".join(map(self._ids.__getitem__, words))
@@ -104,32 +127,42 @@ class WordEncoder:
             return self._learn(words)
 
     def _words(self, text: str) -> list[str]:
-        """Split ASCII into words; a piece with other characters or an added token stays whole."""
+        """Split a text into ASCII words. A piece with other characters or an added token is not split further."""
         words: list[str] = []
-        done = 0
-        for found in self._whole.finditer(text):
+        done = 0  # number of characters split so far
+        for found in self._not_ascii_words.finditer(text):
             if found.start() < done:
                 continue
-            start, end = _cut_before(text, found.start(), done), _CUT.search(text, found.end())
+            start = _cut_before(text, found.start(), done)
             words += _ASCII_WORD.findall(text, done, start)
-            done = len(text) if end is None else end.start()
+            cut_after = _CUT.search(text, found.end())
+            if cut_after is None:
+                done = len(text)
+            else:
+                done = cut_after.start()
             words.append(text[start:done])
         words += _ASCII_WORD.findall(text, done)
         return words
 
     def _learn(self, words: list[str]) -> bytes:
-        """Encode the unknown words of a text and cache the short ones."""
+        """Encode the words of a text, some of which are unknown, and cache the short ones."""
         if len(self._ids) > _MAX_WORDS:
             self._ids.clear()
-        ids, others = {}, []
-        for word in set(words).difference(self._ids):
-            if self._whole.search(word) is None:
+        ids: dict[str, bytes] = {}
+        pieces = []  # for `tokenizers`
+        for word in set(words):
+            known = self._ids.get(word)
+            if known is not None:
+                ids[word] = known
+            elif self._not_ascii_words.search(word) is None:
                 ids[word] = self._pack(token.id for token in self._bpe(word.translate(_SPELLING)))
             else:
-                others.append(word)
-        ids.update(zip(others, map(self._pack, self._tokenizer.encode_batch(others)), strict=True))
-        self._ids.update((word, found) for word, found in ids.items() if len(word) <= _LONGEST_WORD)
-        ids.update((word, self._ids[word]) for word in set(words).difference(ids))
+                pieces.append(word)
+        for piece, piece_ids in zip(pieces, self._tokenizer.encode_batch(pieces), strict=True):
+            ids[piece] = self._pack(piece_ids)
+        for word, word_ids in ids.items():
+            if len(word) <= _LONGEST_WORD:
+                self._ids[word] = word_ids
         return b"".join(map(ids.__getitem__, words))
 
     def _pack(self, ids: Iterable[int]) -> bytes:
@@ -137,7 +170,7 @@ class WordEncoder:
 
 
 def _cut_before(text: str, position: int, first: int) -> int:
-    """Return the last position to cut at or before `position`, at least `first`."""
+    """Return the last place at or before `position` where the text can be cut; `first` if there is none."""
     while position > first and (text[position] not in " \t\n\r" or text[position - 1].isspace()):
         position -= 1
     return position

@@ -1,4 +1,4 @@
-"""Chat templates, beside transformers' rendering of them."""
+"""Chat templates, compared with their rendering by transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from neox.errors import TokenizerError
 from neox.tokenizer.chat import ChatError, ChatRenderer, ChatTemplate, read_chat_template
+from tests.errors import raises_naming
 
 CHATML = """\
 {%- if tools %}
@@ -55,18 +56,19 @@ def test_text_is_that_of_transformers(source: str, prompt: bool) -> None:
 def test_what_a_template_refuses_and_may_not_do() -> None:
     renderer = ChatRenderer(ChatTemplate(CHATML, TOKENS))
     for messages in ([{"role": "secret", "content": ""}], [{"role": "assistant"}, {"role": "user", "content": 1}]):
-        with pytest.raises(ChatError, match="refuses it"):
+        with pytest.raises(ChatError):
             renderer.render(messages)
     for source in ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ strftime_now('%Y') }}"):
         with pytest.raises(ChatError):
             ChatRenderer(ChatTemplate(source, {})).render(CHAT)
-    with pytest.raises(TokenizerError, match="line 2"):
+    with raises_naming(TokenizerError, "line 2"):
         ChatRenderer(ChatTemplate("\n{% if %}", {}))
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
-    vocab, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    with pytest.raises(TokenizerError, match="--chat-template"):
+    vocab = tmp_path / "tokenizer.json"
+    config = tmp_path / "tokenizer_config.json"
+    with raises_naming(TokenizerError, vocab, "--chat-template"):
         read_chat_template(vocab)
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "from a list"}]
     config.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}, "bos_token": None}))
@@ -75,5 +77,5 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert read_chat_template(vocab).source == "from its file"
     (tmp_path / "mine").write_text("given")
     assert read_chat_template(vocab, tmp_path / "mine").source == "given"
-    with pytest.raises(TokenizerError, match="none"):
+    with raises_naming(TokenizerError, tmp_path / "none"):
         read_chat_template(vocab, tmp_path / "none")

@@ -9,8 +9,9 @@ import pytest
 
 from neox.errors import TokenizerError
 from neox.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
-from neox.tokenizer.flat import _TRICKY, choose_encoder, first_difference, make_encoder
+from neox.tokenizer.flat import _DIFFICULT_TEXTS, choose_encoder, first_difference, make_encoder
 from neox.tokenizer.words import cut, cut_reason
+from tests.errors import raises_naming
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "data" / "tokenizer.json"
@@ -63,7 +64,7 @@ def test_same_ids(tokenizer: Tokenizer, name: str, sources: list[str]) -> None:
     if name == "fastokens":
         pytest.importorskip("fastokens", reason="the optional package fastokens is not installed")
     encoder = make_encoder(tokenizer, name)
-    for texts in (random_texts(7, 200), sources, sources, list(_TRICKY), []):
+    for texts in (random_texts(7, 200), sources, sources, list(_DIFFICULT_TEXTS), []):
         flat, lengths = encoder.encode_flat(texts)
         expected = [tokenizer.encode(text) for text in texts]
         assert lengths.tolist() == [len(ids) for ids in expected]
@@ -121,8 +122,8 @@ def test_a_wrong_accelerator_is_passed_over_aloud(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(wrong, off_by_one)
     choice = choose_encoder(tokenizer, "auto", ["some text"])
     assert choice.encoder.name == "words"
-    assert "fastokens gives other ids" in (choice.note or "")
-    with pytest.raises(TokenizerError, match="gives other ids"):
+    assert "fastokens" in (choice.note or "")
+    with raises_naming(TokenizerError, "fastokens"):
         choose_encoder(tokenizer, "fastokens", [])
     assert choose_encoder(tokenizer, "off", []).encoder.name == "off"
     characters = choose_encoder(build_tokenizer("CharLevelTokenizer", None), "auto", ["x"])

@@ -11,6 +11,7 @@ import pytest
 
 from neox.errors import DataError, TokenizerError
 from neox.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_tokenizer
+from tests.errors import raises_naming
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
 LINES = ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll\n")
@@ -116,19 +117,19 @@ def test_characters_of_chinese_text_with_a_newline_symbol(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "names"),
     [
-        (("HFTokeniser", GOLDEN), "did you mean HFTokenizer"),
-        (("HFTokenizer", None), "needs vocab_file"),
-        (("HFTokenizer", "missing.json"), "does not exist"),
-        (("HFTokenizer", GOLDEN.parent), "is a directory"),
-        (("HFTokenizer", __file__), "not a tokenizer.json"),
-        (("GPT2BPETokenizer", GOLDEN), "needs merge_file"),
-        (("GPT2BPETokenizer", GOLDEN, __file__), "not a GPT-2 vocabulary"),
+        (("HFTokeniser", GOLDEN), ("HFTokeniser", "HFTokenizer")),
+        (("HFTokenizer", None), ("vocab_file",)),
+        (("HFTokenizer", "missing.json"), ("missing.json", "tools/train_tokenizer.py")),
+        (("HFTokenizer", GOLDEN.parent), (GOLDEN.parent, "tools/train_tokenizer.py")),
+        (("HFTokenizer", __file__), (__file__, "tools/train_tokenizer.py")),
+        (("GPT2BPETokenizer", GOLDEN), ("merge_file",)),
+        (("GPT2BPETokenizer", GOLDEN, __file__), (GOLDEN, __file__)),
     ],
 )
-def test_errors_name_the_file_and_the_way_out(arguments: tuple, words: str) -> None:
-    with pytest.raises(TokenizerError, match=words):
+def test_errors_name_the_file_and_the_way_out(arguments: tuple, names: tuple) -> None:
+    with raises_naming(TokenizerError, *names):
         build_tokenizer(*arguments)
 
 
@@ -136,14 +137,14 @@ def test_a_vocabulary_without_end_of_document_is_refused(tmp_path: Path) -> None
     state = json.loads(GOLDEN.read_text().replace("<|endoftext|>", "<|other|>"))
     path = tmp_path / "t.json"
     path.write_text(json.dumps(state))
-    with pytest.raises(TokenizerError, match="no token '<|endoftext|>'".replace("|", r"\|")):
+    with raises_naming(TokenizerError, path, "<|endoftext|>", "eos_token"):
         build_tokenizer("HFTokenizer", path)
 
 
 def test_training_refuses_nothing_and_too_small(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="no text"):
+    with pytest.raises(TokenizerError):
         train_tokenizer(["", ""], 300, tmp_path / "t.json")
-    with pytest.raises(TokenizerError, match="too small"):
+    with raises_naming(TokenizerError, "vocab_size 257"):
         train_tokenizer(TEXTS, 257, tmp_path / "t.json")
 
 
@@ -151,9 +152,9 @@ def test_training_refuses_nothing_and_too_small(tmp_path: Path) -> None:
 def test_the_output_is_checked_before_a_text_is_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
     unread = iter(TEXTS)
-    with pytest.raises(TokenizerError, match="cannot be written"):
+    with raises_naming(TokenizerError, tmp_path / "file" / "t.json"):
         train_tokenizer(unread, 300, tmp_path / "file" / "t.json", kind)  # type: ignore[arg-type]
-    with pytest.raises(TokenizerError, match="cannot be written"):
+    with raises_naming(TokenizerError, tmp_path):
         train_tokenizer(unread, 300, tmp_path if kind == "byte-level-bpe" else tmp_path / "file", kind)  # type: ignore[arg-type]
     assert next(unread) == TEXTS[0]
 
@@ -163,7 +164,7 @@ def test_an_error_of_the_documents_arrives(tmp_path: Path) -> None:
         yield "good"
         raise DataError("line 2 is broken")
 
-    with pytest.raises(DataError, match="line 2"):
+    with raises_naming(DataError, "line 2"):
         train_tokenizer(documents(), 300, tmp_path / "t.json")
 
 

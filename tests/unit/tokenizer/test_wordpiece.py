@@ -1,4 +1,4 @@
-"""BERT's tokenizers, beside those of transformers."""
+"""BERT's tokenizers, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from neox.data.masking import MaskingVocabulary
 from neox.errors import DataError, TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import build_tokenizer, train_tokenizer
+from tests.errors import raises_naming
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. Fox's dens aren't far!",
@@ -56,12 +57,12 @@ def test_masking_vocabulary(vocabularies: Path, tmp_path: Path) -> None:
     assert not continued[0]
     assert continued.any()
     assert isinstance(continued, np.ndarray)
-    with pytest.raises(DataError, match="wordpiece"):
+    with raises_naming(DataError, "--kind wordpiece"):
         MaskingVocabulary.of(build_tokenizer("CharLevelTokenizer", None))
     (tmp_path / "vocab.txt").write_text("the\nfox\n")
-    with pytest.raises(TokenizerError, match="UNK"):
+    with raises_naming(TokenizerError, tmp_path / "vocab.txt", "[UNK]"):
         build_tokenizer("BertWordPieceCase", tmp_path / "vocab.txt")
-    with pytest.raises(TokenizerError, match="too small"):
+    with raises_naming(TokenizerError, "vocab_size 20"):
         train_tokenizer(TEXTS, 20, tmp_path / "small.txt", "wordpiece")
 
 
