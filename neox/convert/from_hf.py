@@ -27,7 +27,7 @@ from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_
 from neox.convert.peft_adapter import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
-from neox.families import FAMILIES, Family, ModelSettings, TensorMapping, check_types
+from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
 from neox.log import progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
@@ -125,7 +125,6 @@ def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSetti
         raise ConversionError(
             f"config.json: model_type {model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
-    check_types(hf)
     family = FAMILIES[model_type]
     return family, *family.read_config(hf)
 

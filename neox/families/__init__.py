@@ -1,30 +1,34 @@
-"""Hugging Face architectures as data: configuration, tensor names and layouts, and what they cannot express.
+"""Hugging Face architectures as data: configuration, tensor names and layouts, and what they cannot express. No torch.
 
-A family is one module and one entry in `FAMILIES`; `neox.convert` reads and writes its files. No torch here.
+A family is a file of this package that holds a `Family`. `neox.convert` reads and writes its models.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from neox.families.bert import BERT, MEGATRON_BERT
-from neox.families.config_json import check_types
-from neox.families.family import Family, ModelSettings, TensorMapping, TensorSource
-from neox.families.gpt2 import GPT2
-from neox.families.gpt_neox import GPT_NEOX
-from neox.families.gptj import GPTJ
-from neox.families.llama import LLAMA
-from neox.families.mistral import MISTRAL
-from neox.families.olmo2 import OLMO2
-from neox.families.qwen import QWEN2, QWEN3
+from neox.families.entries import ModelSettings
+from neox.families.family import Family, TensorMapping, TensorSource
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.model_type: family
-        for family in (GPT_NEOX, GPT2, GPTJ, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, BERT, MEGATRON_BERT)
-    }
-)
+_FIRST = ("gpt_neox", "gpt2", "gptj", "llama")
+"""Families that are preferred where several can express a network: those that most programs read."""
+
+
+def _find_families() -> dict[str, Family]:
+    """Return every `Family` in the files of this package by its `model_type`: `_FIRST`, then by their names."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for value in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(value, Family):
+                found[value.model_type] = value
+    names = [*_FIRST, *sorted(found.keys() - {*_FIRST})]
+    return {name: found[name] for name in names}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(_find_families())
 """`model_type` of `config.json` -> family, in order of preference."""
 
-__all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource", "check_types"]
+__all__ = ["FAMILIES", "Family", "ModelSettings", "TensorMapping", "TensorSource"]

@@ -5,104 +5,79 @@ Source: transformers, models/gpt2. Weights are those of Conv1D: [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
-from neox.architecture import Architecture
-from neox.families.config_json import PLAIN_ACTIVATIONS, check_entries, read_shape, write_shape
-from neox.families.family import Family, ModelSettings, TensorSource
-
-_DEFAULTS = MappingProxyType(
-    {
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-    }
+from neox.families.entries import (
+    ALL_GLOBAL,
+    EQUAL_HEADS,
+    ConfigEntries,
+    Dropout,
+    Fixed,
+    Number,
+    Size,
+    Switch,
+    UnreadDropout,
+    four_times_hidden,
 )
-_FIXED = MappingProxyType(
-    {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-)
+from neox.families.family import Family, TensorSource
+from neox.families.shared_entries import PLAIN_ACTIVATIONS, Activation, ending_entries
+
+_BLOCK = "transformer.h.{i}."
 
 
-_SHAPE = MappingProxyType(
-    {
-        "num_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "mlp_width": "n_inner",
-        "activation": "activation_function",
-        "max_positions": "n_positions",
-        "norm_epsilon": "layer_norm_epsilon",
-        "tie_word_embeddings": "tie_word_embeddings",
-    }
-)
-
-
-def write_entries(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
-    """Return the entries of `config.json` that GPT-2 and GPT-J share."""
-    return {
-        **write_shape(architecture, PLAIN_ACTIVATIONS, _SHAPE),
-        "attn_pdrop": settings.attention_dropout,
-        "resid_pdrop": settings.hidden_dropout,
-        "embd_pdrop": settings.hidden_dropout,
-    }
-
-
-def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Architecture` that GPT-2 and GPT-J share."""
-    whole = {**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}
-    return {"norm": "layernorm", **read_shape(whole, PLAIN_ACTIVATIONS, _SHAPE)}
-
-
-def read_settings(hf: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of GPT-2 and GPT-J."""
-    return ModelSettings.read(hf, attention_dropout="attn_pdrop", hidden_dropout="resid_pdrop")
-
-
-def _read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
-    check_entries(given, fixed=_FIXED)
-    hf = {**_DEFAULTS, **given}
-    architecture = Architecture(
-        residual="sequential", positions="learned", rotary_ndims=0, rotary_base=0.0, **read_fields(hf)
+def gpt2_entries(
+    *, num_layers: int, hidden_size: int, heads: int, max_positions: int, tied: bool, dropout: float
+) -> tuple[ConfigEntries, ...]:
+    """Return the entries with which the `config.json` of GPT-2 and GPT-J begins, with transformers' defaults."""
+    return (
+        Size("n_layer", "num_layers", num_layers),
+        Size("n_embd", "hidden_size", hidden_size),
+        Size("n_head", "num_attention_heads", heads),
+        *EQUAL_HEADS,
+        ALL_GLOBAL,
+        Size("n_inner", "mlp_width", four_times_hidden, null=four_times_hidden),
+        Activation("activation_function", PLAIN_ACTIVATIONS, "gelu_new"),
+        Size("n_positions", "max_positions", max_positions),
+        Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Switch("tie_word_embeddings", "tie_word_embeddings", tied),
+        Dropout("attn_pdrop", "attention_dropout", dropout),
+        Dropout("resid_pdrop", "hidden_dropout", dropout),
+        UnreadDropout("embd_pdrop", "hidden_dropout", dropout),
     )
-    return architecture, read_settings(hf)
 
 
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     title="GPT-2",
-    write_config=write_entries,
-    read_config=_read_config,
-    tensors=MappingProxyType(
-        {
-            "embedding": {
-                "word_embeddings": TensorSource(("transformer.wte",)),
-                "position_embeddings": TensorSource(("transformer.wpe",)),
-            },
-            "block": {
-                "input_layernorm": TensorSource(("transformer.h.{i}.ln_1",)),
-                "attention.query_key_value": TensorSource(
-                    ("transformer.h.{i}.attn.c_attn",), transpose=True, layout="heads"
-                ),
-                "attention.dense": TensorSource(("transformer.h.{i}.attn.c_proj",), transpose=True),
-                "post_attention_layernorm": TensorSource(("transformer.h.{i}.ln_2",)),
-                "mlp.dense_h_to_4h": TensorSource(("transformer.h.{i}.mlp.c_fc",), transpose=True),
-                "mlp.dense_4h_to_h": TensorSource(("transformer.h.{i}.mlp.c_proj",), transpose=True),
-            },
-            "norm": {"norm": TensorSource(("transformer.ln_f",))},
-            "head": {"final_linear": TensorSource(("lm_head",))},
-        }
+    network={
+        "norm": "layernorm",
+        "residual": "sequential",
+        "positions": "learned",
+        "rotary_ndims": 0,
+        "rotary_base": 0.0,
+    },
+    config=(
+        *gpt2_entries(num_layers=12, hidden_size=768, heads=12, max_positions=1024, tied=True, dropout=0.1),
+        Fixed("scale_attn_weights", True),
+        Fixed("scale_attn_by_inverse_layer_idx", False),
+        Fixed("add_cross_attention", False),
+        *ending_entries(vocab_size=50257),
     ),
+    tensors={
+        "embedding": {
+            "word_embeddings": TensorSource(("transformer.wte",)),
+            "position_embeddings": TensorSource(("transformer.wpe",)),
+        },
+        "block": {
+            "input_layernorm": TensorSource((f"{_BLOCK}ln_1",)),
+            "attention.query_key_value": TensorSource((f"{_BLOCK}attn.c_attn",), transpose=True, layout="heads"),
+            "attention.dense": TensorSource((f"{_BLOCK}attn.c_proj",), transpose=True),
+            "post_attention_layernorm": TensorSource((f"{_BLOCK}ln_2",)),
+            "mlp.dense_h_to_4h": TensorSource((f"{_BLOCK}mlp.c_fc",), transpose=True),
+            "mlp.dense_4h_to_h": TensorSource((f"{_BLOCK}mlp.c_proj",), transpose=True),
+        },
+        "norm": {"norm": TensorSource(("transformer.ln_f",))},
+        "head": {"final_linear": TensorSource(("lm_head",))},
+    },
     base_prefix="transformer.",
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

@@ -1,135 +1,93 @@
-"""What Llama and the families derived from it have in common: names of tensors and entries of `config.json`.
+"""Entries of `config.json` and names of tensors that Llama and the families derived from it have in common.
 
-They have RMSNorm before attention and MLP, rotary positions, fewer key heads than query heads, and a gated MLP without
-biases; `llama_like` builds a family from what differs.
+They have RMSNorm before attention and MLP, rotary positions, fewer key heads than query heads, and a gated MLP. A
+family takes the pieces that it shares, and adds what differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture
-from neox.families.config_json import (
-    GATED_ACTIVATIONS,
-    SHAPE,
-    check_entries,
-    read_rotary,
-    read_shape,
-    write_rotary,
-    write_shape,
+from neox.architecture import LayerKind
+from neox.families.entries import (
+    ConfigEntries,
+    Dropout,
+    Fields,
+    Number,
+    Size,
+    Switch,
+    hidden_per_head,
+    query_heads,
 )
-from neox.families.family import Family, ModelSettings, TensorSource
+from neox.families.family import TensorSource, same_tensors
+from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary
 
-_DEFAULTS = MappingProxyType(
-    {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-)
-_NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-_SHAPE = MappingProxyType({**SHAPE, "norm_epsilon": "rms_norm_eps"})
-_BLOCK = MappingProxyType(
+NETWORK: Fields = MappingProxyType(
     {
-        "input_layernorm": ("input_layernorm",),
-        "attention.query_key_value": tuple(f"self_attn.{name}_proj" for name in "qkv"),
-        "attention.dense": ("self_attn.o_proj",),
-        "post_attention_layernorm": ("post_attention_layernorm",),
-        "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp.gate_proj"),
-        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+        "norm": "rmsnorm",
+        "residual": "sequential",
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
     }
 )
+"""Fields that all of them share, unless an entry says otherwise."""
+BASE_PREFIX = "model."
+BUFFERS = (".rotary_emb.inv_freq",)
+_BLOCK = "model.layers.{i}."
+_PROJECTIONS = (f"{_BLOCK}self_attn.q_proj", f"{_BLOCK}self_attn.k_proj", f"{_BLOCK}self_attn.v_proj")
 
 
-def llama_like(
+def llama_entries(
     *,
-    model_type: str,
-    class_name: str,
-    title: str,
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]],
-    entries: Callable[[Architecture], dict[str, Any]],
-    defaults: Mapping[str, Any],
-    modules: Mapping[str, str] = MappingProxyType({}),
-) -> Family:
-    """Return the family of an architecture like Llama.
+    max_positions: int = 2048,
+    norm_epsilon: float = 1e-6,
+    num_kv_heads: Any = query_heads,
+    head_dim: Any = hidden_per_head,
+) -> tuple[ConfigEntries, ...]:
+    """Return the entries with which the `config.json` of these families begins, without those of attention's kind.
 
     Args:
-        model_type: As in `config.json`.
-        class_name: Model class, as in `architectures` of `config.json`.
-        title: Name for messages and model cards.
-        fields: Contents of `config.json` -> fields of `Architecture` that differ from Llama without biases.
-        entries: Architecture -> entries of `config.json` that not all families like Llama have.
-        defaults: Values of missing entries of `config.json`.
-        modules: Our module of a block -> Hugging Face's, where it is not Llama's.
+        max_positions: transformers' default of `max_position_embeddings`.
+        norm_epsilon: transformers' default of `rms_norm_eps`.
+        num_kv_heads: Value of a missing `num_key_value_heads`, or a rule for it.
+        head_dim: Value of a missing `head_dim`, or a rule for it.
     """
-
-    def write_config(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
-        shared = _entries(architecture)
-        return {**shared, "attention_dropout": settings.attention_dropout, **entries(architecture)}
-
-    def read_config(given: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
-        check_entries(given, needed=_NEEDED)
-        hf = {**_DEFAULTS, **defaults, **given}
-        return replace(_read(hf), **fields(hf)), ModelSettings.read(hf)
-
-    block = {**_BLOCK, **{ours: (theirs,) for ours, theirs in modules.items()}}
-    return Family(
-        model_type=model_type,
-        class_name=class_name,
-        title=title,
-        write_config=write_config,
-        read_config=read_config,
-        tensors=MappingProxyType(
-            {
-                "embedding": {"word_embeddings": TensorSource(("model.embed_tokens",))},
-                "block": {
-                    ours: TensorSource(
-                        tuple("model.layers.{i}." + name for name in theirs),
-                        layout="heads" if ours == "attention.query_key_value" else "same",
-                    )
-                    for ours, theirs in block.items()
-                },
-                "norm": {"norm": TensorSource(("model.norm",))},
-                "head": {"final_linear": TensorSource(("lm_head",))},
-            }
-        ),
-        base_prefix="model.",
-        buffers=(".rotary_emb.inv_freq",),
+    return (
+        Size("num_hidden_layers", "num_layers"),
+        Size("hidden_size", "hidden_size"),
+        Size("num_attention_heads", "num_attention_heads"),
+        Size("intermediate_size", "mlp_width"),
+        Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
+        Size("max_position_embeddings", "max_positions", max_positions),
+        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Number("rms_norm_eps", "norm_epsilon", norm_epsilon),
+        Size("num_key_value_heads", "num_kv_heads", num_kv_heads, null=query_heads),
+        Size("head_dim", "head_dim", head_dim, null=hidden_per_head),
+        Rotary(),
+        Dropout("attention_dropout", "attention_dropout"),
     )
 
 
-def window_fields(layers: int, window: int | None, windowed: Callable[[int], bool] = lambda _: True) -> dict[str, Any]:
-    """Return the fields of attention in a sliding window.
+def llama_tensors(extra: Mapping[str, str] = MappingProxyType({})) -> dict[LayerKind, Mapping[str, TensorSource]]:
+    """Return the sources of all tensors.
 
     Args:
-        layers: Blocks.
-        window: Keys that a query sees, itself included; None for all.
-        windowed: Number of a block -> whether its attention has the window.
+        extra: Further modules of a block that hold the same tensors on both sides: ours -> theirs.
     """
-    kinds = tuple("sliding_window" if window and windowed(layer) else "global" for layer in range(layers))
-    return {"attention": kinds, "window": window if window and "sliding_window" in kinds else 0}
-
-
-def _entries(architecture: Architecture) -> dict[str, Any]:
     return {
-        **write_shape(architecture, GATED_ACTIVATIONS, _SHAPE),
-        "num_key_value_heads": architecture.num_kv_heads,
-        "head_dim": architecture.head_dim,
-        **write_rotary(architecture),
+        "embedding": {"word_embeddings": TensorSource(("model.embed_tokens",))},
+        "block": {
+            "input_layernorm": TensorSource((f"{_BLOCK}input_layernorm",)),
+            "attention.query_key_value": TensorSource(_PROJECTIONS, layout="heads"),
+            "attention.dense": TensorSource((f"{_BLOCK}self_attn.o_proj",)),
+            "post_attention_layernorm": TensorSource((f"{_BLOCK}post_attention_layernorm",)),
+            "mlp.dense_h_to_4h": TensorSource((f"{_BLOCK}mlp.up_proj", f"{_BLOCK}mlp.gate_proj")),
+            "mlp.dense_4h_to_h": TensorSource((f"{_BLOCK}mlp.down_proj",)),
+            **same_tensors(_BLOCK, extra),
+        },
+        "norm": {"norm": TensorSource(("model.norm",))},
+        "head": {"final_linear": TensorSource(("lm_head",))},
     }
-
-
-def _read(hf: Mapping[str, Any]) -> Architecture:
-    shape = read_shape(hf, GATED_ACTIVATIONS, _SHAPE)
-    base, _, scaling = read_rotary(hf)
-    return Architecture(
-        **shape,
-        norm="rmsnorm",
-        qkv_bias=False,
-        attention_output_bias=False,
-        mlp_bias=False,
-        residual="sequential",
-        positions="rotary",
-        rotary_ndims=shape["head_dim"],
-        rotary_base=base,
-        rope_scaling=scaling,
-    )

@@ -5,37 +5,32 @@ Source: transformers, models/olmo2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch, Written
+from neox.families.family import Family
+from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
+from neox.families.shared_entries import ending_entries
 
-from neox.architecture import Architecture
-from neox.families.llama_like import llama_like
-
-
-def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "qkv_bias": hf["attention_bias"],
-        "attention_output_bias": hf["attention_bias"],
-        "qk_norm": "full",
-        "residual": "sublayer_output_norm",
-    }
-
-
-def _entries(architecture: Architecture) -> dict[str, Any]:
-    # its default, 1, would keep the embedding of that token from being trained in transformers
-    return {"attention_bias": architecture.qkv_bias, "pad_token_id": None}
-
-
-OLMO2 = llama_like(
+OLMO2 = Family(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
     title="OLMo-2",
-    fields=_fields,
-    entries=_entries,
-    defaults={"attention_bias": False, "rms_norm_eps": 1e-5},
-    modules={
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "post_feedforward_layernorm": "post_feedforward_layernorm",
-    },
+    network={**NETWORK, "residual": "sublayer_output_norm", "qk_norm": "full"},
+    config=(
+        *llama_entries(norm_epsilon=1e-5),
+        ALL_GLOBAL,
+        Switch("attention_bias", "qkv_bias", False),
+        ATTENTION_BIASES_EQUAL,
+        # its default in transformers, 1, would keep the embedding of that token from being trained there
+        Written("pad_token_id", None),
+        *ending_entries(),
+    ),
+    tensors=llama_tensors(
+        {
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "post_feedforward_layernorm": "post_feedforward_layernorm",
+        }
+    ),
+    base_prefix=BASE_PREFIX,
+    buffers=BUFFERS,
 )

@@ -95,7 +95,6 @@ def other_family(monkeypatch):
         "mlp.dense_4h_to_h": TensorSource((prefix + "down",), transpose=True),
     }
     family = replace(known, model_type="other", tensors={**known.tensors, "block": block})
-    family = replace(family, write_config=lambda *args: {**known.write_config(*args), "model_type": "other"})
     for module in ("neox.convert.to_hf", "neox.convert.from_hf"):
         monkeypatch.setattr(sys.modules[module], "FAMILIES", {"other": family})
 

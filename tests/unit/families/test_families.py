@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from neox.architecture import ATTENTION, Architecture, build_layer_plan
 from neox.errors import ConversionError
-from neox.families import FAMILIES, ModelSettings, check_types
-from neox.families.config_json import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from neox.families import FAMILIES, ModelSettings
+from neox.families.shared_entries import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 ARCHITECTURE = Architecture(
     num_layers=2,
@@ -79,11 +81,6 @@ def test_fields_that_a_family_cannot_express_are_named():
     ]
 
 
-def test_values_of_config_json_that_are_not_supported_are_named():
-    with pytest.raises(ConversionError, match=r"hidden_act: tanh.*gelu"):
-        NEOX.read_config({"hidden_act": "tanh"})
-
-
 def test_activations_have_one_name_here_and_every_name_of_transformers_is_read():
     from transformers.activations import ACT2FN
 
@@ -115,36 +112,91 @@ def test_missing_entries_have_the_defaults_of_transformers(family):
     assert family.read_config(given)[0] == family.read_config(full)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
+LLAMAS = ["llama", "mistral", "qwen2", "qwen3", "olmo2"]
+
+
+def keys_refused(family, hf):
+    """The keys that the refusal of a `config.json` names, in its order."""
+    with pytest.raises(ConversionError) as refused:
+        FAMILIES[family].read_config(hf)
+    _, *reasons = str(refused.value).splitlines()
+    return [reason.split()[0].rstrip(":") for reason in reasons]
+
+
+@pytest.mark.parametrize("family", LLAMAS)
 def test_entries_that_a_family_needs_are_named_together(family):
-    with pytest.raises(ConversionError, match=r"(?s)hidden_size is missing.*intermediate_size is missing"):
-        FAMILIES[family].read_config({"vocab_size": 10, "num_attention_heads": 2, "num_hidden_layers": 1})
+    missing = ["hidden_size", "intermediate_size"]
+    assert keys_refused(family, {"vocab_size": 10, "num_attention_heads": 2, "num_hidden_layers": 1}) == missing
 
 
-def test_settings_that_change_what_gpt2_computes_are_refused():
-    with pytest.raises(ConversionError, match="scale_attn_by_inverse_layer_idx: True"):
-        FAMILIES["gpt2"].read_config({"scale_attn_by_inverse_layer_idx": True})
+SMALL = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 72,
+}
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("family", "entry"),
     [
-        {"num_attention_heads": 0},
-        {"hidden_size": 3, "num_attention_heads": 4},
-        {"n_layer": 1.5},
-        {"vocab_size": True},
-        {"max_position_embeddings": None},
-        {"attention_dropout": "x"},
-        {"tie_word_embeddings": 1},
-        {"hidden_act": ["silu"]},
-        {"rope_parameters": True},
+        ("gpt_neox", {"hidden_act": "tanh"}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gptj", {"rotary_dim": None}),
+        ("llama", {"num_attention_heads": 0}),
+        ("llama", {"hidden_size": 33}),
+        ("gpt2", {"n_layer": 1.5}),
+        ("llama", {"vocab_size": True}),
+        ("llama", {"max_position_embeddings": None}),
+        ("llama", {"attention_dropout": "x"}),
+        ("llama", {"tie_word_embeddings": 1}),
+        ("gpt_neox", {"use_parallel_residual": 1}),
+        ("llama", {"hidden_act": ["silu"]}),
+        ("llama", {"rope_parameters": True}),
+        ("llama", {"rope_theta": "x"}),
+        ("llama", {"eos_token_id": "x"}),
+        ("mistral", {"sliding_window": 0}),
+        ("qwen2", {"layer_types": ["full_attention"]}),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("bert", {"is_decoder": True}),
     ],
+    ids=str,
 )
-def test_entries_of_config_json_of_a_wrong_type_are_named(entry):
-    with pytest.raises(ConversionError, match=next(iter(entry))):
-        check_types(entry)
+def test_entries_of_config_json_that_cannot_be_read_are_named(family, entry):
+    assert keys_refused(family, {**SMALL, **entry}) == [*entry]
 
 
-def test_what_a_family_writes_has_right_types():
+def test_heads_that_are_too_many_are_refused():
+    with pytest.raises(ConversionError):
+        NEOX.read_config({"hidden_size": 3, "num_attention_heads": 4})
+
+
+VALUES = st.sampled_from([None, True, False, 0, 1, 2, -3, 1e9, 0.5, "", "gelu", [], [1], {}, {"rope_type": "x"}])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_broken_config_json_is_refused_or_read(family):
+    known = [*FAMILIES[family].config_json(ARCHITECTURE, SETTINGS)]
+
+    @given(st.dictionaries(st.sampled_from(known), VALUES, max_size=4), st.sets(st.sampled_from(known), max_size=3))
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    def check(changed, removed):
+        hf = {key: value for key, value in {**SMALL, **changed}.items() if key not in removed}
+        try:
+            architecture, _ = FAMILIES[family].read_config(hf)
+        except ConversionError:
+            return
+        assert FAMILIES[family].problems(architecture) == {}
+
+    check()
+
+
+def test_what_a_family_writes_can_be_read():
     for family in FAMILIES.values():
-        check_types(family.config_json(ARCHITECTURE, SETTINGS))
+        assert family.problems(family.read_config(family.config_json(ARCHITECTURE, SETTINGS))[0]) == {}
+
+
+def test_families_that_most_programs_read_come_first():
+    assert list(FAMILIES)[:4] == ["gpt_neox", "gpt2", "gptj", "llama"]
+    assert list(FAMILIES)[4:] == sorted(list(FAMILIES)[4:])

@@ -1,0 +1,281 @@
+"""Entries of `config.json` that several families have: activations, rotary positions, windows, dtype and ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from neox.architecture import Architecture, rope_scaling_of
+from neox.families.entries import (
+    REQUIRED,
+    ConfigEntries,
+    Fields,
+    ModelSettings,
+    Number,
+    Size,
+    Written,
+    is_number,
+    is_whole_number,
+)
+
+DTYPES: Mapping[str, str] = MappingProxyType({"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"})
+"""`torch_dtype` of `config.json` -> `precision` of the YAML."""
+
+PLAIN_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu": "gelu",
+        "gelu_tanh": "gelu_new",
+        "relu": "relu",
+        "silu": "silu",
+        "swish": "swish",
+        "mish": "mish",
+    }
+)
+"""Activation of an MLP with two projections -> its name in transformers."""
+
+GATED_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "swiglu": "silu",
+        "geglu": "gelu",
+        "reglu": "relu",
+        "glu": "sigmoid",
+        "bilinear": "linear",
+    }
+)
+"""Activation of an MLP with a gate -> name in transformers of the gate's function."""
+
+_OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "swish": "silu",
+    }
+)
+"""Name in transformers -> one name for all that compute the same function."""
+
+
+@dataclass(frozen=True)
+class Activation(ConfigEntries):
+    """The activation of the MLP.
+
+    Attributes:
+        key: Key in `config.json`.
+        names: Our name -> transformers' name. An activation that is not in it is written as the first one.
+        default: transformers' name if the entry is missing.
+    """
+
+    key: str
+    names: Mapping[str, str]
+    default: str
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason if there is no such activation here."""
+        name = hf.get(self.key, self.default)
+        if not isinstance(name, str):
+            yield f"{self.key}: {name!r}: should be text"
+        elif self._ours(name) is None:
+            yield f"{self.key}: {name}: only {', '.join(self.names.values())} are supported"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the field `activation`."""
+        return {"activation": self._ours(hf.get(self.key, self.default))}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        first = next(iter(self.names.values()))
+        return {self.key: self.names.get(network.activation, first)}
+
+    def _ours(self, name: str) -> str | None:
+        """Return our name of an activation of transformers; None if there is none."""
+        for ours, theirs in self.names.items():
+            if theirs == name:
+                return ours
+        wanted = _OTHER_NAMES.get(name, name)
+        for ours, theirs in self.names.items():
+            if _OTHER_NAMES.get(theirs, theirs) == wanted:
+                return ours
+        return None
+
+
+@dataclass(frozen=True)
+class Rotary(ConfigEntries):
+    """Rotary positions: `rope_parameters` of transformers 5, and the entries of transformers 4 for the same values.
+
+    Attributes:
+        base_key: Key of the base in transformers 4.
+        fraction_key: Key of the fraction of each head that is rotated, in transformers 4; empty for a family that
+            always rotates whole heads.
+        default_fraction: Fraction if no entry gives it.
+    """
+
+    base_key: str = "rope_theta"
+    fraction_key: str = ""
+    default_fraction: float = 1.0
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason for each dictionary that is none, and for each number that is none."""
+        numbers = {key: hf.get(key) for key in (self.base_key, self.fraction_key)}
+        for key in ("rope_parameters", "rope_scaling"):
+            given = hf.get(key)
+            if given is None:
+                continue
+            if not isinstance(given, Mapping):
+                yield f"{key}: {given!r}: should be a dictionary"
+                continue
+            for name in ("rope_theta", "partial_rotary_factor"):
+                numbers[f"{key}: {name}"] = given.get(name)
+        for key, value in numbers.items():
+            if value is not None and not (is_number(value) and value >= 0):
+                yield f"{key}: {value!r}: should be a number of at least 0"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the base, the number of rotated dimensions and the scaling."""
+        rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+        base = _first(rope.pop("rope_theta", None), hf.get(self.base_key), 10000.0)
+        fraction = _first(rope.pop("partial_rotary_factor", None), hf.get(self.fraction_key), self.default_fraction)
+        if not self.fraction_key:
+            fraction = 1.0
+        if "rope_type" in rope:
+            rope.pop("type", None)  # the older name, which transformers writes too
+        return {
+            "positions": "rotary",
+            "rotary_base": float(base),
+            "rotary_ndims": int(known["head_dim"] * float(fraction)),
+            "rope_scaling": rope_scaling_of(rope),
+        }
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entries of both versions of transformers."""
+        base = network.rotary_base
+        scaling = dict(network.rope_scaling)
+        parameters = {"rope_type": "default", **scaling, "rope_theta": base}
+        entries: dict[str, Any] = {}
+        if self.fraction_key:
+            entries[self.fraction_key] = network.rotary_fraction
+            parameters["partial_rotary_factor"] = network.rotary_fraction
+        entries[self.base_key] = int(base) if base.is_integer() else base
+        entries["rope_scaling"] = scaling or None
+        entries["rope_parameters"] = parameters
+        return entries
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def windowed_blocks(window: int | None, windowed: list[bool]) -> Fields:
+    """Return the fields of attention in a sliding window.
+
+    Args:
+        window: Keys that a query sees, itself included; None for all of them.
+        windowed: Whether the attention of each block has the window.
+    """
+    if not window or not any(windowed):
+        return {"attention": ("global",) * len(windowed), "window": 0}
+    kinds = tuple("sliding_window" if has_window else "global" for has_window in windowed)
+    return {"attention": kinds, "window": window}
+
+
+@dataclass(frozen=True)
+class WindowInAllBlocks(ConfigEntries):
+    """`sliding_window`: attention of every block sees so many keys; null for all of them.
+
+    Attributes:
+        default: Value of a missing entry.
+    """
+
+    default: int | None
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason if the entry is neither a size nor null."""
+        return Size("sliding_window", "window", self.default, null=0).problems(hf)
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the attention of all blocks."""
+        window = hf.get("sliding_window", self.default)
+        return windowed_blocks(window, [True] * known["num_layers"])
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        return {"sliding_window": network.window or None}
+
+
+LAYER_TYPES: Mapping[str, str] = MappingProxyType({"global": "full_attention", "sliding_window": "sliding_attention"})
+"""Attention of a block -> its name in `layer_types` of `config.json`."""
+
+
+def layer_types(network: Architecture) -> list[str]:
+    """Return `layer_types` of `config.json`. Attention that transformers lacks is written as full attention."""
+    return [LAYER_TYPES.get(kind, "full_attention") for kind in network.attention]
+
+
+def layer_types_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a reason if `layer_types` is not a list of known types, one for each block."""
+    types = hf.get("layer_types")
+    if types is None:
+        return
+    known = [*LAYER_TYPES.values()]
+    if not isinstance(types, list) or any(kind not in known for kind in types):
+        yield f"layer_types: {types!r}: should be a list of {' and '.join(known)}"
+    elif len(types) != hf.get("num_hidden_layers"):
+        yield f"layer_types: has {len(types)} entries for num_hidden_layers: {hf.get('num_hidden_layers')}"
+
+
+class Dtype(ConfigEntries):
+    """`torch_dtype`, or `dtype` of transformers 5. Another one than the three that are trained is read as fp32."""
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the precision."""
+        name = hf.get("torch_dtype") or hf.get("dtype")
+        return {"dtype": DTYPES.get(str(name), "fp32")}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        names = {precision: name for name, precision in DTYPES.items()}
+        return {"torch_dtype": names[settings.dtype]}
+
+
+@dataclass(frozen=True)
+class TokenId(ConfigEntries):
+    """The id of a special token, or null. The first one of several is read."""
+
+    key: str
+    field: str
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason if the entry is not an id, a list of ids or null."""
+        value = hf.get(self.key)
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and not all(map(is_whole_number, ids)):
+            yield f"{self.key}: {value!r}: should be a token id"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the id."""
+        value = hf.get(self.key)
+        if isinstance(value, list):
+            value = next(iter(value), None)
+        return {self.field: value}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        return {self.key: getattr(settings, self.field)}
+
+
+def ending_entries(vocab_size: Any = REQUIRED) -> tuple[ConfigEntries, ...]:
+    """Return the entries with which the `config.json` of every family ends.
+
+    Args:
+        vocab_size: transformers' default, if it has one.
+    """
+    return (
+        Size("vocab_size", "vocab_size", vocab_size),
+        Number("initializer_range", "initializer_range", 0.02),
+        TokenId("bos_token_id", "bos"),
+        TokenId("eos_token_id", "eod"),
+        Written("use_cache", True),
+        Dtype(),
+    )
