@@ -26,6 +26,7 @@ from neox.data.sidecar import joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, os_errors
 from neox.files import fsync_file, replace_file
 from neox.log import get_logger
+from neox.resume import open_at
 
 _log = get_logger(__name__)
 _DOCUMENTS = 1 << 16  # of several sequences, merged at once
@@ -96,9 +97,9 @@ class IndexedDatasetBuilder:
         if sentences:
             self._state.setdefault("sequences", 0)
         self._bin.parent.mkdir(parents=True, exist_ok=True)
-        self._ids_file = _open_at(self._bin, self._state["tokens"] * self.dtype.itemsize)
-        self._sizes_file = _open_at(self._sizes, self.num_sequences * 4)
-        self._counts_file = _open_at(self._counts, self._state["documents"] * 4) if sentences else None
+        self._ids_file = open_at(self._bin, self._state["tokens"] * self.dtype.itemsize)
+        self._sizes_file = open_at(self._sizes, self.num_sequences * 4)
+        self._counts_file = open_at(self._counts, self._state["documents"] * 4) if sentences else None
 
     @property
     def num_documents(self) -> int:
@@ -252,17 +253,6 @@ class IndexedDatasetBuilder:
 def _mapped(path: Path, count: int) -> np.ndarray:
     """Map a file of int32 numbers; an empty file cannot be mapped."""
     return np.memmap(path, dtype="<i4", mode="r") if count else np.empty(0, "<i4")
-
-
-def _open_at(path: Path, size: int) -> BinaryIO:
-    """Open a file for appending after its first `size` bytes. Raises DataError if it has fewer."""
-    have = path.stat().st_size if path.exists() else 0
-    if have < size:
-        raise DataError(f"{path} has {have} bytes, fewer than the {size} of the run to be continued; start it over")
-    file: BinaryIO = open(path, "r+b" if have else "wb", buffering=1 << 20)  # noqa: SIM115 (closed by the builder)
-    file.truncate(size)
-    file.seek(size)
-    return file
 
 
 def _write_all(file: BinaryIO, array: np.ndarray) -> None:

@@ -18,7 +18,8 @@ from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidec
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.preprocess.run import PreprocessReport, finished, preprocess
-from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint, only_run
+from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
+from neox.resume import only_run
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.5

@@ -21,23 +21,21 @@ from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
-from neox.preprocess.pool import BlockPool, build_encoder
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import (
     PreprocessSettings,
     RunState,
     describe_run,
     fingerprint,
-    only_run,
-    read_state,
     share_memory,
     state_path,
-    write_state,
 )
+from neox.preprocess.work import EncodeWork, build_encoder, lines_of, text_size
+from neox.resume import ResumeLog, only_run
 from neox.tokenizer import Tokenizer
+from neox.workers import WorkerPool, read_ahead
 
 _log = get_logger(__name__)
-_SECONDS_BETWEEN_STATES = 5.0
 _SAMPLE_BYTES = 1 << 17
 _SMALL_BLOCK = 1 << 17
 _SAMPLE_CHARS = 1 << 16
@@ -158,6 +156,10 @@ class _Run:
         return fingerprint(self.description)
 
     @cached_property
+    def log(self) -> ResumeLog[RunState]:
+        return ResumeLog(state_path(self.settings.output_prefix), self.name, RunState.from_json)
+
+    @cached_property
     def dtype(self) -> np.dtype:
         if self.settings.label_key is not None:
             return np.dtype(np.int32)  # of labels too, which hold IGNORED; as gpt-neox's
@@ -209,10 +211,9 @@ class _Run:
 
     def _open(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
         """Open the datasets in the state of an interrupted run, or new ones."""
-        output = self.settings.output_prefix
         so_far = None
-        if state_path(output).exists() and not self.settings.restart:
-            so_far = read_state(output, self.name)
+        if state_path(self.settings.output_prefix).exists() and not self.settings.restart:
+            so_far = self.log.read()
         if so_far is not None:
             try:
                 builders = {key: self._builder(key, so_far.builders[key]) for key in self.settings.keys}
@@ -256,13 +257,15 @@ class _Run:
             yield replace(encoder.encode(first), accelerator=None)
             first = next(blocks, None)
         if first is not None:
-            with BlockPool(self.shares.workers, self.shares.in_flight_bytes) as pool:
-                yield from pool.map(chain([first], blocks), job)
+            items = read_ahead(chain([first], blocks))
+            with WorkerPool(EncodeWork(job), self.shares.workers, name=lines_of) as pool:
+                for _, result in pool.map(items, limit=self.shares.in_flight_bytes, size=text_size):
+                    yield result
 
     def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: RunState) -> RunState:
         """Write results as they come, and the state every few seconds and after an error."""
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
-        at, written = start, float("-inf")  # the first state is written at once
+        at = start
         order: deque[int] = deque()
         documents = self.settings.num_documents
         total = documents or sum(os.path.getsize(file) for file in self.files)
@@ -286,11 +289,10 @@ class _Run:
                             builder.add_documents(encoded.ids, encoded.lengths, encoded.counts)
                             states[key] = builder.progress
                         read = at.text_bytes + result.text_bytes
-                        at = RunState("", file, result.end, budget.skipped, read, states)
+                        at = RunState(file, result.end, budget.skipped, read, states)
                         display.written(next(iter(builders.values())).num_documents)
-                        if time.monotonic() - written > _SECONDS_BETWEEN_STATES:
+                        if self.log.is_due:
                             self._write_state(at, builders)
-                            written = time.monotonic()
                 except BaseException:
                     self._write_last_state(at, builders)
                     raise
@@ -299,7 +301,7 @@ class _Run:
     def _write_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
             builder.state()  # the data must be on disk first
-        write_state(self.settings.output_prefix, at, self.name)
+        self.log.write(at)
 
     def _write_last_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         """Write the state after an error, if possible; without data, remove the partial files."""
@@ -327,14 +329,14 @@ class _Run:
         if not any(report.documents.values()) and not self.may_be_empty:
             for builder in builders.values():
                 builder.discard()
-            state_path(self.settings.output_prefix).unlink(missing_ok=True)
+            self.log.remove()
             keys = self.settings.text_keys if self.settings.chat is None else self.settings.chat.keys
             raise DataError(f"the inputs hold no text under {' or '.join(keys)}: nothing was written")
         result = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
         for key, builder in builders.items():
             builder.finalize()
             write_sidecar(self.settings.prefix(key), self._sidecar(key, builder, result))
-        state_path(self.settings.output_prefix).unlink(missing_ok=True)
+        self.log.remove()
         return report
 
     def _sidecar(self, key: str, builder: IndexedDatasetBuilder, result: Mapping[str, object]) -> Sidecar:

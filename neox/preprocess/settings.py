@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from neox.corpus import Position
 from neox.data import BuilderState
 from neox.errors import DataError
-from neox.files import lock_file, write_text
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer, build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
@@ -195,7 +193,6 @@ class RunState:
     """State of a run on disk: everything before `position` of input number `file` is done.
 
     Attributes:
-        run: Fingerprint of the run, set when the state is written.
         file: Number of the input.
         position: Line of the input.
         skipped: Bad inputs skipped.
@@ -203,60 +200,18 @@ class RunState:
         builders: State of the dataset of each key.
     """
 
-    run: str = ""
     file: int = 0
     position: Position = field(default_factory=Position)
     skipped: int = 0
     text_bytes: int = 0
     builders: Mapping[str, BuilderState] = field(default_factory=dict)
 
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> RunState:
+        """Return the state with these fields, as `dataclasses.asdict` makes them."""
+        return RunState(**{**fields, "position": Position(**fields["position"])})
+
 
 def state_path(output_prefix: str) -> Path:
     """Return `OUTPUT_PREFIX.progress.json`."""
     return Path(f"{output_prefix}.progress.json")
-
-
-def read_state(output_prefix: str, run: str) -> RunState | None:
-    """Read the state of the interrupted run with a fingerprint.
-
-    Returns:
-        The state; None if there is none or, with a warning, if it is unreadable or belongs to another run.
-    """
-    path = state_path(output_prefix)
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        state = RunState(**{**fields, "position": Position(**fields["position"])})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        _log.warning("%s cannot be read (%s): starting over", path, error)
-        return None
-    if state.run != run:
-        _log.warning("%s is of an interrupted run with other inputs or settings: starting over", path)
-        return None
-    return state
-
-
-def write_state(output_prefix: str, state: RunState, run: str) -> None:
-    """Write the state atomically; the data it describes must be on disk."""
-    write_text(state_path(output_prefix), json.dumps(asdict(replace(state, run=run))))
-
-
-@contextmanager
-def only_run(output_prefix: str) -> Iterator[None]:
-    """Lock the output for this process. Raises DataError if another run is writing it."""
-    path = Path(f"{output_prefix}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")  # noqa: SIM115 (closed below; only errors of opening are caught)
-    except OSError as error:
-        raise DataError(f"{output_prefix} cannot be written: {error.strerror}") from error
-    with file:
-        try:
-            lock_file(file, wait=False)
-        except BlockingIOError:
-            raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)

@@ -20,7 +20,8 @@ from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, write_sidecar
 from neox.errors import DataError, needs_package, os_errors
 from neox.log import progress
-from neox.preprocess.settings import TokenizerSpec, only_run
+from neox.preprocess.settings import TokenizerSpec
+from neox.resume import only_run
 
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")

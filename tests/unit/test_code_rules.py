@@ -20,7 +20,7 @@ USES_ENVIRONMENT = (
     "neox/arguments.py",  # what a shell asks
     "neox/launch/",
     "neox/engine/distributed.py",
-    "neox/preprocess/pool.py",
+    "neox/workers.py",
 )
 # A plan can be made without numpy, which these checks import where there is something to check; one sub-command of web
 # text needs torch.

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from neox.files import fsync_path
 from neox.log import progress
+from neox.workers import ordered_map
 from tools.web_text.candidates import Documents, FindCandidates, read_groups
 from tools.web_text.chunks import Chunk
 from tools.web_text.document_index import DocumentIndex, records_of
-from tools.web_text.pool import ordered_map
 from tools.web_text.shingles import SIMILARITIES, is_wide, shared, shingle_set
 
 EXHAUSTIVE = 32  # documents of a group of which all pairs are compared

@@ -16,12 +16,13 @@ from pydantic import Field
 from neox.corpus import expand_inputs
 from neox.files import atomic_write, sha256_of
 from neox.log import progress
+from neox.workers import ordered_map
 from tools.web_text.chunks import Chunk
 from tools.web_text.document_index import DocumentIndex, records_of
+from tools.web_text.documents import ChunkResult
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes
 from tools.web_text.minhash import OLD_BANDS, Bands, bands_for
 from tools.web_text.near_duplicates import Groups, Similarity, group_documents, index_shard
-from tools.web_text.pool import ordered_map
 from tools.web_text.step import Counts, Job, Settings, Step
 
 _ROWS = 1 << 20
@@ -131,21 +132,12 @@ def _count_groups(groups: Groups) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Written:
-    """Output of a chunk: lines of the kept and of the dropped documents, and their counts."""
-
-    kept: bytes
-    dropped: bytes
-    counts: Counts
-
-
-@dataclass(frozen=True)
 class WriteChunk:
     """What a worker does with a chunk: writes the documents that are kept, and the others without their text."""
 
     output: Path
 
-    def __call__(self, part: _Part) -> Written:
+    def __call__(self, part: _Part) -> ChunkResult:
         """Return the output of a chunk.
 
         Args:
@@ -166,7 +158,7 @@ class WriteChunk:
             counts.drop(reason, size)
             rest = {key: value for key, value in record.items() if key != "text"}
             dropped.append(encode_line({**rest, "dropped": reason, "document": number, "kept": choice}))
-        return Written(compress_lines(kept, self.output), compress_lines(dropped, self.output), counts)
+        return ChunkResult(compress_lines(kept, self.output), compress_lines(dropped, self.output), (), counts)
 
 
 def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], others: int) -> None:

@@ -6,32 +6,34 @@ Documents are numbered from 0 over all inputs. A document is about 20 bytes and 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
-from neox.files import fsync_file, write_text
+from neox.files import fsync_file
 from neox.log import progress
+from neox.resume import ResumeLog, open_at
+from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, Chunk, read_chunks
+from tools.web_text.documents import ChunkState
 from tools.web_text.minhash import Bands, band_hashes
-from tools.web_text.pool import ordered_map
 from tools.web_text.step import Counts, Record
 
 LONGEST = 1 << 23  # characters; longer documents are compared exactly only
 MAX_DOCUMENTS = 1 << 32
 _BATCH = 1 << 20  # characters whose signatures are made at once
 _ROWS = 1 << 20
-_CHUNKS_BETWEEN_STATES = 64
+_CHUNKS = "chunk"  # column with the number of documents of each chunk
+_NARROW = ("characters", "bytes", _CHUNKS)  # columns of 4 bytes
 
 
 def records_of(chunk: Chunk) -> Iterator[Record | BadInput]:
@@ -97,24 +99,18 @@ class IndexChunk:
 
 
 @dataclass
-class _State:
-    """State of an interrupted run: the columns hold `documents` rows, made from everything before `next`."""
+class _Indexed(ChunkState):
+    """State of an index.
 
-    next: tuple[int, Position] = (0, Position())
-    documents: int = 0
+    Attributes:
+        chunks: Chunks done.
+        complete: Whether the columns hold all documents.
+        file_ends: Number of documents in the first files, for each file that is done.
+    """
+
     chunks: int = 0
     complete: bool = False
     file_ends: list[int] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
-
-    @staticmethod
-    def read(path: Path) -> _State:
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return _State()
-        (number, position), counts = fields.pop("next"), fields.pop("counts")
-        return _State((number, Position(**position)), counts=Counts(**counts), **fields)
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,7 @@ class DocumentIndex:
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column, memory-mapped [documents]."""
-        kind = np.dtype("<u4" if name in ("characters", "bytes", "chunk") else "<u8")
+        kind = np.dtype(f"<u{_width(name)}")
         path = self.directory / name
         return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
 
@@ -155,16 +151,21 @@ class DocumentIndex:
         return (self.directory / "characters").stat().st_size // 4
 
     def documents_of(self, files: int) -> int:
-        """Return the number of documents in the first files."""
-        return _State.read(self._state_path).file_ends[files - 1] if files else 0
+        """Return the number of documents in the first files of a complete index."""
+        if not files:
+            return 0
+        state = self._log.read()
+        assert state is not None
+        return state.file_ends[files - 1]
 
-    @property
-    def _state_path(self) -> Path:
-        return self.directory / "index.progress.json"
+    @cached_property
+    def _log(self) -> ResumeLog[_Indexed]:
+        # The directory belongs to one job, so every state in it does.
+        return ResumeLog(self.directory / "index.progress.json", "index", _Indexed.from_json)
 
     def chunks(self, consumed: Callable[[int], Any] = lambda _: None) -> Iterator[tuple[int, int, Chunk]]:
         """Yield the chunks of the files again: number of the first document, number after the last, chunk."""
-        ends = np.cumsum(self.column("chunk"), dtype=np.int64)
+        ends = np.cumsum(self.column(_CHUNKS), dtype=np.int64)
         read = read_chunks(self.files, (0, Position()), self.max_line_bytes, consumed)
         start = 0
         for chunk, end in zip(read, ends.tolist(), strict=True):
@@ -185,43 +186,51 @@ class DocumentIndex:
         Raises:
             DataError: If too many inputs are bad, or there are more documents than can be numbered.
         """
-        path = self._state_path
         self.directory.mkdir(parents=True, exist_ok=True)
-        state = _State.read(path)
+        state = self._log.read() or _Indexed()
         if state.complete:
             return state.counts
         with ExitStack() as stack:
-            outputs = []
-            for name in (*self.names, "chunk"):
-                width = 4 if name in ("characters", "bytes", "chunk") else 8
-                size = width * (state.chunks if name == "chunk" else state.documents)
-                file = stack.enter_context(open(self.directory / name, "r+b" if size else "wb"))
-                file.truncate(size)
-                file.seek(size)
-                outputs.append(file)
+            columns = [stack.enter_context(file) for file in self._open_columns(state)]
             bar = stack.enter_context(progress("signatures", sum(map(os.path.getsize, self.files)), "B"))
             chunks = read_chunks(self.files, state.next, self.max_line_bytes, bar.update)
             results = stack.enter_context(closing(ordered_map(work, chunks, workers)))
             for chunk, rows in results:
-                for bad in (*chunk.bad, *rows.bad):
-                    state.counts.add_bad(bad, skip_bad)
-                state.counts.documents_in += rows.documents
-                state.counts.bytes_in += rows.text_bytes
-                for file, data in zip(outputs, (*rows.columns, np.uint32(rows.documents).tobytes()), strict=True):
-                    file.write(data)
-                state.documents += rows.documents
-                state.chunks += 1
-                state.next = chunk.next
-                if chunk.content is None:
-                    state.file_ends.append(state.documents)
-                if state.documents >= MAX_DOCUMENTS:
-                    raise DataError(f"more than {MAX_DOCUMENTS:,} documents: divide the files into several runs")
-                if state.chunks % _CHUNKS_BETWEEN_STATES == 0:
-                    for file in outputs:
-                        fsync_file(file)
-                    write_text(path, json.dumps(asdict(state)))
-            for file in outputs:
-                fsync_file(file)
-        state.complete = True
-        write_text(path, json.dumps(asdict(state)))
+                _append(columns, state, chunk, rows, skip_bad)
+                if self._log.is_due:
+                    self._write_state(state, columns)
+            state.complete = True
+            self._write_state(state, columns)
         return state.counts
+
+    def _open_columns(self, state: _Indexed) -> list[BinaryIO]:
+        """Open all columns, the one of the chunks last, after the rows that the state counts."""
+        files = [open_at(self.directory / name, _width(name) * state.counts.documents_in) for name in self.names]
+        return [*files, open_at(self.directory / _CHUNKS, _width(_CHUNKS) * state.chunks)]
+
+    def _write_state(self, state: _Indexed, columns: list[BinaryIO]) -> None:
+        for file in columns:
+            fsync_file(file)
+        self._log.write(state)
+
+
+def _width(column: str) -> int:
+    """Return the bytes of a value of a column."""
+    return 4 if column in _NARROW else 8
+
+
+def _append(columns: list[BinaryIO], state: _Indexed, chunk: Chunk, rows: ChunkRows, skip_bad: int) -> None:
+    """Append the rows of a chunk."""
+    counts = state.counts
+    for bad in (*chunk.bad, *rows.bad):
+        counts.add_bad(bad, skip_bad)
+    for file, data in zip(columns, (*rows.columns, np.uint32(rows.documents).tobytes()), strict=True):
+        file.write(data)
+    counts.documents_in += rows.documents
+    counts.bytes_in += rows.text_bytes
+    state.chunks += 1
+    state.next = chunk.next
+    if chunk.content is None:
+        state.file_ends.append(counts.documents_in)
+    if counts.documents_in >= MAX_DOCUMENTS:
+        raise DataError(f"more than {MAX_DOCUMENTS:,} documents: divide the files into several runs")

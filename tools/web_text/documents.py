@@ -7,30 +7,26 @@ last chunk that its state file counts.
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any, Generic
+from typing import Any, BinaryIO, Generic, Self
 
 from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
-from neox.files import fsync_file, partial_path, replace_file, write_text
+from neox.files import fsync_file, partial_path, replace_file
 from neox.log import get_logger, progress
+from neox.resume import ResumeLog, open_at
+from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, Chunk, Reader, read_chunks
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes
-from tools.web_text.pool import ordered_map
 from tools.web_text.shards import with_shards, write_shard
 from tools.web_text.step import Counts, DocumentFunction, Job, Record, S, Step
 
 _log = get_logger(f"neox.{__name__}")
-_CHUNKS_BETWEEN_STATES = 16
-_SECONDS_BETWEEN_STATES = 10.0
 _MIB = 1 << 20
 
 
@@ -114,30 +110,33 @@ def _records(content: LineBlock | tuple[Record, ...] | None, key: str) -> Iterat
 
 
 @dataclass
-class _State:
-    """State of an interrupted run: the partial outputs hold `sizes` bytes, made from everything before `next`."""
+class ChunkState:
+    """State of a run over chunks: everything before `next` is done.
 
-    identity: str
+    Attributes:
+        next: Number of an input, and the position in it.
+        counts: Counts of the chunks done.
+    """
+
     next: tuple[int, Position] = (0, Position())
-    sizes: tuple[int, int] = (0, 0)
     counts: Counts = field(default_factory=Counts)
 
-    def write(self, path: Path) -> None:
-        write_text(path, json.dumps(asdict(self)))
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the state with these fields, as `dataclasses.asdict` makes them."""
+        number, position = fields["next"]
+        return cls(**{**fields, "next": (number, Position(**position)), "counts": Counts(**fields["counts"])})
 
-    @staticmethod
-    def read(path: Path, identity: str) -> _State:
-        """Return the state of the same job, or the state of its start."""
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            if fields["identity"] == identity:
-                (number, position), (kept, dropped) = fields["next"], fields["sizes"]
-                return _State(identity, (number, Position(**position)), (kept, dropped), Counts(**fields["counts"]))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            _log.warning("%s cannot be read (%s): starting over", path, error)
-        return _State(identity)
+
+@dataclass
+class _Written(ChunkState):
+    """State of an interrupted run.
+
+    Attributes:
+        sizes: Bytes of the partial files of kept and of dropped documents.
+    """
+
+    sizes: tuple[int, int] = (0, 0)
 
 
 def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -> None:
@@ -158,13 +157,7 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
 
     def produce(start: tuple[int, Position], consumed: Callable[[int], Any]) -> Results:
         chunks = read(job.files, start, job.settings.max_line_mb * _MIB, consumed)
-        try:
-            yield from ordered_map(function, chunks, workers)
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a worker process was killed, perhaps for lack of memory: the same command resumes; give fewer "
-                "--workers"
-            ) from error
+        return ordered_map(function, chunks, workers)
 
     write_results(job, produce, "B", sum(os.path.getsize(file) for file in job.files))
 
@@ -183,20 +176,16 @@ def write_results(
         unit: Unit of consumption.
         total: Consumption of the whole job; None if it is not known.
     """
-    path = job.work / "state.progress.json"
-    state = _State.read(path, job.identity)
+    log = ResumeLog(job.work / "state.progress.json", job.identity, _Written.from_json)
     targets = (job.settings.output, job.dropped)
     job.dropped.parent.mkdir(parents=True, exist_ok=True)
+    state, outputs = _open_outputs(targets, log.read() or _Written())
     with ExitStack() as stack:
-        files = [stack.enter_context(_open_partial(t, size)) for t, size in zip(targets, state.sizes, strict=True)]
-        if None in files:
-            _log.warning("the partial output of an interrupted run is missing: starting over")
-            state = _State(job.identity)
-            files = [stack.enter_context(_open_partial(target, 0)) for target in targets]
-        outputs = [file for file in files if file is not None]
+        for output in outputs:
+            stack.enter_context(output)
         bar = stack.enter_context(progress(job.name, total, unit))
         results = stack.enter_context(closing(produce(state.next, bar.update)))
-        _append(results, state, outputs, path, job.settings.skip_bad)
+        _append(results, state, outputs, log, job.settings.skip_bad)
         for target, output, size in zip(targets, outputs, state.sizes, strict=True):
             if not size:
                 output.write(empty_file(target))
@@ -205,10 +194,20 @@ def write_results(
     job.counts = state.counts
 
 
-def _append(results: Results, state: _State, outputs: list[IO[bytes]], path: Path, skip_bad: int) -> None:
-    """Append results, and write the state now and then."""
-    written = time.monotonic()
-    for number, (chunk, result) in enumerate(results, start=1):
+def _open_outputs(targets: tuple[Path, Path], state: _Written) -> tuple[_Written, list[BinaryIO]]:
+    """Open the partial files of an interrupted run, or those of a new run if they are incomplete."""
+    try:
+        return state, [open_at(partial_path(target), size) for target, size in zip(targets, state.sizes, strict=True)]
+    except DataError as error:
+        _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
+        return _Written(), [open_at(partial_path(target), 0) for target in targets]
+
+
+def _append(
+    results: Results, state: _Written, outputs: list[BinaryIO], log: ResumeLog[_Written], skip_bad: int
+) -> None:
+    """Append results, and write the state every few seconds."""
+    for chunk, result in results:
         for bad in (*chunk.bad, *result.bad):
             state.counts.add_bad(bad, skip_bad)
         for output, data in zip(outputs, (result.kept, result.dropped), strict=True):
@@ -216,24 +215,10 @@ def _append(results: Results, state: _State, outputs: list[IO[bytes]], path: Pat
         state.counts.add(result.counts)
         state.sizes = (state.sizes[0] + len(result.kept), state.sizes[1] + len(result.dropped))
         state.next = chunk.next
-        if number % _CHUNKS_BETWEEN_STATES == 0 or time.monotonic() - written > _SECONDS_BETWEEN_STATES:
+        if log.is_due:
             for output in outputs:
                 fsync_file(output)
-            state.write(path)
-            written = time.monotonic()
-
-
-@contextmanager
-def _open_partial(target: Path, size: int) -> Iterator[IO[bytes] | None]:
-    """Open the partial file of a target after its first `size` bytes; None if it has fewer."""
-    path = partial_path(target)
-    if size and (not path.exists() or path.stat().st_size < size):
-        yield None
-        return
-    with open(path, "r+b" if size else "wb") as file:
-        file.truncate(size)
-        file.seek(size)
-        yield file
+            log.write(state)
 
 
 def document_step(

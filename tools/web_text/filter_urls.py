@@ -22,7 +22,7 @@ from pydantic import Field
 from neox.errors import ConfigError, DataError, os_errors
 from neox.files import atomic_write
 from neox.log import progress
-from tools.web_text.pool import ordered_map
+from neox.workers import ordered_map
 from tools.web_text.step import Job, Settings, Step
 
 DUPLICATE = "duplicate"

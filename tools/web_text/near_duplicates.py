@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neox.corpus import Position
+from neox.workers import ordered_map, worker_count
 from tools.web_text.candidates import FindCandidates, write_firsts
 from tools.web_text.chunks import read_chunks
 from tools.web_text.clusters import CompareGroups, TextFile, UnionFind, link_candidates, mark_needed
 from tools.web_text.document_index import LONGEST, DocumentIndex, IndexChunk
 from tools.web_text.minhash import Bands
-from tools.web_text.pool import ordered_map, worker_count
 from tools.web_text.shards import with_shards, write_shard
 from tools.web_text.step import Counts, Job, S
 

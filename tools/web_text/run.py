@@ -14,7 +14,7 @@ from typing import Any
 from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
-from neox.preprocess.settings import only_run
+from neox.resume import only_run
 from tools.web_text.step import Job, S, Settings, Step, dropped_path
 
 _log = get_logger(f"neox.{__name__}")

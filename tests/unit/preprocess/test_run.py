@@ -1,18 +1,21 @@
 """One result for every number of workers, accelerator, compression and interruption; and nothing hangs."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
+from neox.corpus import LineBlock
 from neox.data import IndexedDataset
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError, TokenizerError
@@ -178,20 +181,18 @@ def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
 def test_a_killed_worker_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from neox.preprocess import pool
-
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_lines(documents(3000)))
     preprocess(settings(tmp_path, path, output_prefix=str(tmp_path / "other")))
-    send, kills = pool.send_block, [1]
+    send, kills = Connection.send, [1]
 
-    def send_and_kill(connection: object, block: object) -> None:
-        send(connection, block)
-        if kills and kills.pop():
-            (worker,) = pool.multiprocessing.active_children()
+    def send_and_kill(connection: Connection, value: object) -> None:
+        send(connection, value)
+        if isinstance(value, LineBlock) and kills and kills.pop():
+            (worker,) = multiprocessing.active_children()
             os.kill(worker.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(pool, "send_block", send_and_kill)
+    monkeypatch.setattr(Connection, "send", send_and_kill)
     preprocess(settings(tmp_path, path))
     assert "was killed by signal 9" in caplog.text
     assert result(tmp_path / "out") == result(tmp_path / "other")
@@ -321,11 +322,11 @@ def test_the_first_ids_are_on_disk_before_a_worker_starts(tmp_path: Path, monkey
     seen: list[bytes] = []
 
     class NoPool:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             seen.append((tmp_path / "out_text_document.bin.partial").read_bytes())
             raise DataError("no workers")
 
-    monkeypatch.setattr("neox.preprocess.run.BlockPool", NoPool)
+    monkeypatch.setattr("neox.preprocess.run.WorkerPool", NoPool)
     with pytest.raises(DataError, match="no workers"):
         preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
     assert seen[0]

@@ -109,7 +109,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
 ) -> None:
     source = real.write(tmp_path / "in.jsonl", real.with_copies(seed=4, size=2500, most_edits=8) * 2)
     dedup(source, tmp_path / "whole.jsonl")
-    monkeypatch.setattr("tools.web_text.document_index._CHUNKS_BETWEEN_STATES", 1)
+    monkeypatch.setattr("neox.resume.SECONDS_BETWEEN_STATES", 0)
     read: list[int] = []
 
     def stopping(function: Any, at: int) -> Any:

@@ -109,7 +109,7 @@ def test_hosts_get_few_requests_at_once_and_robots_once(server: Any, tmp_path: P
 def test_an_interrupted_download_continues_to_the_same_bytes(
     server: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.web_text.documents._CHUNKS_BETWEEN_STATES", 1)
+    monkeypatch.setattr("neox.resume.SECONDS_BETWEEN_STATES", 0)
     monkeypatch.setattr("tools.web_text.download._URLS_OF_CHUNK", 8)
     urls = [server.url(f"page/{i}") for i in range(60)]
     (tmp_path / "whole").mkdir()

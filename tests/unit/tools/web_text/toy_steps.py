@@ -16,7 +16,7 @@ class UpperSettings(Settings):
     """Word of documents to drop."""
 
     kill_at: str = ""
-    """File whose removal, before a document with "kill", kills this process once."""
+    """File with a letter for each time that a document with "kill" kills this process."""
 
 
 def build_upper(settings: UpperSettings) -> DocumentFunction:
@@ -24,9 +24,11 @@ def build_upper(settings: UpperSettings) -> DocumentFunction:
 
     def upper(record: Record) -> list[Outcome]:
         text = record["text"]
-        if "kill" in text and settings.kill_at and Path(settings.kill_at).exists():
-            Path(settings.kill_at).unlink()
-            os.kill(os.getpid(), 9)
+        if "kill" in text and settings.kill_at:
+            left = Path(settings.kill_at).read_text()
+            Path(settings.kill_at).write_text(left[1:])
+            if left:
+                os.kill(os.getpid(), 9)
         if settings.word in text:
             return [Outcome(record, dropped="word")]
         return [Outcome({**record, "text": text.upper()}, changed=("upper",) if text != text.upper() else ())]
