@@ -1,0 +1,152 @@
+"""Table of GPUs: what each can compute, hold and send.
+
+Peaks, bandwidths and capacities are the vendors' figures. Efficiencies are the same for every network: what large
+products, kernels limited by memory, and collectives reach of these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU in its usual host.
+
+    Attributes:
+        name: What people call it.
+        memory_gib: Memory that the driver reports, in GiB.
+        peak_tflops: Dense peak in bf16 (fp16 if there is no bf16), in TFLOP/s.
+        peak_fp8_tflops: Dense peak in fp8, in TFLOP/s; 0 without fp8.
+        bandwidth: Memory bandwidth in TB/s.
+        link: Bandwidth between GPUs of one host in GB/s, in one direction.
+        network: Bandwidth of one GPU's share of the network cards in GB/s, in one direction.
+        per_host: GPUs of one host.
+        multiprocessors: Streaming multiprocessors (compute units), over which a product's tiles are spread.
+        product_efficiency: Share of the peak that a large product reaches at the power limit.
+        fp8_efficiency: Share of the fp8 peak that a large product reaches, quantising included.
+        attention_efficiency: Share of the peak that fused attention reaches in the forward pass.
+        memory_efficiency: Share of the memory bandwidth that elementwise kernels reach.
+        link_efficiency: Share of the links' bandwidth that collectives in a host reach.
+        network_efficiency: Share of the network's bandwidth that collectives between hosts reach.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops: float
+    peak_fp8_tflops: float = 0.0
+    bandwidth: float
+    link: float
+    network: float
+    per_host: int = 8
+    multiprocessors: int
+    product_efficiency: float
+    fp8_efficiency: float = 0.0
+    attention_efficiency: float
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.75
+    network_efficiency: float = 0.8
+
+
+# 312 TFLOP/s; NVLink 3 has 300 GB/s each way; hosts of 2021 had eight cards of 200 Gb/s (DGX A100).
+_A100 = Gpu(
+    name="A100 SXM 80 GB",
+    memory_gib=79.2,
+    peak_tflops=312.0,
+    bandwidth=2.039,
+    link=300.0,
+    network=25.0,
+    multiprocessors=108,
+    product_efficiency=0.80,
+    attention_efficiency=0.55,
+)
+# 989 TFLOP/s; NVLink 4 has 450 GB/s each way; one card of 400 Gb/s for each GPU.
+_H100 = Gpu(
+    name="H100 SXM 80 GB",
+    memory_gib=79.1,
+    peak_tflops=989.0,
+    peak_fp8_tflops=1979.0,
+    bandwidth=3.35,
+    link=450.0,
+    network=50.0,
+    multiprocessors=132,
+    product_efficiency=0.70,
+    fp8_efficiency=0.60,
+    attention_efficiency=0.50,
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "v100": Gpu(
+            name="V100 SXM2 32 GB",
+            memory_gib=31.7,
+            peak_tflops=125.0,
+            bandwidth=0.9,
+            link=150.0,
+            network=12.5,
+            multiprocessors=80,
+            product_efficiency=0.72,
+            attention_efficiency=0.35,
+        ),
+        "a100-40": replace(_A100, name="A100 SXM 40 GB", memory_gib=39.4, bandwidth=1.555),
+        "a100-80": _A100,
+        "h100": _H100,
+        "h100-96": replace(
+            _H100,
+            name="H100 SXM 96 GB at 500 W",
+            memory_gib=94.5,
+            bandwidth=2.4,
+            product_efficiency=0.49,
+            fp8_efficiency=0.42,
+            attention_efficiency=0.31,
+        ),
+        "h200": replace(
+            _H100,
+            name="H200 SXM 141 GB",
+            memory_gib=139.8,
+            bandwidth=4.8,
+            product_efficiency=0.74,
+            fp8_efficiency=0.62,
+        ),
+        "b200": Gpu(
+            name="B200 SXM 180 GB",
+            memory_gib=178.4,
+            peak_tflops=2250.0,
+            peak_fp8_tflops=4500.0,
+            bandwidth=7.7,
+            link=900.0,
+            network=50.0,
+            multiprocessors=148,
+            product_efficiency=0.70,
+            fp8_efficiency=0.60,
+            attention_efficiency=0.45,
+        ),
+        "mi300x": Gpu(
+            name="MI300X 192 GB",
+            memory_gib=191.5,
+            peak_tflops=1307.0,
+            peak_fp8_tflops=2614.0,
+            bandwidth=5.3,
+            link=448.0,
+            network=50.0,
+            multiprocessors=304,
+            product_efficiency=0.45,
+            fp8_efficiency=0.40,
+            attention_efficiency=0.30,
+        ),
+        "ascend910": Gpu(
+            name="Ascend 910 32 GB",
+            memory_gib=32.0,
+            peak_tflops=256.0,
+            bandwidth=1.2,
+            link=30.0,
+            network=12.5,
+            multiprocessors=32,
+            product_efficiency=0.60,
+            attention_efficiency=0.35,
+        ),
+    }
+)
+"""Value of `--gpu-type` -> the GPU."""

@@ -1,0 +1,172 @@
+"""Time of an optimizer step: blocks, head, pipeline, gradients, update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neox.plan.time.block import backward_seconds, forward_seconds, product_seconds, ring_seconds
+from neox.plan.time.gpus import Gpu
+from neox.plan.time.setting import NetworkShape, StepSetting
+from neox.plan.time.simulation import simulate
+
+_HIDDEN_SHARE = 0.85
+"""Share of the backward pass behind which the reduction of gradients or the gathering of weights can hide."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of one optimizer step on the rank that holds the most work, by what they are spent on.
+
+    Attributes:
+        products: Products of blocks and head.
+        attention: Scores and weighted values.
+        elementwise: Work limited by memory bandwidth.
+        tensor: Collectives of tensor ranks.
+        context: Collectives of context ranks.
+        bubble: Waiting for other pipeline stages, hand-offs included.
+        gradients: Reduction of gradients and gathering of weights that nothing hides.
+        update: The optimizer's step.
+        tokens: Tokens of the step over all ranks.
+        ranks: Number of GPUs.
+        model_flops: Operations of the network for the step, without recomputation, causal attention counted whole.
+        peak_tflops: Peak of one GPU.
+    """
+
+    products: float
+    attention: float
+    elementwise: float
+    tensor: float
+    context: float
+    bubble: float
+    gradients: float
+    update: float
+    tokens: int
+    ranks: int
+    model_flops: float
+    peak_tflops: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        computing = self.products + self.attention + self.elementwise + self.tensor + self.context
+        return computing + self.bubble + self.gradients + self.update
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.ranks
+
+    @property
+    def tflops(self) -> float:
+        """Operations of the network per second and GPU, in TFLOP/s."""
+        return self.model_flops / self.seconds / self.ranks / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Fraction of the GPUs' peak that the network's operations use."""
+        return self.tflops / self.peak_tflops
+
+
+def model_flops(shape: NetworkShape, setting: StepSetting) -> float:
+    """Return the operations of one step: forward, and twice that backward."""
+    per_token = 6 * (shape.layers * shape.block_parameters + shape.vocabulary * shape.hidden)
+    per_token += 12 * shape.layers * shape.heads * shape.head_dim * setting.sequence
+    return float(per_token) * setting.tokens
+
+
+def estimate_step(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> StepTime:
+    """Estimate the time of one optimizer step.
+
+    Args:
+        shape: The network.
+        setting: How it is trained.
+        gpu: The GPUs.
+
+    Raises:
+        ConfigError: The schedule does not take this number of micro batches.
+    """
+    forward = forward_seconds(shape, setting, gpu)
+    backward = backward_seconds(shape, setting, gpu)
+    head_products, head_elementwise = _head(shape, setting, gpu)
+    head = head_products + head_elementwise
+    per_chunk = shape.layers / setting.pp / setting.chunks
+    handoff = _handoff(shape, setting, gpu)
+    blocked = handoff if setting.blocking_handoff else 0.0
+    fronts = [[per_chunk * forward.total + blocked] * setting.chunks for _ in range(setting.pp)]
+    backs = [[per_chunk * backward.total + blocked] * setting.chunks for _ in range(setting.pp)]
+    last_rank = setting.pp - 1
+    if setting.schedule == "dualpipev":  # its last chunk is on the first rank
+        last_rank = 0
+    fronts[last_rank][-1] += head / 3
+    backs[last_rank][-1] += head * 2 / 3
+    timeline = simulate(setting.schedule, fronts, backs, setting.micro_batches, handoff)
+    blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
+    busy = blocks.total + head * setting.micro_batches
+    held = (shape.layers * shape.block_parameters / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
+    return StepTime(
+        products=blocks.products + head_products * setting.micro_batches,
+        attention=blocks.attention,
+        elementwise=blocks.elementwise + head_elementwise * setting.micro_batches,
+        tensor=blocks.tensor,
+        context=blocks.context,
+        bubble=timeline.length - busy,
+        gradients=_gradients(setting, gpu, held, forward.total, backward.total, shape),
+        update=_update(setting, gpu, held),
+        tokens=setting.tokens,
+        ranks=setting.ranks,
+        model_flops=model_flops(shape, setting),
+        peak_tflops=gpu.peak_tflops,
+    )
+
+
+def _head(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> tuple[float, float]:
+    """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work."""
+    tokens = setting.micro_batch * setting.sequence / setting.cp
+    rows = shape.vocabulary / setting.tp
+    products = 3 * product_seconds(gpu, tokens, rows, shape.hidden)
+    passes = 14 if setting.fused else 26  # bytes of a logit: in bf16 and in fp32, there and back
+    return products, passes * tokens * rows / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
+
+
+def _handoff(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> float:
+    """Return the time to send a micro batch's hidden states to the next stage."""
+    if setting.pp == 1:
+        return 0.0
+    size = 2 * setting.micro_batch * setting.sequence / setting.cp * shape.hidden
+    if setting.divided_handoff:
+        size /= setting.tp
+    stride = setting.tp * setting.cp * setting.dp
+    link = gpu.link * gpu.link_efficiency
+    if stride >= gpu.per_host:
+        link = (setting.network or gpu.network) * gpu.network_efficiency
+    return size / (link * 1e9) + 2e-5
+
+
+def _gradients(
+    setting: StepSetting, gpu: Gpu, held: float, forward: float, backward: float, shape: NetworkShape
+) -> float:
+    """Return the time of reducing gradients and gathering weights that no computation hides."""
+    ranks = setting.dp * setting.cp
+    stride = setting.tp
+    if ranks == 1:
+        return 0.0
+    reduce = ring_seconds(gpu, setting, setting.gradient_bytes * held, ranks, stride)
+    gather = ring_seconds(gpu, setting, 2 * held, ranks, stride)
+    layers = shape.layers / setting.pp
+    if setting.zero_stage < 3:
+        hidden = _HIDDEN_SHARE * layers * backward if setting.overlaps_gradients else 0.0
+        return max(0.0, reduce - hidden) + gather
+    if setting.keeps_gathered:
+        exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
+        return exposed + max(0.0, reduce - _HIDDEN_SHARE * layers * backward)
+    exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
+    exposed += max(0.0, gather + reduce - _HIDDEN_SHARE * layers * backward)
+    first = (gather + gather + reduce) / max(1.0, layers)  # of the first and last block, which nothing hides
+    return (exposed + first) * setting.micro_batches
+
+
+def _update(setting: StepSetting, gpu: Gpu, held: float) -> float:
+    """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes."""
+    divided = setting.dp * setting.cp if setting.zero_stage else 1
+    moved = 2 * 12 + 4 + 2
+    return moved * held / divided / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
