@@ -6,12 +6,8 @@ They are written to the agent's standard output: a pipe, or ssh under pdsh. Any 
 from __future__ import annotations
 
 import json
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
-
-from neox.launch.failures import failure_cause
 
 _MARK = "@neox "
 _MAX_TEXT = 1500  # characters; pdsh cuts lines that are longer than its buffer
@@ -72,30 +68,3 @@ class LineBuffer:
         if not rest:
             return []
         return [rest.decode("utf-8", errors="replace")]
-
-
-class PlainOutput:
-    """Printer of an agent's events for people, used if no launcher process reads them (`launcher: none`).
-
-    Args:
-        rank_bytes: The plan's estimate of the memory of the fullest rank.
-    """
-
-    def __init__(self, rank_bytes: int | None = None) -> None:
-        self._rank_bytes = rank_bytes
-        self._tails: defaultdict[int, str] = defaultdict(str)
-
-    def take(self, event: Event) -> None:
-        """Print an event: each line at once, and the last lines of ranks that fail."""
-        end = "" if event.get("more") else "\n"
-        if event["kind"] == "line":
-            stream = sys.stdout if event["stream"] == "out" else sys.stderr
-            print(event["text"], end=end, file=stream, flush=True)
-        elif event["kind"] == "tail":
-            self._tails[event["rank"]] += event["text"] + end
-        elif event["kind"] == "exit" and event["code"] != 0:
-            how = failure_cause(event["code"], event.get("out_of_memory", False), self._rank_bytes)
-            tail = self._tails[event["rank"]]
-            print(f"error: rank {event['rank']} ended with {how}; its last lines:\n{tail}", file=sys.stderr)
-        elif event["kind"] == "hang":
-            print(f"no rank here made progress for {event['seconds']:.0f} s (hang_timeout)", file=sys.stderr)

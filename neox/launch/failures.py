@@ -6,9 +6,11 @@ import re
 import signal
 from collections.abc import Sequence
 
+_RANK_MARK = re.compile(r"\[rank\d+\]: ?")  # torch.distributed writes it before each line of a traceback
 _START = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FATAL = ("Fatal Python error:", "terminate called", "Segmentation fault")
+_ERROR = "error: "  # what `neox.errors.run_script` writes before a message
 _SECONDARY = re.compile(
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|remote process exited|Socket Timeout"
     r"|NCCL (error|communicator was aborted)|Software caused connection abort|recvValue failed"
@@ -16,22 +18,42 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 _NO_MEMORY = re.compile(r"^MemoryError|can't allocate memory|std::bad_alloc|out of memory", re.IGNORECASE)
+EXIT_HANG = 124
+"""Exit status of a run whose ranks made no progress."""
 _MAX_LINES = 20
 _REASON_LINES = 8  # at the end, where the message of an exception stands
 
 
 def failure_text(lines: Sequence[str]) -> list[str]:
-    """Return the last traceback among the lines, with the exceptions it is chained to; else the last lines."""
-    starts = [number for number, line in enumerate(lines) if line.strip() == _START]
-    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
-    if fatal and (not starts or fatal[-1] > starts[-1]):
-        return list(lines[fatal[-1] :])
-    if not starts:
+    """Return the last failure among the lines: an error, a crash, or a traceback with the exceptions it is chained to.
+
+    Args:
+        lines: Last lines of the rank's stderr.
+
+    Returns:
+        The lines of the failure; the last lines if none of them begins a failure.
+    """
+    plain = [without_rank_mark(line) for line in lines]
+    begins = [number for number, line in enumerate(plain) if begins_failure(line)]
+    if not begins:
         return list(lines[-_MAX_LINES:])
-    first = starts.pop()
-    while starts and _has_chain_mark(lines[starts[-1] : first]):
-        first = starts.pop()
+    first = begins.pop()
+    if plain[first].startswith(_ERROR) and len(lines) - first > _MAX_LINES:  # an old line that only looks like an error
+        return list(lines[-_MAX_LINES:])
+    while begins and _has_chain_mark(plain[begins[-1] : first]):
+        first = begins.pop()
     return list(lines[first:])
+
+
+def begins_failure(line: str) -> bool:
+    """Return whether a line on stderr is the first of a failure: a traceback, a crash, or the message of an error."""
+    text = without_rank_mark(line)
+    return text.strip() == _START or text.startswith((*_FATAL, _ERROR))
+
+
+def without_rank_mark(line: str) -> str:
+    """Return a line without the `[rank3]: ` that torch.distributed writes before the lines of a traceback."""
+    return _RANK_MARK.sub("", line, count=1) if line.startswith("[rank") else line
 
 
 def _has_chain_mark(lines: Sequence[str]) -> bool:

@@ -1,10 +1,16 @@
 """Agent of one host: starts the host's ranks, follows them, and ends them together.
 
 `python -m neox.launch.node SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
-(`neox.launch.events`) to the launcher. It kills the ranks when the first of them fails; when the launcher or the ssh
-connection ends (`--lifeline`: end of standard input, output that cannot be written, a network that is cut); and after
-`hang_timeout` without progress. SIGTERM and SIGINT are passed on to the ranks: those that answer (`acknowledge_stop`)
-or are saving have `stop_timeout` to end, the others are killed after five seconds. SIGUSR1 shows every rank's stacks.
+(`neox.launch.events`) to the launcher. It ends its ranks in these cases:
+
+- a rank has failed;
+- SIGTERM or SIGINT arrives, which it passes on to the ranks. Those that answer (`acknowledge_stop`) or are saving have
+  `stop_timeout` seconds to end; the others are killed after five seconds;
+- with `--lifeline`, the launcher or the ssh connection has ended: standard input ends, output cannot be written, or
+  the network is cut;
+- no rank has made progress for `hang_timeout` seconds.
+
+SIGUSR1 shows every rank's stacks.
 """
 
 from __future__ import annotations
@@ -24,18 +30,19 @@ from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity, create_agent_directory, take_secrets
 from neox.launch.commands import rank_command
 from neox.launch.environment import child_environment, remove_stale_locks
-from neox.launch.events import Event, PlainOutput, encode_event, text_events
+from neox.launch.events import Event, encode_event, text_events
+from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
 from neox.launch.machine import count_accelerators
+from neox.launch.plain_output import PlainOutput
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
 
-EXIT_HANG = 124
 _POLL_SECONDS = 0.1
-_END_POLL_SECONDS = 0.005  # where a rank has closed its output: it is about to end
+_END_POLL_SECONDS = 0.005  # after a rank has closed its output, which means that it is about to end
 _HEARTBEAT_SECONDS = 1.0
-_AFTER_FAILURE_SECONDS = 0.7  # the other ranks' own errors reach their logs meanwhile
+_AFTER_FAILURE_SECONDS = 0.7  # in which the other ranks' own errors reach their logs
 _STACK_SECONDS = 1.5
 
 
@@ -50,32 +57,39 @@ class NodeAgent:
     """
 
     def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool = False) -> None:
-        self.spec, self.node_rank, self.lifeline = spec, node_rank, lifeline
-        self.plain = PlainOutput(spec.rank_bytes) if plain else None
+        self.spec = spec
+        self.node_rank = node_rank
+        self.lifeline = lifeline
+        self.plain = PlainOutput(spec) if plain else None
         self.host = spec.hosts[node_rank]
-        self.log_dir = Path(spec.run_directory) / "ranks" / self.host.name
-        self.locks = contextlib.ExitStack()  # held where no launcher process holds them
+        self.locks = contextlib.ExitStack()  # held if no launcher process holds them
         self.selector = selectors.DefaultSelector()
         self.ranks: list[RankProcess] = []
         self.watchdog: Watchdog | None = None
-        self.kill_at: float | None = None
-        self.answer_by: float | None = None  # when ranks must have answered a signal
-        self.answer_seconds = 0.0  # time that they had for it
+        self.code = 0  # exit status of this agent
+        # Requests, which signal handlers note and the loop fulfils
         self.stop_requested: int | None = None
-        self.stacks_requested = self.stopping = self.showing_stacks = self.output_ended = False
-        self.code = 0
+        self.stacks_requested = False
+        # The end of the ranks. A time is in seconds of the monotonic clock; None if it is not set.
+        self.stop_passed_on = False
+        self.answer_seconds = 0.0  # time in which ranks must answer the signal
+        self.answer_by: float | None = None
+        self.kill_at: float | None = None
+        # Output
+        self.showing_stacks = False
+        self.output_ended = False  # whether a rank has closed its output, since the last heartbeat
 
     # -- output
 
     def tell(self, event: Event) -> None:
-        """Send an event to the launcher; if nothing reads it any more, the run ends."""
+        """Send an event to the launcher. If nothing reads it any more, the run ends."""
         try:
             if self.plain is not None:
                 self.plain.take(event)
                 return
             sys.stdout.write(encode_event({**event, "node": self.node_rank}) + "\n")
             sys.stdout.flush()
-        except (BrokenPipeError, OSError):
+        except OSError:
             self.end_now()
 
     def print_line(self, text: str) -> None:
@@ -83,12 +97,13 @@ class NodeAgent:
         for piece in text_events({"kind": "line", "rank": -1, "stream": "err"}, text):
             self.tell(piece)
 
-    def _take(self, event: Event) -> None:
-        """Pass on an event of a rank."""
-        shown_twice = self.showing_stacks and event["kind"] == "line"  # rank 0's stacks, which are shown below a title
-        no_error = self.plain is not None and event["kind"] == "exit" and self._was_asked_to_end(event["code"])
-        if not (shown_twice or no_error):
-            self.tell(event)
+    def _pass_on(self, event: Event) -> None:
+        """Send an event of a rank to the launcher, with two exceptions."""
+        if self.showing_stacks and event["kind"] == "line":
+            return  # these are stacks of rank 0, which are shown below a title
+        if self.plain is not None and event["kind"] == "exit" and self._was_asked_to_end(event["code"]):
+            return  # nobody has to be told of a rank that ended because the user wanted it
+        self.tell(event)
 
     # -- start
 
@@ -96,16 +111,17 @@ class NodeAgent:
         """Start the ranks and follow them until the last has ended.
 
         Returns:
-            The exit status of the rank that failed first, else 0.
+            The exit status of the rank that failed first, or 0.
         """
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_stacks)
         if self.plain is not None and self.node_rank == 0:
             lock_directories(self.spec.reserved, Path(self.spec.script).name, self.locks)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log_directory = self.spec.log_directory(self.host)
+        log_directory.mkdir(parents=True, exist_ok=True)
         self.directory = create_agent_directory(self.spec.run_id, self.node_rank)
-        self.activity = RankActivity(self.directory / "progress", self.log_dir)
+        self.activity = RankActivity(self.directory / "progress", log_directory)
         try:
             for lock in remove_stale_locks():
                 self.print_line(f"{self.host.name}: removed {lock}, left by a build whose process has ended")
@@ -113,8 +129,7 @@ class NodeAgent:
             self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
             self._start_ranks(self.environment(), self.watchdog)
             if self.lifeline:
-                ports = ssh_ports(os.environ)
-                follow_launcher(sys.stdin.fileno(), self.end_now, lambda: ports is not None and is_unanswered(ports))
+                self._follow_launcher()
             self._watch(self.watchdog)
         finally:
             self._kill_ranks()
@@ -127,57 +142,81 @@ class NodeAgent:
     def environment(self) -> dict[str, str]:
         """Return the variables that all ranks of this host share."""
         secrets = take_secrets(self.spec.run_id, self.node_rank)
-        base = child_environment({**os.environ, **self.spec.environment, **secrets})
-        own = [self.spec.code_root, *filter(None, [self.spec.environment.get("PYTHONPATH")])]
-        base["PYTHONPATH"] = os.pathsep.join(own)
-        base["PYTHONUNBUFFERED"] = "1"
-        base["NEOX_RUN_DIRECTORY"] = self.spec.run_directory
-        base[PROGRESS_VARIABLE] = str(self.directory / "progress")
-        base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.host.slots))))
-        # As DeepSpeed's launcher sets them; but GPUs that are hidden from CPU ranks stay hidden.
-        base["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.host.slots)) if count_accelerators() else ""
-        base["MASTER_ADDR"], base["MASTER_PORT"] = self.spec.master_addr, str(self.spec.master_port)
-        base["WORLD_SIZE"], base["LOCAL_SIZE"] = str(self.spec.world_size), str(len(self.host.slots))
-        base["CROSS_RANK"], base["CROSS_SIZE"] = str(self.node_rank), str(len(self.spec.hosts))
-        return base
+        variables = child_environment({**os.environ, **self.spec.environment, **secrets})
+        python_path = [self.spec.code_root]
+        if self.spec.environment.get("PYTHONPATH"):
+            python_path.append(self.spec.environment["PYTHONPATH"])
+        slots = self.host.slots
+        threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+        variables.setdefault("OMP_NUM_THREADS", str(threads))
+        # GPUs that are hidden from CPU ranks stay hidden. DeepSpeed's launcher would set the slots in any case.
+        devices = ",".join(map(str, slots)) if count_accelerators() else ""
+        return variables | {
+            "PYTHONPATH": os.pathsep.join(python_path),
+            "PYTHONUNBUFFERED": "1",
+            "NEOX_RUN_DIRECTORY": self.spec.run_directory,
+            PROGRESS_VARIABLE: str(self.directory / "progress"),
+            # as DeepSpeed's launcher sets them
+            "CUDA_VISIBLE_DEVICES": devices,
+            "MASTER_ADDR": self.spec.master_addr,
+            "MASTER_PORT": str(self.spec.master_port),
+            "WORLD_SIZE": str(self.spec.world_size),
+            "LOCAL_SIZE": str(len(slots)),
+            "CROSS_RANK": str(self.node_rank),
+            "CROSS_SIZE": str(len(self.spec.hosts)),
+        }
 
     def _start_ranks(self, environment: dict[str, str], watchdog: Watchdog) -> None:
         first = self.spec.first_rank(self.node_rank)
         for local_rank in range(len(self.host.slots)):
-            rank = RankProcess(first + local_rank, self.log_dir / f"rank_{first + local_rank:04d}.log", self._take)
-            variables = {**environment, "RANK": str(rank.rank), "LOCAL_RANK": str(local_rank)}
-            stdin = self.spec.stdin if rank.rank == 0 else None
+            number = first + local_rank
+            rank = RankProcess(number, self.spec.log_path(number), self._pass_on)
+            variables = {**environment, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
+            stdin = self.spec.stdin if number == 0 else None
             rank.start(rank_command(self.spec), variables, self.spec.directory, stdin)
             self.ranks.append(rank)
             watchdog.add(rank.pid)
             for name, pipe in rank.pipes.items():
                 self.selector.register(pipe, selectors.EVENT_READ, (rank, name))
 
+    def _follow_launcher(self) -> None:
+        """End this agent and its ranks when the launcher, or the ssh connection to it, has ended."""
+        ports = ssh_ports(os.environ)
+        follow_launcher(sys.stdin.fileno(), self.end_now, lambda: ports is not None and is_unanswered(ports))
+
     # -- watch
 
     def _watch(self, watchdog: Watchdog) -> None:
-        beat = time.monotonic()
+        """Follow the ranks until all have ended."""
+        last_beat = time.monotonic()
         while any(rank.is_running for rank in self.ranks):
             self._handle_output(_END_POLL_SECONDS if self.output_ended else _POLL_SECONDS)
             now = time.monotonic()
-            if now - beat >= _HEARTBEAT_SECONDS:
-                beat = now
+            if now - last_beat >= _HEARTBEAT_SECONDS:
+                last_beat = now
                 self.output_ended = False
                 self.tell({"kind": "alive"})
             self.activity.update()
-            if self.stacks_requested:
-                self._show_stacks()
-            if self.stop_requested is not None and not self.stopping:
-                self._pass_on_stop(self.stop_requested, now)
-            if self.answer_by is not None and now >= self.answer_by:
-                self._kill_silent_ranks()
-            if self.kill_at is not None and now >= self.kill_at:
-                self._kill_ranks()
+            self._fulfil_requests(now)
+            self._kill_what_is_overdue(now)
             if watchdog.has_ended() and self.kill_at is None:
                 self.print_line(f"the watchdog process on {self.host.name} has ended: the run is ended")
                 self.code = self.code or 1
                 self._kill_in(0.0)
             self._check_progress()
+
+    def _fulfil_requests(self, now: float) -> None:
+        """Do what signals have asked for since the last call."""
+        if self.stacks_requested:
+            self._show_stacks()
+        if self.stop_requested is not None and not self.stop_passed_on:
+            self._pass_on_stop(self.stop_requested, now)
+
+    def _kill_what_is_overdue(self, now: float) -> None:
+        if self.answer_by is not None and now >= self.answer_by:
+            self._kill_silent_ranks()
+        if self.kill_at is not None and now >= self.kill_at:
+            self._kill_ranks()
 
     def _handle_output(self, seconds: float) -> None:
         """Wait for output, take it, and see which ranks have ended meanwhile."""
@@ -187,12 +226,16 @@ class NodeAgent:
             if not rank.read(name):
                 self.selector.unregister(key.fileobj)
                 self.output_ended = True
-        for rank in [rank for rank in self.ranks if rank.poll()]:
-            self._rank_ended(rank)
-        for rank in self.ranks if not ready else ():
-            rank.show_incomplete_lines()
+        for rank in self.ranks:
+            if rank.poll():
+                self._take_end(rank)
+            else:
+                rank.show_survived_traceback()
+            if not ready:
+                rank.show_incomplete_lines()
 
-    def _rank_ended(self, rank: RankProcess) -> None:
+    def _take_end(self, rank: RankProcess) -> None:
+        """Note that a rank has ended. If it has failed, the others are killed soon."""
         if self.watchdog is not None:
             self.watchdog.remove(rank.pid)  # its number may belong to another process later
         for pipe in rank.pipes.values():
@@ -205,9 +248,9 @@ class NodeAgent:
                 self._kill_in(_AFTER_FAILURE_SECONDS)
 
     def _was_asked_to_end(self, code: int) -> bool:
-        """Return whether a rank's `returncode` is the consequence of the signal that it was sent."""
+        """Return whether a rank's `returncode` is the consequence of the signal that was passed on."""
         number = self.stop_requested
-        return self.stopping and number is not None and code in (-number, 128 + number)
+        return self.stop_passed_on and number is not None and code in (-number, 128 + number)
 
     # -- end
 
@@ -219,11 +262,12 @@ class NodeAgent:
         self.stacks_requested = True
 
     def _kill_in(self, seconds: float) -> None:
+        """Kill all ranks after some seconds, or earlier if an earlier time is set."""
         at = time.monotonic() + seconds
         self.kill_at = at if self.kill_at is None else min(self.kill_at, at)
 
     def _pass_on_stop(self, signum: int, now: float) -> None:
-        self.stopping = True
+        self.stop_passed_on = True
         self._kill_in(self.spec.stop_timeout)
         self.answer_seconds = self.activity.answer_seconds()
         self.answer_by = now + self.answer_seconds
@@ -254,22 +298,23 @@ class NodeAgent:
     # -- hangs
 
     def _check_progress(self) -> None:
+        """End the run if no rank of this host has made progress for `hang_timeout` seconds."""
         timeout = self.spec.hang_timeout
         if timeout is None or self.kill_at is not None:
             return
-        silent = time.time() - self.activity.last()
-        if silent < timeout:
+        silent_seconds = time.time() - self.activity.last()
+        if silent_seconds < timeout:
             return
         self.code = EXIT_HANG
-        self.tell({"kind": "hang", "seconds": silent})
+        self.tell({"kind": "hang", "seconds": silent_seconds})
         self._show_stacks()
-        self.stacks_requested = False  # the launcher asks every host, this one too
+        self.stacks_requested = False  # the launcher asks all hosts, also this one, which has just shown them
         self.kill_at = time.monotonic()
 
     def _show_stacks(self) -> None:
         """Ask every rank for its Python stacks, and show what they wrote."""
         self.stacks_requested = False
-        sizes = {rank.rank: rank.log_path.stat().st_size for rank in self.ranks}
+        sizes = [rank.log_path.stat().st_size for rank in self.ranks]
         for rank in self.ranks:
             rank.signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
@@ -277,9 +322,9 @@ class NodeAgent:
         while time.monotonic() < deadline:
             self._handle_output(_POLL_SECONDS)
         self.showing_stacks = False
-        for rank in self.ranks:
+        for rank, log_size in zip(self.ranks, sizes, strict=True):
             self.print_line(f"--- stacks of rank {rank.rank} on {self.host.name} ---")
-            for line in rank.stack_lines(sizes[rank.rank]):
+            for line in rank.stack_lines(log_size):
                 self.print_line(line)
         self.tell({"kind": "stacks"})
 
@@ -292,7 +337,8 @@ def main() -> int:
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     parser.add_argument("--plain", action="store_true", help="print for people: no launcher process reads events")
     arguments = parser.parse_args()
-    spec, node_rank = LaunchSpec.decode(arguments.spec), _node_rank(arguments.node_rank)
+    spec = LaunchSpec.decode(arguments.spec)
+    node_rank = _node_rank(arguments.node_rank)
     try:
         return NodeAgent(spec, node_rank, arguments.lifeline, arguments.plain).run()
     except OSError as error:  # the run's directories, usually
@@ -300,7 +346,7 @@ def main() -> int:
 
 
 def _node_rank(text: str) -> int:
-    """Return a host's number, which srun and mpirun set in the environment (one agent per host)."""
+    """Return a host's number; srun and mpirun, which start one agent per host, set it in the environment."""
     if text != "auto":
         return int(text)
     for name in ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):

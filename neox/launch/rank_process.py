@@ -1,8 +1,8 @@
 """One rank as its agent sees it (process, log file, output as events, stacks), and the watchdog of a host's ranks.
 
 `python -m neox.launch.rank_process` is the watchdog: a process that kills what ranks have started when their agent has
-died. It reads `+PID` and `-PID` lines; at the end of its input, which is the end of the agent, it kills the process
-groups that were added and not removed. (A rank itself dies with the agent; its children do not.)
+died. It reads `+PID` and `-PID` lines. Its input ends with the agent; it then kills the process groups that were added
+and not removed. (A rank itself dies with the agent; its children do not.)
 """
 
 from __future__ import annotations
@@ -19,53 +19,58 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from neox.launch.events import Event, LineBuffer, text_events
-from neox.launch.failures import failure_text, lacks_memory
+from neox.launch.failures import begins_failure, failure_text, lacks_memory
 from neox.launch.lifeline import parent_death_hook, process_state, signal_group
 from neox.launch.machine import memory_kills
 
 _MAX_KEPT_LINES = 400
 _MAX_TAIL_LINES = 200
+_READ_BYTES = 65536
+_HOLD_SECONDS = 3.0  # longer than Python takes, with torch and DeepSpeed, to end after a traceback
 _LAUNCHER_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
 
 
 class RankProcess:
     """The process of one rank.
 
-    The output of rank 0, and lines of other ranks that begin with `[rank `, become events; all output goes to the log.
+    All its output goes to the log. The output of rank 0, and lines of other ranks that begin with `[rank `, become
+    `line` events. A traceback becomes `tail` events if it ends the rank, and `line` events if it does not.
 
     Args:
         rank: Global rank.
-        log_path: The log file, which is appended to.
-        tell: Receives the events.
+        log_path: Path of the log file, which is appended to.
+        tell: Function that receives the events.
 
     Attributes:
-        code: The process's `returncode`; None while it runs.
-        pipes: Its standard output and error, for a selector, which are ready for `read`.
+        code: `returncode` of the process; None while it runs.
+        pipes: Its standard output ("out") and error ("err"), for a selector; `read` takes what is ready there.
     """
 
     def __init__(self, rank: int, log_path: Path, tell: Callable[[Event], None]) -> None:
-        self.rank, self.log_path = rank, log_path
+        self.rank = rank
+        self.log_path = log_path
         self.code: int | None = None
         self.pipes: dict[str, IO[bytes]] = {}
         self._tell_agent = tell
         self._log: BinaryIO = open(log_path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
         self._log_failed = False
         if log_path.stat().st_size:
-            self._write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
-        self._last_lines: deque[str] = deque(maxlen=_MAX_KEPT_LINES)
+            self._write_log(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         self._buffers = {"out": LineBuffer(), "err": LineBuffer()}
+        self._shown_characters = {"out": 0, "err": 0}  # of the incomplete last line
+        self._last_errors: deque[str] = deque(maxlen=_MAX_KEPT_LINES)  # lines on stderr
+        self._held = _HeldLines()
         self._kills_before = memory_kills()
-        self._was_killed = False  # by its agent
-        self._shown = {"out": 0, "err": 0}  # characters of an incomplete line that were sent already
+        self._was_killed_by_agent = False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], directory: str, stdin: str | None) -> None:
-        """Start the process, from the agent's main thread.
+        """Start the process. Only the agent's main thread may call this.
 
         Args:
-            command: The command.
+            command: Words of the command.
             environment: All its variables.
             directory: Its working directory.
-            stdin: The file that it reads as standard input; None for nothing.
+            stdin: Path of the file that it reads as standard input; None for an empty input.
         """
         descriptor = _open_stdin(stdin)
         try:
@@ -91,13 +96,15 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of the process group."""
+        """Process id, which is also the id of the process group."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
         """Whether the process has not been seen to end."""
         return self.code is None
+
+    # -- output
 
     def read(self, name: str) -> bool:
         """Take the output that is there.
@@ -106,87 +113,67 @@ class RankProcess:
             name: `out` or `err`.
 
         Returns:
-            False at the end of the output, where the pipe is closed.
+            False if the output has ended; its pipe is then closed.
         """
         data = self._take_output(name)
-        return data is None or bool(data)
-
-    def poll(self) -> bool:
-        """Look whether the process has ended; if so, take its last output, kill what it has started, and report.
-
-        Returns:
-            Whether it has ended, which is true once.
-        """
-        if self.code is not None or self._process.poll() is None:
-            return False
-        signal_group(self.pid, signal.SIGKILL)
-        for name, pipe in self.pipes.items():
-            while not pipe.closed and self._take_output(name):
-                pass
-        code = self._process.returncode
-        for line in failure_text(list(self._last_lines))[-_MAX_TAIL_LINES:] if code else ():
-            for event in text_events({"kind": "tail"}, line):
-                self._tell(event)
-        self.code = code
-        by_kernel = (
-            code == -signal.SIGKILL and not self._was_killed and memory_kills() not in (None, self._kills_before)
-        )
-        self._tell({"kind": "exit", "code": code, "out_of_memory": by_kernel or lacks_memory(list(self._last_lines))})
-        return True
-
-    def signal(self, signum: int) -> None:
-        """Signal the process, if it still runs."""
-        if self.is_running:
-            self._process.send_signal(signum)
-
-    def kill(self) -> None:
-        """Kill the process and everything it has started, if it still runs."""
-        if self.is_running:
-            self._was_killed = True
-            signal_group(self.pid, signal.SIGKILL)
+        return data != b""
 
     def show_incomplete_lines(self) -> None:
-        """Send lines that have not ended, if this is rank 0: a question to the user, for example."""
-        for name, buffer in self._buffers.items() if self.rank == 0 else ():
+        """Send what rank 0 has written of lines that have not ended, for example a question to the user."""
+        if self.rank != 0:
+            return
+        for name, buffer in self._buffers.items():
+            if name == "err" and self._held.exist():
+                continue
             pending = buffer.pending()
-            if len(pending) > self._shown[name]:
-                for event in text_events({"kind": "line", "stream": name}, pending[self._shown[name] :]):
+            new = pending[self._shown_characters[name] :]
+            if new:
+                for event in text_events({"kind": "line", "stream": name}, new):
                     self._tell({**event, "more": True})
-                self._shown[name] = len(pending)
+                self._shown_characters[name] = len(pending)
 
-    def stack_lines(self, log_size: int) -> list[str]:
-        """Return the answer to SIGUSR1, the stacks that the fault handler wrote to the log, or why there are none.
-
-        Args:
-            log_size: Size of the log, in bytes, before the signal.
-        """
-        if not self.is_running:
-            return ["not running"]
-        state = process_state(self.pid)
-        if state == "T":
-            return ["the process is stopped (SIGSTOP, a debugger, or job control): it cannot answer"]
-        with open(self.log_path, "rb") as file:
-            file.seek(log_size)
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-        lines = [line for line in lines if not any(frame in line for frame in _LAUNCHER_FRAMES)]
-        return lines or [f"no answer (process state {state}: not started yet, or waiting in the kernel)"]
+    def show_survived_traceback(self) -> None:
+        """Send the lines that were held back, if so much time has passed that they did not end the rank."""
+        if self._held.are_old():
+            self._show("err", self._held.take())
 
     def _take_output(self, name: str) -> bytes | None:
-        """Read once; return None where nothing is there now, and nothing at the end."""
+        """Read once from a pipe and pass the data on. Return them: None if nothing is there now, b"" at the end."""
+        pipe = self.pipes[name]
         try:
-            data = os.read(self.pipes[name].fileno(), 65536)
+            data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return None
-        self._write(data)
-        self._take_lines(name, self._buffers[name].feed(data) if data else self._buffers[name].flush())
-        if not data:
-            self.pipes[name].close()
+        if data:
+            self._write_log(data)
+            self._take_lines(name, self._buffers[name].feed(data))
+        else:
+            self._take_lines(name, self._buffers[name].flush())
+            pipe.close()
         return data
 
-    def _tell(self, event: Event) -> None:
-        self._tell_agent({**event, "rank": self.rank})
+    def _take_lines(self, name: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            if name == "err":
+                self._last_errors.append(line)
+            if self.rank == 0 or line.startswith("[rank "):
+                self._show_or_hold(name, line)
+            self._shown_characters[name] = 0
 
-    def _write(self, data: bytes) -> None:
+    def _show_or_hold(self, name: str, line: str) -> None:
+        """Send a line, or hold it back if it may belong to a traceback that ends this rank."""
+        may_end_rank = name == "err" and (self._held.exist() or begins_failure(line))
+        if may_end_rank and self._shown_characters[name] == 0:
+            self._held.add(line)
+        else:
+            self._show(name, [line])
+
+    def _show(self, name: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            for event in text_events({"kind": "line", "stream": name}, line[self._shown_characters[name] :]):
+                self._tell(event)
+
+    def _write_log(self, data: bytes) -> None:
         """Append to the log; a full disk must not end the run."""
         try:
             self._log.write(data)
@@ -196,14 +183,107 @@ class RankProcess:
                 text = f"[rank {self.rank}] its log cannot be written, the run goes on: {error}"
                 self._tell({"kind": "line", "stream": "err", "text": text, "more": False})
 
-    def _take_lines(self, name: str, lines: Sequence[str]) -> None:
+    def _tell(self, event: Event) -> None:
+        self._tell_agent({**event, "rank": self.rank})
+
+    # -- end
+
+    def poll(self) -> bool:
+        """If the process has ended, take its last output, kill what it has started, and send `tail` and `exit` events.
+
+        Returns:
+            Whether it has ended since the last call.
+        """
+        if self.code is not None or self._process.poll() is None:
+            return False
+        signal_group(self.pid, signal.SIGKILL)
+        for name, pipe in self.pipes.items():
+            while not pipe.closed and self._take_output(name):
+                pass
+        code = self._process.returncode
+        self._send_last_lines(code)
+        self.code = code
+        out_of_memory = self._was_killed_by_kernel(code) or lacks_memory(list(self._last_errors))
+        killed = self._was_killed_by_agent
+        self._tell({"kind": "exit", "code": code, "out_of_memory": out_of_memory, "killed": killed})
+        return True
+
+    def _send_last_lines(self, code: int) -> None:
+        """Send the text of the failure as `tail` events, and lines before it that were held back as `line` events."""
+        held = self._held.take()
+        if code == 0:
+            self._show("err", held)
+            return
+        tail = failure_text(list(self._last_errors))
+        self._show("err", held[: max(0, len(held) - len(tail))])
+        for line in tail[-_MAX_TAIL_LINES:]:
+            for event in text_events({"kind": "tail"}, line):
+                self._tell(event)
+
+    def _was_killed_by_kernel(self, code: int) -> bool:
+        """Return whether the kernel has killed the process for lack of memory, as far as its counter tells."""
+        if code != -signal.SIGKILL or self._was_killed_by_agent:
+            return False
+        kills = memory_kills()
+        return kills is not None and kills != self._kills_before
+
+    def signal(self, signum: int) -> None:
+        """Signal the process, if it still runs."""
+        if self.is_running:
+            self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Kill the process and everything it has started, if it still runs."""
+        if self.is_running:
+            self._was_killed_by_agent = True
+            signal_group(self.pid, signal.SIGKILL)
+
+    def stack_lines(self, log_size: int) -> list[str]:
+        """Return the stacks that the fault handler wrote to the log after SIGUSR1, or one line that says why not.
+
+        Args:
+            log_size: Size of the log before the signal, in bytes.
+        """
+        if not self.is_running:
+            return ["not running"]
+        state = process_state(self.pid)
+        if state == "T":
+            return ["the process is stopped (SIGSTOP, a debugger, or job control): it cannot answer"]
+        with open(self.log_path, "rb") as file:
+            file.seek(log_size)
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        stacks = []
         for line in lines:
-            if name == "err":
-                self._last_lines.append(line)
-            if self.rank == 0 or line.startswith("[rank "):
-                for event in text_events({"kind": "line", "stream": name}, line[self._shown[name] :]):
-                    self._tell(event)
-            self._shown[name] = 0
+            if not any(frame in line for frame in _LAUNCHER_FRAMES):
+                stacks.append(line)
+        return stacks or [f"no answer (process state {state}: not started yet, or waiting in the kernel)"]
+
+
+class _HeldLines:
+    """Lines of a rank's stderr, from the first line of a traceback, until it is known whether it ends the rank."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._last_time = 0.0
+
+    def exist(self) -> bool:
+        """Return whether lines are held back."""
+        return bool(self._lines)
+
+    def add(self, line: str) -> None:
+        """Hold a line back."""
+        self._lines.append(line)
+        self._last_time = time.monotonic()
+
+    def are_old(self) -> bool:
+        """Return whether lines are held back although the rank had time to end after the last one."""
+        return self.exist() and time.monotonic() - self._last_time > _HOLD_SECONDS
+
+    def take(self) -> list[str]:
+        """Return the lines and forget them."""
+        lines = self._lines
+        self._lines = []
+        return lines
 
 
 def _open_stdin(path: str | None) -> int:
@@ -233,7 +313,7 @@ class Watchdog:
         self._write(f"-{pid}\n")
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, and protects nothing any more."""
+        """Return whether the process has ended, so that it protects nothing any more."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -255,7 +335,11 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        pid = int(line[1:])
+        if line.startswith("+"):
+            groups.add(pid)
+        else:
+            groups.discard(pid)
     for pid in groups:
         signal_group(pid, signal.SIGKILL)
 

@@ -22,7 +22,7 @@ from neox.launch.machine import available_memory, count_accelerators, native_for
 from neox.launch.spec import LaunchSpec, code_root
 
 PROBE_MARK = "@probe "
-_CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/*.py")
+_CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/**/*.py")
 
 
 def encode_request(*, port: int | None, paths: list[str], marker: str | None) -> str:
@@ -31,23 +31,31 @@ def encode_request(*, port: int | None, paths: list[str], marker: str | None) ->
     Args:
         port: TCP port to try to listen on; None for none.
         paths: Files and directories that the run reads or writes.
-        marker: A file that the launcher has written, which is visible on a shared file system; None for none.
+        marker: File that the launcher has written; the host sees it if the file system is shared. None for none.
     """
-    return base64.urlsafe_b64encode(json.dumps({"port": port, "paths": paths, "marker": marker}).encode()).decode()
+    request = json.dumps({"port": port, "paths": paths, "marker": marker})
+    return base64.urlsafe_b64encode(request.encode()).decode()
 
 
 def code_hash(root: Path) -> str:
     """Hash the project's Python files, so that two hosts can be compared."""
+    files: set[Path] = set()
+    for pattern in _CODE:
+        files.update(root.glob(pattern))
     digest = hashlib.sha256()
-    files = sorted({path for pattern in _CODE for path in root.glob(pattern)})
-    for path in files:
+    for path in sorted(files):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Collect what the launcher needs to know of this host: versions, code, devices, memory, port, paths and clock."""
-    marker, port = request["marker"], request["port"]
+    """Collect what the launcher needs to know about this host: versions, code, devices, memory, port, paths and clock.
+
+    Args:
+        request: Decoded request of `encode_request`.
+    """
+    marker = request["marker"]
+    port = request["port"]
     return {
         "python": sys.version.split()[0],
         "torch": _version("torch"),
@@ -64,7 +72,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # a dry run probes no host
+    from importlib.metadata import PackageNotFoundError, version  # takes time, and a dry run probes no host
 
     try:
         return version(name)
@@ -73,32 +81,35 @@ def _version(name: str) -> str:
 
 
 def path_state(path: Path) -> dict[str, Any]:
-    """Return whether a path exists, whether it (or its nearest existing parent) is writable, and the free bytes."""
-    exists = path.exists()
+    """Return whether a path exists, and of it or its nearest parent: whether it is writable, and the free bytes."""
     nearest = path
     while not nearest.exists():
         nearest = nearest.parent
-    directory = nearest if nearest.is_dir() else nearest.parent
-    writable = nearest == directory and os.access(nearest, os.W_OK)
-    return {"exists": exists, "writable": writable, "free": shutil.disk_usage(directory).free}
+    if nearest.is_dir():
+        writable = os.access(nearest, os.W_OK)
+        free = shutil.disk_usage(nearest).free
+    else:
+        writable = False
+        free = shutil.disk_usage(nearest.parent).free
+    return {"exists": path.exists(), "writable": writable, "free": free}
 
 
 def signal_agent(run_id: str, node_rank: int, signum: int) -> bool:
     """Signal the agent of a run on this host; return whether it is there.
 
-    A process that has the number of an agent that has ended is left alone.
+    If the agent has ended, another process may have its number. That process gets no signal.
     """
     with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        process = int((agent_directory(run_id, node_rank) / "pid").read_text())
-        if _is_agent(process, run_id):
-            os.kill(process, signum)
+        pid = int((agent_directory(run_id, node_rank) / "pid").read_text())
+        if _is_agent(pid, run_id):
+            os.kill(pid, signum)
             return True
     return False
 
 
-def _is_agent(process: int, run_id: str) -> bool:
-    """Whether a process was started with the specification of a run."""
-    for word in Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0"):
+def _is_agent(pid: int, run_id: str) -> bool:
+    """Return whether a process was started with the specification of a run."""
+    for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
         with suppress(LaunchError):
             if LaunchSpec.decode(word).run_id == run_id:
                 return True
@@ -107,8 +118,8 @@ def _is_agent(process: int, run_id: str) -> bool:
 
 def store_secrets(run_id: str, node_rank: int, text: str) -> None:
     """Write secrets to a file that only this user can read; the agent reads and removes it."""
-    handle = os.open(secrets_file(run_id, node_rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(handle, "w") as file:
+    descriptor = os.open(secrets_file(run_id, node_rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
         file.write(text)
 
 

@@ -1,7 +1,7 @@
 """Locks that keep other runs out of a run's directories: an advisory lock on a file that names its holder.
 
-Two runs that write one `save` directory replace each other's checkpoints, and two that share a run directory mix their
-logs and plans. The kernel releases the lock when its holder ends.
+Two runs with one `save` directory would replace each other's checkpoints. Two runs with one run directory would mix
+their logs and plans. The kernel releases the lock when its holder ends.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _NAME = ".run.lock"
 
 
 def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "") -> str | None:
-    """Lock a directory, which is created where it is missing.
+    """Create a directory if it is missing, and lock it.
 
     On a file system without locks (some network file systems) a warning is logged.
 
     Args:
-        directory: The directory.
-        script: Name of the script that the run starts, for others' messages.
-        held: Holds the lock as long as it is open.
-        key: Key of the configuration, as `log_dir: `, for messages.
+        directory: Path of the directory.
+        script: Name of the script that the run starts, for messages of other runs.
+        held: Stack that holds the lock until it is closed.
+        key: Key of the configuration that names the directory, as `log_dir: `, for messages.
 
     Returns:
-        None if the lock is held now, else a description of its holder.
+        None if this process holds the lock now, else a description of the process that holds it.
 
     Raises:
         LaunchError: The directory cannot be written.
@@ -55,8 +55,13 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
         _log.warning("%s: this file system has no locks: make sure that no other run uses the directory", directory)
         return None
     file.truncate(0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(json.dumps({"script": script, "pid": os.getpid(), "host": socket.gethostname(), "since": since}))
+    holder = {
+        "script": script,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    file.write(json.dumps(holder))
     file.flush()
     return None
 
@@ -65,9 +70,9 @@ def lock_directories(directories: Iterable[str], script: str, held: ExitStack) -
     """Lock directories from the agent of a run that no launcher process supervises.
 
     Args:
-        directories: The directories.
+        directories: Paths of the directories.
         script: Name of the script that the run starts.
-        held: Holds the locks as long as it is open.
+        held: Stack that holds the locks until it is closed.
 
     Raises:
         LaunchError: Another run holds one of them, or it cannot be written.
@@ -79,11 +84,11 @@ def lock_directories(directories: Iterable[str], script: str, held: ExitStack) -
 
 
 def _owner(file: IO[str]) -> str:
-    """Describe the holder of a lock, which may not have written its name yet."""
+    """Describe the holder of a lock. It may not have written its name yet."""
     file.seek(0)
     try:
-        about = json.loads(file.read())
-        return f"{about['script']} (process {about['pid']} on {about['host']}, since {about['since']})"
+        holder = json.loads(file.read())
+        return f"{holder['script']} (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return "another run"
 
@@ -92,14 +97,14 @@ def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) ->
     """Lock the run directory and, for training, the `save` directory.
 
     Args:
-        directory: The run directory.
-        save: Where a training writes its checkpoints.
+        directory: Path of the run directory.
+        save: Directory for the checkpoints of a training.
         script: Name of the script that the run starts.
-        held: Holds the locks as long as it is open.
+        held: Stack that holds the locks until it is closed.
 
     Returns:
-        The run directory. If it is in use, and the script is not train.py (generate.py beside a running training, for
-        example), a new directory below it.
+        The run directory. If it is in use, and the script is not train.py, it is a new directory below the run
+        directory: generate.py may run while a training does, for example.
 
     Raises:
         LaunchError: Another run holds one of them, or it cannot be written.

@@ -14,12 +14,12 @@ from typing import Any
 
 from neox.errors import LaunchError
 
-SlotId = int | str  # an index, or a device's UUID where CUDA_VISIBLE_DEVICES names devices so
+SlotId = int | str  # an index, or a device's UUID if CUDA_VISIBLE_DEVICES names devices by UUID
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and its slots: the accelerators, or without any the CPU ranks, to use on it."""
+    """One machine and the slots to use on it: its accelerators, or numbers of CPU ranks if it has none."""
 
     name: str
     slots: tuple[SlotId, ...]
@@ -40,12 +40,12 @@ class LaunchSpec:
         code_root: Directory that holds the package `neox`, the same path on every host.
         run_directory: Directory of the run's logs.
         python: The interpreter, the same path on every host.
-        environment: Variables of the ranks. No secrets: this object is seen in lists of processes.
+        environment: Variables of the ranks, without secrets: lists of processes show this object.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
         stdin: File that rank 0 reads as its standard input, on one machine.
-        reserved: Directories that no other run may use meanwhile.
-        rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None where it is not known.
+        reserved: Directories that no other run may use while this one runs.
+        rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
     """
 
     run_id: str
@@ -81,28 +81,38 @@ class LaunchSpec:
                 return host
         raise IndexError(rank)
 
+    def log_path(self, rank: int) -> Path:
+        """Return the path of a rank's log, on the host that the rank runs on."""
+        return self.log_directory(self.host_of(rank)) / f"rank_{rank:04d}.log"
+
+    def log_directory(self, host: Host) -> Path:
+        """Return the directory of the logs of a host's ranks."""
+        return Path(self.run_directory) / "ranks" / host.name
+
     @property
     def world_info(self) -> str:
         """The hosts in the form that DeepSpeed's launcher takes."""
-        return base64.urlsafe_b64encode(_json({host.name: list(host.slots) for host in self.hosts})).decode()
+        slots = {host.name: list(host.slots) for host in self.hosts}
+        return base64.urlsafe_b64encode(_json(slots)).decode()
 
     def encode(self) -> str:
-        """Encode as base64 of compressed JSON, which no shell interprets."""
+        """Encode as base64 of compressed JSON; a shell leaves it as it is."""
         fields = {**vars(self), "hosts": [vars(host) for host in self.hosts]}
         return base64.urlsafe_b64encode(zlib.compress(_json(fields))).decode()
 
     @staticmethod
     def decode(text: str) -> LaunchSpec:
-        """Return the specification that `encode` encoded.
+        """Decode the text that `encode` returned.
 
         Raises:
-            LaunchError: The text is none.
+            LaunchError: The text is not a specification.
         """
         try:
             data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
             hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
-            data |= {key: tuple(data[key]) for key in ("arguments", "reserved")}
-            return LaunchSpec(hosts=hosts, **data)
+            arguments = tuple(data.pop("arguments"))
+            reserved = tuple(data.pop("reserved"))
+            return LaunchSpec(hosts=hosts, arguments=arguments, reserved=reserved, **data)
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
 

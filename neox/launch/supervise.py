@@ -1,7 +1,7 @@
 """Supervision of a run by the launcher process: starts the agents, shows rank 0, ends all at the first failure.
 
-The run's exit status is that of the rank that failed first (a signal is 128 + its number); its host, number and
-traceback are the last output; no process of the run is left.
+The run's exit status is that of the rank that failed first (a signal is 128 + its number). The last output is that
+rank's host, number and traceback. No process of the run is left.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from neox.files import write_text
 from neox.launch.agent_files import ANSWER_SECONDS
 from neox.launch.events import Event, LineBuffer, decode_event
-from neox.launch.failures import failure_cause, is_secondary
+from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
+from neox.launch.outcome import Failure, explain, find_cause
 from neox.launch.spec import LaunchSpec
 
 _POLL_SECONDS = 0.1
+_READ_BYTES = 65536
 _WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
 _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
@@ -38,52 +40,45 @@ _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited 
 SignalAgents = Callable[[int], None]  # on all hosts
 
 
-@dataclass
-class _Failure:
-    """Failure of one rank: its `returncode`, whether it lacked memory, and its last lines."""
-
-    rank: int
-    code: int
-    out_of_memory: bool
-    tail: list[str] = field(default_factory=list)
-
-
 class Supervisor:
     """Supervisor of one run.
 
     Args:
         spec: The run.
-        commands: The commands to start, which end when the agents end.
-        signal_agents: Sends a signal to all agents; by default to the commands' processes, which are agents on this
-            machine.
+        commands: Commands to start; they end when the agents end.
+        signal_agents: Function that sends a signal to all agents; by default to the processes of the commands, which
+            are agents on this machine.
     """
 
     def __init__(
         self, spec: LaunchSpec, commands: Sequence[Sequence[str]], signal_agents: SignalAgents | None = None
     ) -> None:
-        self.spec, self.commands = spec, commands
+        self.spec = spec
+        self.commands = commands
         self.signal_agents = signal_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.buffers: dict[int, LineBuffer] = {}
-        self.open_lines: dict[int, str] = {}
-        self.tails: dict[int, list[str]] = {}
-        self.failures: list[_Failure] = []
-        self.nodes_done: dict[int, int] = {}
-        self.heard: dict[int, float] = {}
-        self.lost: dict[int, str] = {}
-        self.hung = False
+        # Output of the agents
+        self.buffers: dict[int, LineBuffer] = {}  # by file descriptor
+        self.tails: defaultdict[int, str] = defaultdict(str)  # last lines of failed ranks
         self.stacks: list[str] = []
-        self.nodes_shown: set[int] = set()
-        self.stop_signal: int | None = None
-        self.end_at: float | None = None
+        # What is known about the run. Hosts are numbered as in the specification.
+        self.failures: list[Failure] = []  # in the order of their reports
+        self.hosts_done: dict[int, int] = {}  # exit status of the agent
+        self.hosts_lost: dict[int, str] = {}  # what happened to the connection
+        self.heard_at: dict[int, float] = {}
+        self.hosts_with_stacks: set[int] = set()
+        self.hung = False
+        self.stop_signal: int | None = None  # as passed on to the ranks
+        self.end_at: float | None = None  # time at which the run is ended, whoever is still running
 
     def run(self, environment: Mapping[str, str] | None = None) -> int:
         """Start every command, follow them to the end, and return the run's exit status.
 
         Args:
-            environment: Variables of the commands; this process's when left out.
+            environment: Variables of the commands; those of this process if left out.
         """
-        caught = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        # A signal that is ignored, as SIGHUP under nohup, stays ignored.
+        caught = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._on_signal) for number in caught}
         try:
             with selectors.DefaultSelector() as selector:
@@ -96,14 +91,16 @@ class Supervisor:
                 signal.signal(number, handler)
         return self._conclude()
 
-    def _start(self, command: list[str], selector: selectors.BaseSelector, env: Mapping[str, str] | None) -> None:
+    def _start(
+        self, command: list[str], selector: selectors.BaseSelector, environment: Mapping[str, str] | None
+    ) -> None:
         process = subprocess.Popen(
             command,
-            env=None if env is None else dict(env),
+            env=None if environment is None else dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
             preexec_fn=parent_death_hook(signal.SIGTERM),
         )
         self.processes.append(process)
@@ -116,28 +113,50 @@ class Supervisor:
     # -- watching
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        stopped = False
+        """Take what the agents send until all their outputs have ended, or the run must end."""
+        passed_on = False
         while selector.get_map():
             for key, _ in selector.select(_POLL_SECONDS):
                 if not self._read(key.fileobj):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
-            if self.stop_signal is not None and not stopped:
-                stopped = True
-                name, limit = signal.Signals(self.stop_signal).name, self.spec.stop_timeout
-                self._print_error(
-                    f"{name}: the ranks have {limit:.0f} s to save and end, those that do not answer "
-                    f"{min(ANSWER_SECONDS, limit):.0f} s (a second signal ends them now)"
-                )
-                self.signal_agents(self.stop_signal)
-                self.end_at = time.monotonic() + self.spec.stop_timeout + _END_SECONDS
+            if self.stop_signal is not None and not passed_on:
+                passed_on = True
+                self._pass_on_stop(self.stop_signal)
             now = time.monotonic()
             self._check_heartbeats(now)
             if self.end_at is not None and now >= self.end_at:
                 return
 
+    def _pass_on_stop(self, signum: int) -> None:
+        limit = self.spec.stop_timeout
+        self._print_error(
+            f"{signal.Signals(signum).name}: the ranks have {limit:.0f} s to save and end, those that do not answer "
+            f"{min(ANSWER_SECONDS, limit):.0f} s (a second signal ends them now)"
+        )
+        self.signal_agents(signum)
+        self.end_at = time.monotonic() + limit + _END_SECONDS
+
+    def _check_heartbeats(self, now: float) -> None:
+        for node, heard_at in self.heard_at.items():
+            if node not in self.hosts_done and now - heard_at > LOST_SECONDS:
+                self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
+
+    def _lose(self, node: int, how: str) -> None:
+        if node not in self.hosts_lost:
+            self.hosts_lost[node] = how
+            self._end_in(_WINDOW_SECONDS)
+
+    def _end_in(self, seconds: float) -> None:
+        """End the run after some seconds, unless a time is set already."""
+        if self.end_at is None:
+            self.end_at = time.monotonic() + seconds
+
+    # -- output of the agents
+
     def _read(self, pipe: IO[bytes]) -> bool:
+        """Take the output that is there; return False if it has ended."""
         try:
-            data = os.read(pipe.fileno(), 65536)
+            data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
         buffer = self.buffers[pipe.fileno()]
@@ -146,84 +165,76 @@ class Supervisor:
         return bool(data)
 
     def _take_line(self, line: str) -> None:
-        _, mark, rest = line.partition(": ")  # pdsh writes `host: ` in front of every line
-        event = decode_event(line) or (decode_event(rest) if mark else None)
+        """Take an event, or a text for people. pdsh writes `host: ` in front of every line."""
+        event = decode_event(line) or decode_event(line.partition(": ")[2])
+        connection_ended = _CONNECTION_ENDED.match(line)
         if event is not None:
-            self._take(event)
-        elif match := _CONNECTION_ENDED.match(line):
-            self._connection_ended(match["host"], match["how"])
+            self._take_event(event)
+        elif connection_ended:
+            self._take_connection_end(connection_ended["host"], connection_ended["how"])
         elif line.strip():
             self._print_error(line)
 
-    def _connection_ended(self, host: str, how: str) -> None:
-        """Handle pdsh's message about an ssh that failed, unless the agent there has reported its end."""
-        node = next((number for number, known in enumerate(self.spec.hosts) if known.name == host), None)
-        if node is not None and node not in self.nodes_done:
-            self._lose(node, how)
+    def _take_connection_end(self, host: str, how: str) -> None:
+        """Take pdsh's message that ssh to a host has failed, unless the agent there has reported its end."""
+        for node, known in enumerate(self.spec.hosts):
+            if known.name == host and node not in self.hosts_done:
+                self._lose(node, how)
 
-    def _lose(self, node: int, how: str) -> None:
-        if node not in self.lost:
-            self.lost[node] = how
-            self._end_in(_WINDOW_SECONDS)
-
-    def _check_heartbeats(self, now: float) -> None:
-        for node, heard in self.heard.items():
-            if node not in self.nodes_done and now - heard > LOST_SECONDS:
-                self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
-
-    def _take(self, event: Event) -> None:
+    def _take_event(self, event: Event) -> None:
+        self.heard_at[event["node"]] = time.monotonic()
         kind = event["kind"]
-        self.heard[event["node"]] = time.monotonic()
         if kind == "line":
-            self._show(event)
-            if self.hung and event["rank"] < 0:  # an agent's, which collects its ranks' stacks
-                self.stacks.append(event["text"] + ("" if event["more"] else "\n"))
+            self._take_text(event)
         elif kind == "tail":
-            self._add_tail(event)
+            self.tails[event["rank"]] += event["text"] + _line_end(event)
         elif kind == "exit" and event["code"] != 0:
-            failure = _Failure(
-                event["rank"], event["code"], event.get("out_of_memory", False), self.tails.get(event["rank"], [])
-            )
-            self.failures.append(failure)
-            if self.stop_signal is None:
-                self._end_in(_WINDOW_SECONDS)
-            elif failure.code not in (-self.stop_signal, 128 + self.stop_signal):  # others cannot save without it
-                self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
-        elif kind == "hang" and not self.hung:
-            self.hung = True
-            seconds = event["seconds"]
-            self._print_error(f"no rank made progress for {seconds:.0f} s (hang_timeout): every rank's stacks follow")
-            self.signal_agents(signal.SIGUSR1)
-            self._end_in(_HANG_SECONDS)
-        elif kind == "stacks" and self.hung:
-            self.nodes_shown.add(event["node"])
-            if len(self.nodes_shown) == len(self.spec.hosts):
-                self.end_at = time.monotonic() + _POLL_SECONDS
+            self._take_failure(event)
+        elif kind == "hang":
+            self._take_hang(event["seconds"])
+        elif kind == "stacks":
+            self._take_stacks_end(event["node"])
         elif kind == "done":
-            self.nodes_done[event["node"]] = event["code"]
+            self.hosts_done[event["node"]] = event["code"]
 
-    def _end_in(self, seconds: float) -> None:
-        if self.end_at is None:
-            self.end_at = time.monotonic() + seconds
+    def _take_text(self, event: Event) -> None:
+        stream = sys.stdout if event["stream"] == "out" else sys.stderr
+        self._print(event["text"], stream, _line_end(event))
+        is_from_agent = event["rank"] < 0
+        if self.hung and is_from_agent:  # a part of the ranks' stacks
+            self.stacks.append(event["text"] + _line_end(event))
 
-    def _show(self, event: Event) -> None:
-        end = "" if event["more"] else "\n"
-        self._print(event["text"], sys.stdout if event["stream"] == "out" else sys.stderr, end)
+    def _take_failure(self, event: Event) -> None:
+        failure = Failure.of_event(event, self.tails[event["rank"]])
+        self.failures.append(failure)
+        if self.stop_signal is None:
+            self._end_in(_WINDOW_SECONDS)
+        elif not _ended_by(failure, self.stop_signal):  # the other ranks cannot save without this one
+            self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
 
-    def _add_tail(self, event: Event) -> None:
-        rank = event["rank"]
-        text = self.open_lines.pop(rank, "") + event["text"]
-        if event["more"]:
-            self.open_lines[rank] = text
-        else:
-            self.tails.setdefault(rank, []).append(text)
+    def _take_hang(self, seconds: float) -> None:
+        if self.hung:  # another host has reported it
+            return
+        self.hung = True
+        self._print_error(f"no rank made progress for {seconds:.0f} s (hang_timeout): every rank's stacks follow")
+        self.signal_agents(signal.SIGUSR1)
+        self._end_in(_HANG_SECONDS)
+
+    def _take_stacks_end(self, node: int) -> None:
+        """Note that a host has sent all its stacks; end a hung run when every host has."""
+        if not self.hung:
+            return
+        self.hosts_with_stacks.add(node)
+        if len(self.hosts_with_stacks) == len(self.spec.hosts):
+            self.end_at = time.monotonic() + _POLL_SECONDS
 
     # -- ending
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.stop_signal is not None:  # asked twice: now
+        if self.stop_signal is not None:  # the second signal: the user does not want to wait
             self.end_at = time.monotonic()
-        self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # which ranks know to save at
+        # Ranks save at SIGTERM; a closed terminal asks for the same.
+        self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
 
     def _signal_children(self, number: int) -> None:
         """Signal the local agents, which are child processes."""
@@ -232,13 +243,16 @@ class Supervisor:
                 process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Close every agent's standard input, at whose end it kills its ranks, then kill what is left."""
+        """End all agents: close their standard input, terminate them, and finally kill them.
+
+        An agent kills its ranks when its standard input ends. srun and mpirun pass no standard input on.
+        """
         for process in self.processes:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
         self._wait_for_all(_LIFELINE_SECONDS)
-        for process in self.processes:  # srun and mpirun pass no standard input on
+        for process in self.processes:
             if process.poll() is None:
                 process.terminate()
         self._wait_for_all(_END_SECONDS)
@@ -260,51 +274,61 @@ class Supervisor:
         """Return the exit status, and print why, with the first failure's traceback last."""
         if self.hung:
             self._print_error(f"ended: the run hung; {self._write_stacks()}")
-            return 124
-        failures = [failure for failure in self.failures if not self._was_asked_to_end(failure)]
-        cause = next((failure for failure in failures if not is_secondary(failure.tail)), None)
-        if cause is None and failures and len(failures) == len(self.failures):  # else they follow one that was asked to
-            cause = failures[0]
+            return EXIT_HANG
+        cause = self._cause()
         if cause is not None:
-            self._explain(cause)
+            for line in explain(self.spec, cause, self.failures):
+                self._print_error(line)
             return exit_status(cause.code)
-        if self.failures and self.stop_signal is not None:
-            return 128 + self.stop_signal
-        if len(self.nodes_done) == len(self.spec.hosts):
-            return max(self.nodes_done.values())
         if self.stop_signal is not None:
-            return 128 + self.stop_signal
-        if self.lost:
-            for node, how in self.lost.items():
+            return self._status_after_stop(self.stop_signal)
+        if len(self.hosts_done) == len(self.spec.hosts):
+            return max(self.hosts_done.values())
+        return self._conclude_without_report()
+
+    def _cause(self) -> Failure | None:
+        """Return the failure that came first; None if there is none, or if all follow from a signal to this process."""
+        failures = [failure for failure in self.failures if not self._was_asked_to_end(failure)]
+        cause = find_cause(failures)
+        nobody_was_asked = len(failures) == len(self.failures)
+        if cause is None and failures and nobody_was_asked:
+            return next((failure for failure in failures if not failure.killed), failures[0])
+        return cause
+
+    def _was_asked_to_end(self, failure: Failure) -> bool:
+        """Return whether a rank ended by the signal that was passed on, or was killed because it did not."""
+        if self.stop_signal is None:
+            return False
+        return failure.code == -signal.SIGKILL or _ended_by(failure, self.stop_signal)
+
+    def _status_after_stop(self, signum: int) -> int:
+        """Return the exit status of a run that was asked to end: 0 if all its ranks have saved and ended well."""
+        if not self.failures and len(self.hosts_done) == len(self.spec.hosts):
+            return max(self.hosts_done.values())
+        return 128 + signum
+
+    def _conclude_without_report(self) -> int:
+        """Name the hosts that were lost, or that have ended without a report, and return the exit status."""
+        if self.hosts_lost:
+            for node, how in self.hosts_lost.items():
                 self._print_error(f"error: lost {self.spec.hosts[node].name} ({how}); the run was ended on every host")
             return 1
-        missing = [h.name for number, h in enumerate(self.spec.hosts) if number not in self.nodes_done]
+        missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
-        return max([exit_status(process.returncode) for process in self.processes] + [1])
+        statuses = [exit_status(process.returncode) for process in self.processes]
+        return max([1, *statuses])
 
     def _write_stacks(self) -> str:
-        """Write every rank's stacks to one file of the run directory, and say where they are."""
+        """Write every rank's stacks to one file of the run directory, and return where they are."""
         directory = Path(self.spec.run_directory)
+        logs = directory / "ranks"
         try:
-            write_text(directory / "stacks.txt", "".join(self.stacks))
+            write_text(directory / "stacks.txt", self.stacks)
         except OSError as error:
-            return f"stacks.txt cannot be written ({error.strerror}); the logs in {directory / 'ranks'} hold them"
-        return f"every rank's stacks are in {directory / 'stacks.txt'}, and in its log below {directory / 'ranks'}"
+            return f"stacks.txt cannot be written ({error.strerror}); the logs in {logs} hold them"
+        return f"every rank's stacks are in {directory / 'stacks.txt'}, and in its log below {logs}"
 
-    def _was_asked_to_end(self, failure: _Failure) -> bool:
-        """Return whether a rank ended by the signal that was passed on, or was killed because it did not."""
-        number = self.stop_signal
-        return number is not None and failure.code in (-number, 128 + number, -signal.SIGKILL)
-
-    def _explain(self, cause: _Failure) -> None:
-        host = self.spec.host_of(cause.rank).name
-        how = failure_cause(cause.code, cause.out_of_memory, self.spec.rank_bytes)
-        others = sorted({failure.rank for failure in self.failures} - {cause.rank})
-        if others:
-            self._print_error(f"rank {cause.rank} failed first; ended with it: {', '.join(map(str, others))}")
-        self._print_error(f"error: rank {cause.rank} on {host} ended with {how}; its last lines:")
-        for line in cause.tail or ["(none)"]:
-            self._print_error(line)
+    # -- printing
 
     def _print_error(self, text: str) -> None:
         self._print(text, sys.stderr)
@@ -317,3 +341,12 @@ class Supervisor:
             raise
         except OSError:
             return  # SIGHUP follows, which lets the ranks save; their logs hold the rest
+
+
+def _line_end(event: Event) -> str:
+    return "" if event["more"] else "\n"
+
+
+def _ended_by(failure: Failure, signum: int) -> bool:
+    """Return whether a rank ended by a signal, or with the exit status that stands for it."""
+    return failure.code in (-signum, 128 + signum)

@@ -89,7 +89,7 @@ def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
         )
         for line in lines
     ]
-    assert agents[1].communicate(timeout=60)[1].startswith("error: rank 1 ended with exit status 7")
+    assert agents[1].communicate(timeout=60)[1].startswith("error: rank 1 on b ended with exit status 7")
     assert agents[1].returncode == 7
     assert agents[0].stdout is not None
     assert agents[0].stdout.readline() == "rank 0 is up\n"

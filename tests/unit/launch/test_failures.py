@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.launch.failures import failure_text, is_secondary
+from neox.launch.failures import begins_failure, failure_text, is_secondary, without_rank_mark
 
 
 def test_the_last_traceback_with_its_chain() -> None:
@@ -15,6 +15,19 @@ def test_the_last_traceback_with_its_chain() -> None:
     assert failure_text([str(number) for number in range(50)]) == [str(number) for number in range(30, 50)]
     fatal = ["Fatal Python error: Segmentation fault", "", "Current thread"]
     assert failure_text([*last, *fatal]) == fatal
+    refusal = ["error: the data are wrong", "and so are the keys"]
+    assert failure_text([*last, "INFO: a step", *refusal]) == refusal
+    assert failure_text(["error: retried", *map(str, range(50))]) == [str(number) for number in range(30, 50)]
+
+
+def test_a_traceback_as_torch_distributed_prints_it() -> None:
+    lines = ["Traceback (most recent call last):", '  File "a"', "KeyError: 'x'", ""]
+    lines += ["The above exception was the direct cause of the following exception:", "", *lines[:2], "ValueError: y"]
+    marked = [f"[rank11]: {line}" if line else line for line in lines]
+    assert failure_text(["INFO: a step", *marked]) == marked
+    assert begins_failure(marked[0])
+    assert not begins_failure("[rank 3] error: a warning of a rank")
+    assert without_rank_mark(marked[-1]) == "ValueError: y"
 
 
 def test_consequences_of_another_death() -> None:

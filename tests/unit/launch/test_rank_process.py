@@ -54,6 +54,34 @@ def test_output_events_and_logs(tmp_path: Path) -> None:
     assert "started again" in (tmp_path / "log").read_text()
 
 
+def test_a_traceback_that_ends_rank_0_is_sent_once(tmp_path: Path) -> None:
+    code = "import sys; print('before', file=sys.stderr, flush=True); raise ValueError('the reason')"
+    _, events = run(0, code, tmp_path / "log")
+    assert texts(events) == ["before"]
+    assert texts(events, "tail")[0] == "Traceback (most recent call last):"
+    assert texts(events, "tail")[-1] == "ValueError: the reason"
+
+
+def test_a_traceback_that_rank_0_survives_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\n"
+    _, events = run(0, code, tmp_path / "log")
+    assert texts(events)[-1].startswith("ZeroDivisionError")
+    monkeypatch.setattr(rank_process, "_HOLD_SECONDS", 0.0)
+    events = []
+    process = RankProcess(0, tmp_path / "other", events.append)
+    process.start([sys.executable, "-c", code + "import time; time.sleep(600)"], os.environ, str(ROOT), None)
+    deadline = time.monotonic() + 20
+    while not any(text.startswith("ZeroDivisionError") for text in texts(events)) and time.monotonic() < deadline:
+        process.read("err")
+        process.show_survived_traceback()
+        time.sleep(0.01)
+    process.kill()
+    while not process.poll():
+        time.sleep(0.01)
+    assert texts(events)[0] == "Traceback (most recent call last):"
+    assert events[-1]["killed"]
+
+
 def test_the_end_of_a_rank_is_the_end_of_what_it_has_started(tmp_path: Path) -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
     _, events = run(0, code, tmp_path / "log")

@@ -1,0 +1,139 @@
+"""Outcome of a run in which ranks have failed: the failure that came first, and its consequences on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from neox.launch.events import Event
+from neox.launch.failures import begins_failure, failure_cause, is_secondary, without_rank_mark
+from neox.launch.spec import LaunchSpec
+
+_MAX_MESSAGE = 160  # characters
+_MAX_SHOWN = 8  # ranks with a line of their own
+
+
+@dataclass
+class Failure:
+    """Failure of one rank.
+
+    Attributes:
+        rank: Global rank.
+        code: `returncode` of its process.
+        out_of_memory: Whether it lacked memory.
+        killed: Whether its agent killed it: another rank had failed, or it did not answer a signal.
+        text: Last lines of its stderr, each with a line end.
+    """
+
+    rank: int
+    code: int
+    out_of_memory: bool = False
+    killed: bool = False
+    text: str = ""
+
+    @staticmethod
+    def of_event(event: Event, text: str) -> Failure:
+        """Return the failure that an `exit` event reports.
+
+        Args:
+            event: The event.
+            text: Last lines of the rank's stderr, each with a line end.
+        """
+        return Failure(event["rank"], event["code"], event["out_of_memory"], event["killed"], text)
+
+    @property
+    def lines(self) -> list[str]:
+        """Last lines of its stderr, without line ends."""
+        return self.text.split("\n")[:-1]
+
+    @property
+    def message(self) -> str:
+        """Last line that is not empty; the message of the exception, after a traceback."""
+        for line in reversed(self.lines):
+            text = without_rank_mark(line).strip()
+            if text:
+                return text
+        return ""
+
+    def has_own_message(self) -> bool:
+        """Return whether the rank has written a traceback or an error, and not only log lines."""
+        return bool(self.text) and begins_failure(self.lines[0])
+
+    def is_consequence(self) -> bool:
+        """Return whether it looks like the consequence of another rank's end."""
+        return self.killed or is_secondary(self.lines)
+
+
+def find_cause(failures: Iterable[Failure]) -> Failure | None:
+    """Return the first failure that does not look like the consequence of another one; None if all do."""
+    for failure in failures:
+        if not failure.is_consequence():
+            return failure
+    return None
+
+
+def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> list[str]:
+    """Return lines that explain a failed run: the consequences first, the last lines of the cause last.
+
+    Args:
+        spec: The run.
+        cause: Failure that came first.
+        failures: All failures, `cause` among them.
+    """
+    lines = []
+    others = sorted((failure for failure in failures if failure.rank != cause.rank), key=lambda other: other.rank)
+    if others:
+        lines.append(f"rank {cause.rank} failed first; what followed on other ranks:")
+        lines += [f"  {line}" for line in _consequences(spec, cause, others)]
+    host = spec.host_of(cause.rank).name
+    how = failure_cause(cause.code, cause.out_of_memory, spec.rank_bytes)
+    log = spec.log_path(cause.rank)
+    if cause.text:
+        lines.append(f"error: rank {cause.rank} on {host} ended with {how}; its last lines (log: {log}):")
+        lines += cause.lines
+    else:
+        lines.append(f"error: rank {cause.rank} on {host} ended with {how}, without a word on stderr (log: {log})")
+    return lines
+
+
+def _consequences(spec: LaunchSpec, cause: Failure, others: Sequence[Failure]) -> list[str]:
+    """Return one line for each rank with a message of its own, and one for each group of ranks without."""
+    ended = []
+    same = []
+    lines = []
+    for failure in others:
+        if failure.message and failure.message == cause.message:
+            same.append(failure.rank)
+        elif failure.killed and not failure.has_own_message():
+            ended.append(failure.rank)
+        else:
+            message = shortened(failure.message) or failure_cause(failure.code, failure.out_of_memory, None)
+            lines.append(f"rank {failure.rank}: {message} (log: {spec.log_path(failure.rank)})")
+    if len(lines) > _MAX_SHOWN:
+        hidden = len(lines) - _MAX_SHOWN
+        lines[_MAX_SHOWN:] = [f"and {hidden} more ranks (logs below {spec.run_directory})"]
+    if same:
+        lines.append(f"{rank_list(same)}: the same error")
+    if ended:
+        lines.append(f"{rank_list(ended)}: ended with it")
+    return lines
+
+
+def shortened(message: str) -> str:
+    """Return a message, cut if it is long."""
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return message[:_MAX_MESSAGE] + "..."
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text, with ranges, such as `ranks 0, 2-7`."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    texts = ["-".join(map(str, bounds)) for bounds in ranges]
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(texts)}"
