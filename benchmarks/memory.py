@@ -27,7 +27,7 @@ from benchmarks.held_storages import HeldStorages
 from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import OPTIMIZERS, find_optimizer
 from neox.plan import Device, RunPlan, gpu_device, host_device, resolve
-from neox.plan.fit import memory_on, needed_bytes
+from neox.plan.device import memory_on
 from tests.distributed.spawn import run_ranks
 from train import describe
 
@@ -133,7 +133,8 @@ def main() -> None:
         for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
             device = device_of(plan)
             memory, peak = memory_on(plan, device), max(rank[number] for rank in measured)
-            planned, compared = asdict(memory), needed_bytes(memory, device)
+            planned = asdict(memory)
+            compared = memory.needed(on_cpu=device.shared)
             offload = "+".join(key.removeprefix("offload_") for key in case if key.startswith("offload"))
             rows.append(
                 {"optimizer": optimizer, "precision": precision, "stage": case["stage"], "offload": offload or "none"}

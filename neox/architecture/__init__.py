@@ -5,16 +5,15 @@ from neox.architecture.architecture import GATED_KINDS, Architecture, Difference
 from neox.architecture.choices import (
     ACTIVATIONS,
     ATTENTION,
-    MOST_BLOCKED,
     NORMS,
     POSITIONS,
-    QUERY_BLOCK,
     Activation,
     Attention,
     Norm,
     Positions,
 )
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
+from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
 from neox.architecture.layers import (
     BLOCK_NORMS,
     BLOCK_OFFSET,
@@ -34,7 +33,9 @@ __all__ = [
     "ATTENTION",
     "BLOCK_NORMS",
     "BLOCK_OFFSET",
+    "FP8_MULTIPLE",
     "GATED_KINDS",
+    "LOSS_CHUNK",
     "MOST_BLOCKED",
     "NORMS",
     "POSITIONS",
@@ -45,6 +46,7 @@ __all__ = [
     "Activation",
     "Architecture",
     "Attention",
+    "AttentionImpl",
     "Difference",
     "Initialization",
     "LayerEntry",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.parameter import Initialization, ParameterSpec
@@ -193,11 +193,6 @@ ATTENTION: Mapping[str, Attention] = MappingProxyType(
         "sliding_window": Attention(_self_attention, lambda network, length: min(network.window, length)),
     }
 )
-
-QUERY_BLOCK: Final = 128
-"""Queries of a block, where a CPU computes causal flash attention block by block."""
-MOST_BLOCKED: Final = 512
-"""Tokens up to which it does: beyond, the blocks are not faster than torch's flash attention of CPUs."""
 
 if TYPE_CHECKING:
     ActivationName: TypeAlias = str

@@ -98,6 +98,11 @@ class LayerPlan:
         return next((p.shared_with for p in self.layers[index].parameters if p.name == name and p.shared_with), index)
 
     @property
+    def word_embeddings(self) -> ParameterSpec:
+        """The table of the tokens' vectors in layer 0, which a tied head uses, too."""
+        return self.layers[0].parameters[0]
+
+    @property
     def head(self) -> LayerEntry:
         """The layer that makes logits of hidden states."""
         return self.layers[BLOCK_OFFSET + self.architecture.num_layers + 2]

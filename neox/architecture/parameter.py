@@ -51,6 +51,10 @@ class ParameterSpec:
         """Number of elements over all tensor ranks."""
         return prod(self.shape)
 
+    def shard_numel(self, tp_size: int) -> int:
+        """Return the number of elements on one of `tp_size` tensor ranks."""
+        return self.numel if self.partition_dim is None else self.numel // tp_size
+
     @property
     def is_matrix(self) -> bool:
         """Whether it is a matrix of a product, to which weight decay applies."""

@@ -18,7 +18,7 @@ from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, s
 from neox.launch.machine import port_problem, visible_accelerators
 from neox.launch.spec import Host, SlotId
 from neox.plan import static_problems
-from neox.plan.run_plan import Topology
+from neox.plan.topology import Topology
 
 _RANKS_PER_CORE = 4
 _MAX_PLANNED_RANKS = 2**20

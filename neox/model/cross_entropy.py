@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neox.architecture import LOSS_CHUNK
 from neox.ops import add_product, label_scores, linear, logits_gradient
 from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks, reduce_scatter_last_dim
-
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
-"""Logits held at once: what stays near a CPU core, what keeps a GPU busy."""
 
 
 def head_cross_entropy(
@@ -96,7 +94,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         token_weights = token_weights.float() / largest
         labels = labels - grid.tp_rank * (weight.shape[0] // (grid.tp_size if row else 1))
-        rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**27) // weight.shape[0])
+        rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
         for first in range(0, x.shape[0], rows):
             here = slice(first, first + rows)
             logits = linear(x[here], weight)

@@ -4,8 +4,9 @@ from types import MappingProxyType
 
 import torch
 
+from neox.architecture import AttentionImpl
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import AttentionImpl, core_attention, masked_bias, same_document_pairs, unpadded_keys
+from neox.ops.attention import core_attention, masked_bias, same_document_pairs, unpadded_keys
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.linear import add_product, linear

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.architecture import MOST_BLOCKED, QUERY_BLOCK
+from neox.architecture import MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
 from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax
-
-AttentionImpl = Literal["eager", "fused", "flash"]
 
 
 def core_attention(

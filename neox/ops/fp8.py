@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neox.architecture import FP8_MULTIPLE
 from neox.ops.linear import ProductLinear, linear
-from neox.plan.fp8 import FP8_MULTIPLE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 1e-30

@@ -1,5 +1,6 @@
 """Plan: what follows from a configuration, the number of ranks and the size of the vocabulary. Without torch."""
 
+from neox.architecture import AttentionImpl
 from neox.plan.architecture import (
     architecture_keys,
     architecture_of,
@@ -11,13 +12,16 @@ from neox.plan.architecture import (
 from neox.plan.batch import BatchPlan
 from neox.plan.check import further_problems, load_config
 from neox.plan.deepspeed_json import deepspeed_json
-from neox.plan.fit import Device, gpu_device, host_device, memory_problem
-from neox.plan.precision import Capabilities, saved_precision
+from neox.plan.device import Device, gpu_device, host_device
+from neox.plan.fit import memory_problem
+from neox.plan.memory import MemoryPlan
+from neox.plan.precision import Capabilities, Precision, saved_precision
 from neox.plan.report import format_plan, plan_as_dict
 from neox.plan.resolve import decode_payload, encode_payload, resolve
 from neox.plan.rules import missing_for_training, static_problems
-from neox.plan.run_plan import AttentionImpl, MemoryPlan, Precision, RunPlan, Topology
+from neox.plan.run_plan import RunPlan
 from neox.plan.stages import LayerRange, StagePlan
+from neox.plan.topology import Topology
 
 __all__ = [
     "AttentionImpl",

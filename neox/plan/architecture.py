@@ -12,6 +12,7 @@ from neox.architecture import (
     ATTENTION,
     NORMS,
     Architecture,
+    AttentionImpl,
     LayerPlan,
     Lora,
     add_adapters,
@@ -25,7 +26,6 @@ from neox.config.sections.base import Section
 from neox.config.sections.model import ModelConfig, SoftPromptSettings
 from neox.errors import ConfigError
 from neox.plan.mlp_width import mlp_width
-from neox.plan.run_plan import AttentionImpl
 
 _SHAPE = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
 FLASH: Final = "flash"

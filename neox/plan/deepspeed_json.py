@@ -7,7 +7,9 @@ from typing import Any
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import status_of
 from neox.config.sections.deepspeed import ZeroSettings
-from neox.plan.run_plan import BatchPlan, Precision, Topology
+from neox.plan.batch import BatchPlan
+from neox.plan.precision import Precision
+from neox.plan.topology import Topology
 
 _ZERO_STATUS = {key: status_of(info) for key, info in ZeroSettings.model_fields.items()}
 # Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.

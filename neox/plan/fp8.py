@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import ADAPTER, POSITIONS, LayerPlan, ParameterSpec
+from neox.architecture import ADAPTER, FP8_MULTIPLE, POSITIONS, LayerPlan, ParameterSpec
 from neox.plan.precision import Capabilities
 from neox.plan.run_plan import RunPlan
-
-FP8_MULTIPLE = 16
-"""What every dim of a product in fp8 is a multiple of on a GPU (cuBLAS); a dim that is summed over may be padded."""
 
 
 def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
-from neox.plan.run_plan import Precision
+
+Precision = Literal["fp32", "fp16", "bf16"]
 
 _SAVED_CONFIG = "configs/config.yml"  # as `neox.checkpoint` writes it beside the weights
 

@@ -11,11 +11,12 @@ from typing import Any
 from neox.architecture import training_flops_per_token
 from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
-from neox.plan.fit import Device, check_fit, flash_advice, gib, gpu_device, inference_bytes, memory_on, memory_problem
-from neox.plan.memory.estimate import fullest_stage, stage_memory
-from neox.plan.memory.setting import memory_setting
+from neox.plan.device import Device, gib, gpu_device, memory_on
+from neox.plan.fit import check_fit, flash_advice, memory_problem
+from neox.plan.inference import inference_bytes
+from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
 from neox.plan.resolve import MICRO, STEPS, TOTAL
-from neox.plan.run_plan import MemoryPlan, RunPlan
+from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.stages import StagePlan
 
@@ -130,10 +131,9 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
 
 def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
     """Return the fullest rank's memory with or without recompute of activations, all else equal."""
-    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
-    wanted = plan.config.training.checkpoint_num_layers if recompute else 0
+    chunk = plan.config.training.checkpoint_num_layers if recompute else 0
     on_cpu = device is not None and device.shared
-    return fullest_stage(plan.layers, plan.stages, replace(setting, recompute=wanted, on_cpu=on_cpu))
+    return fullest_stage(plan.layers, plan.stages, replace(plan.memory_setting, recompute_chunk=chunk, on_cpu=on_cpu))
 
 
 def imbalance(plan: RunPlan) -> float:
@@ -258,7 +258,6 @@ def _source_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
 
 
 def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
-    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     first, last = stage_ranks(plan, stage.index)
     return {
         "layers": len(stage.layers),
@@ -266,7 +265,7 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
         "contents": _contents(plan, stage),
         "parameters": stage.parameters,
         "ranks": [first, last],
-        "memory": _memory(stage_memory(plan.layers, stage, setting)),
+        "memory": _memory(stage_memory(plan.layers, stage, plan.memory_setting)),
     }
 
 

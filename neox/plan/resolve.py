@@ -23,12 +23,12 @@ from neox.plan.architecture import architecture_of, attention_impls, padded_voca
 from neox.plan.batch import BatchPlan, ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.fp8 import fp8_problems
-from neox.plan.memory.estimate import fullest_stage
-from neox.plan.memory.setting import memory_setting
-from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, choose_precision, settle_precision
+from neox.plan.memory import fullest_stage, memory_setting
+from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
 from neox.plan.rules import notes_without_effect, static_problems
-from neox.plan.run_plan import Precision, RunPlan, Topology
+from neox.plan.run_plan import RunPlan
 from neox.plan.stages import StagePlan, plan_stages
+from neox.plan.topology import Topology
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -95,6 +95,7 @@ def derive_plan(
         notes = (*notes, *_adapter_notes(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
+    setting = memory_setting(config, grid, batch, precision, attention)
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     return RunPlan(
         config=config,
@@ -105,7 +106,8 @@ def derive_plan(
         padded_vocab_size=padded,
         layers=layers,
         stages=stages,
-        memory=fullest_stage(layers, stages, memory_setting(config, grid, batch, precision, attention)),
+        memory_setting=setting,
+        memory=fullest_stage(layers, stages, setting),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
         notes=(*notes, *translated, *notes_without_effect(config)),

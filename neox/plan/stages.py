@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
-from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan
+from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan, ParameterSpec
 from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 
 # The model's layer classes by kind. DeepSpeed matches `type:REGEX` against these names, case-insensitively, so that
@@ -54,7 +54,7 @@ class StagePlan:
     Attributes:
         index: Number of the stage.
         ranges: Its layers as ranges, ascending. `1f1b` gives each stage one.
-        parameters: Elements over all tensor ranks, with the stage's copy of a tied embedding.
+        parameters: Elements over all tensor ranks, with copies of what another stage owns.
     """
 
     index: int
@@ -74,6 +74,20 @@ class StagePlan:
         """Return its layers."""
         return tuple(plan[layer] for layer in self.layers)
 
+    def parameter_specs(self, plan: LayerPlan) -> list[ParameterSpec]:
+        """Return its parameters: those of its layers, and copies of a tied or shared one that another stage owns."""
+        owned = []
+        copies = {}
+        for layer in self.entries(plan):
+            for spec in layer.parameters:
+                if spec.shared_with is None:
+                    owned.append(spec)
+                elif not self.holds(spec.shared_with):
+                    copies[spec.name] = spec
+            if layer.tied_to is not None and not self.holds(layer.tied_to):
+                copies[WORD_EMBEDDINGS] = plan.word_embeddings
+        return [*owned, *copies.values()]
+
 
 def plan_stages(plan: LayerPlan, pp_size: int, method: str, schedule: str, tp_size: int) -> tuple[StagePlan, ...]:
     """Divide a network into pipeline stages.
@@ -90,18 +104,12 @@ def plan_stages(plan: LayerPlan, pp_size: int, method: str, schedule: str, tp_si
     ranges: list[list[LayerRange]] = [[] for _ in range(pp_size)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
         ranges[chosen.stage_of(number, pp_size)].append(LayerRange(start, stop))
-    return tuple(_stage_of_ranges(plan, index, tuple(held)) for index, held in enumerate(ranges))
-
-
-def _stage_of_ranges(plan: LayerPlan, index: int, ranges: tuple[LayerRange, ...]) -> StagePlan:
-    """Return a stage with its number of parameters."""
-    stage = StagePlan(index, ranges, 0)
-    parameters = 0
-    for layer in stage.entries(plan):
-        parameters += layer.numel
-        if layer.tied_to is not None and not stage.holds(layer.tied_to):
-            parameters += plan[layer.tied_to].numel
-    return replace(stage, parameters=parameters)
+    stages = []
+    for index, held in enumerate(ranges):
+        stage = StagePlan(index, tuple(held), 0)
+        parameters = sum(spec.numel for spec in stage.parameter_specs(plan))
+        stages.append(replace(stage, parameters=parameters))
+    return tuple(stages)
 
 
 def partition_problem(method: str) -> str | None:
@@ -133,29 +141,18 @@ def partition_layers(plan: LayerPlan, parts: int, method: str, tp_size: int = 1)
     if kind == "uniform":
         return partition_uniform(len(plan), parts)
     if kind == "parameters":
-        return partition_balanced([held_parameters(plan, layer, tp_size) for layer in plan], parts)
+        return partition_balanced([_held_elements(plan, layer, tp_size) for layer in plan], parts)
     matching = re.compile(pattern, re.IGNORECASE)
     matches = [matching.search(LAYER_CLASS_NAMES[layer.kind]) is not None for layer in plan]
     return partition_balanced([int(match) for match in matches], parts)
 
 
-def held_parameters(
-    plan: LayerPlan, layer: LayerEntry, tp_size: int, *, trained: bool = False, tied: bool = True
-) -> int:
-    """Return the elements that one tensor rank holds of a layer, without those that another layer owns.
-
-    Args:
-        plan: The layers.
-        layer: One of them.
-        tp_size: Number of tensor ranks.
-        trained: Count only what is trained.
-        tied: Count a tied head's copy, too.
-    """
-    held = tuple(p for p in layer.parameters if p.shared_with is None)
-    if layer.tied_to is not None and tied:
-        held += tuple(p for p in plan[layer.tied_to].parameters if p.name == WORD_EMBEDDINGS)
-    held = tuple(p for p in held if p.trained or not trained)
-    return sum(p.numel // tp_size if p.partition_dim is not None else p.numel for p in held)
+def _held_elements(plan: LayerPlan, layer: LayerEntry, tp_size: int) -> int:
+    """Return the elements that one tensor rank holds of a layer, with the weight that a tied head uses."""
+    held = [spec for spec in layer.parameters if spec.shared_with is None]
+    if layer.tied_to is not None:
+        held.append(plan.word_embeddings)
+    return sum(spec.shard_numel(tp_size) for spec in held)
 
 
 def partition_uniform(items: int, parts: int) -> list[int]:

@@ -27,7 +27,7 @@ from neox.plan import (
     memory_problem,
     setting_differences,
 )
-from neox.plan.fit import gib, rank_memory
+from neox.plan.device import gib, rank_memory
 from neox.plan.precision import newest_checkpoint
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from neox.launch.start import (
 )
 from neox.log import setup_logging
 from neox.plan import Capabilities, Device, RunPlan, encode_payload, format_plan, host_device, plan_as_dict
-from neox.plan.fit import host_problem, memory_on, needed_bytes
+from neox.plan.device import host_problem, memory_on
 from neox.plan.fp8 import fp8_problems
 from neox.plan.precision import settle_precision
 from neox.plan.report import labelled
@@ -189,7 +189,7 @@ class _Run:
             self.forwarded,
             save=self.save if script.stem == "train" else None,
             hang_timeout=self.config.training.hang_timeout,
-            rank_bytes=needed_bytes(memory_on(plan, device), device)
+            rank_bytes=memory_on(plan, device).needed(on_cpu=device.shared)
             if plan and device and script.stem == "train"
             else None,
         )

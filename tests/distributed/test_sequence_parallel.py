@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from neox.model import GPT, build_layer
 from neox.parallel import ParallelGrid, Topology
-from neox.plan.memory.activations import layer_bytes
-from neox.plan.memory.setting import memory_setting
+from neox.plan.memory.activations import block_bytes
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_resume import interrupted_runs
 from tests.distributed.test_tensor_parallel import batch, randomize_vectors, specs_of
@@ -153,8 +152,7 @@ def drops_and_keeps() -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True))
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    setting = memory_setting(plan.config, plan.grid, plan.batch, "bf16", plan.attention)
-    return measured / layer_bytes(plan.layers, setting)
+    return measured / block_bytes(plan.layers, plan.memory_setting)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
 from neox.launch.command_line import parse_arguments
 from neox.plan import gpu_device, load_config, resolve
-from neox.plan.fit import memory_on
+from neox.plan.device import memory_on
 from neox.preflight.planning import read_config
 
 ROOT = Path(__file__).parents[2]

@@ -1,12 +1,26 @@
-"""Memory estimate of activations, tensor by tensor of this project's layers (compare arXiv:2205.05198)."""
+"""Memory of activations on one rank, tensor by tensor of this project's layers (compare arXiv:2205.05198).
+
+The formulas use these words:
+
+    number  bytes of an activation: 4 in fp32, 2 in fp16 and bf16
+    tokens  tokens of one micro batch: samples x sequence length
+    H       hidden size
+    heads   query heads x head size
+    keys    heads of keys and values, as queries see them, x head size
+    split   tensor ranks
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple
 
 from neox.architecture import (
     ACTIVATIONS,
     BLOCK_OFFSET,
+    LOSS_CHUNK,
     MOST_BLOCKED,
     NORMS,
     POSITIONS,
@@ -19,132 +33,280 @@ from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.memory.setting import MemorySetting
 from neox.plan.stages import StagePlan
 
-# Logits that head and cross entropy hold at once, on a GPU and on a CPU.
-_LOSS_CHUNK, _CPU_LOSS_CHUNK = 2**27, 2**21
+_FP32 = 4
+# Tensors [tokens, H] that a block keeps: its input, the norms' inputs or outputs, and in sequence the MLP's input.
+_HIDDEN_TENSORS: Mapping[str, int] = MappingProxyType(
+    {"parallel": 3, "parallel_one_norm": 2, "sequential": 4, "sublayer_output_norm": 4, "post_norm": 4}
+)
 
 
-def layer_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+class AttentionMemory(NamedTuple):
+    """Bytes that attention keeps for one micro batch in a block, without its input and output.
+
+    Attributes:
+        operands: Queries, keys, values and masks, and what flash attention computes from them.
+        scores: What the other kernels keep between these and the output.
+    """
+
+    operands: int
+    scores: int
+
+
+class BlocksMemory(NamedTuple):
+    """Bytes of the activations of a stage's blocks.
+
+    Attributes:
+        kept: What one micro batch keeps from its forward pass to its backward pass.
+        recomputed: What the backward pass computes again at once.
+    """
+
+    kept: int
+    recomputed: int
+
+
+def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
+    """Return bytes of activations at the peak of a training step on one rank of a stage.
+
+    Micro batches in flight x (what blocks keep + a shared bias of scores + what came from and goes to the neighbours)
+    + the larger of the head's pass and one block's backward pass.
+    """
+    hidden_states = _hidden_state_bytes(layers, setting)
+    boundary = hidden_states // setting.token_shares
+    block = block_bytes(layers, setting)
+    blocks = _blocks_memory(layers, stage, setting)
+
+    kept_per_micro_batch = blocks.kept + _fixed_bias_bytes(layers, setting)
+    if setting.pp_size > 1:
+        kept_per_micro_batch += 2 * boundary
+    schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
+    in_flight = schedule.in_flight(stage.index, setting.pp_size, setting.accumulation_steps)
+
+    # The backward pass begins with the head. Then the blocks are at work, one after the other, with their gradients.
+    head_pass = 0
+    if stage.holds(layers.head.index):
+        head_pass = 2 * hidden_states + head_bytes(layers, setting)
+    gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
+    block_pass = blocks.recomputed + block // 2 + gathered
+    return in_flight * kept_per_micro_batch + max(head_pass, block_pass)
+
+
+def _hidden_state_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes of one micro batch's hidden states: tokens x H x number."""
+    return setting.tokens * layers.architecture.hidden_size * setting.bytes_per_number
+
+
+def _blocks_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> BlocksMemory:
+    """Return what the blocks of a stage keep and recompute, by the kind of recomputation."""
+    if not setting.recompute_chunk:
+        return _with_budget(layers, stage, setting)
+    if setting.recomputed_part == "full":
+        return _recomputing_blocks(layers, stage, setting)
+    return _recomputing_attention(layers, stage, setting)
+
+
+def _with_budget(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> BlocksMemory:
+    """Return the memory without recomputation, or with the compiler's.
+
+    Kept: blocks x (input + budget x the rest). Recomputed: the rest of one block.
+    """
+    block = block_bytes(layers, setting)
+    block_input = _hidden_state_bytes(layers, setting) // setting.token_shares
+    kept = block_input + int(setting.activation_budget * (block - block_input))
+    return BlocksMemory(len(_blocks_of(layers, stage)) * kept, block - kept)
+
+
+def _recomputing_blocks(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> BlocksMemory:
+    """Return the memory if whole blocks are recomputed, `recompute_chunk` neighbouring ones together.
+
+    Kept: the inputs of the chunks, and the blocks that are not recomputed. Recomputed: the longest chunk.
+    """
+    block = block_bytes(layers, setting)
+    runs = _runs_of_recomputed_blocks(layers, stage, setting)
+    chunks = sum(-(-run // setting.recompute_chunk) for run in runs)
+    chunk_input = _hidden_state_bytes(layers, setting) // setting.token_shares
+    if setting.divides_kept_inputs:
+        chunk_input //= setting.tp_size
+    if setting.kept_inputs_on_cpu and not setting.on_cpu:
+        chunk_input = 0
+    whole_blocks = len(_blocks_of(layers, stage)) - sum(runs)
+    longest = min(setting.recompute_chunk, max(runs, default=0))
+    return BlocksMemory(whole_blocks * block + chunks * chunk_input, longest * block)
+
+
+def _recomputing_attention(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> BlocksMemory:
+    """Return the memory if the attention of blocks is recomputed, or only its scores.
+
+    Kept: all blocks without what is released. Recomputed: what one block released.
+    """
+    attention = _attention_memory(layers, setting)
+    released = attention.scores
+    if setting.recomputed_part == "full_attn":
+        released += attention.operands
+    everything = _with_budget(layers, stage, setting)
+    recomputing = sum(_runs_of_recomputed_blocks(layers, stage, setting))
+    return BlocksMemory(everything.kept - recomputing * released, min(recomputing, 1) * released)
+
+
+def _blocks_of(layers: LayerPlan, stage: StagePlan) -> list[int]:
+    """Return the numbers of a stage's blocks, counted from 0."""
+    return [layer.index - BLOCK_OFFSET for layer in stage.entries(layers) if layer.kind == "block"]
+
+
+def _runs_of_recomputed_blocks(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> list[int]:
+    """Return the lengths of runs of neighbouring blocks that are recomputed: 2 and 3 if block 2 of six is not."""
+    runs = []
+    for layer_range in stage.ranges:
+        blocks = [index - BLOCK_OFFSET for index in layer_range if layers[index].kind == "block"]
+        for is_kept, run in groupby(blocks, lambda block: block in setting.no_recompute_blocks):
+            if not is_kept:
+                runs.append(len(list(run)))
+    return runs
+
+
+def block_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
-    network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
-    hidden, activation = network.hidden_size, ACTIVATIONS[network.activation]
-    heads = network.num_attention_heads * network.head_dim
-    tokens = setting.micro * setting.sequence
-    # Of width H on every tensor rank, of all tokens or its share: the block's input, the norms' outputs or inputs; in
-    # sequence, the MLP's input.
-    whole = {"parallel": 3, "parallel_one_norm": 2}.get(network.residual, 4) * hidden * size
+    network = layers.architecture
+    attended = setting.tokens * _token_bytes(network, setting) + sum(_attention_memory(layers, setting))
+    if network.has_cache:
+        return attended
+    return max(attended, _gate_bytes(network, setting))
+
+
+def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that a block keeps for one token, without its attention.
+
+    Tensors of width H are on every tensor rank, for all tokens or its share. Attention's output, the MLP's first
+    product and what the activation makes of it are split: (heads + (width factor + 1) x MLP width) x number / split.
+    """
+    number = setting.bytes_per_number
+    split = setting.tp_size
+    hidden = network.hidden_size
+    whole = _HIDDEN_TENSORS[network.residual] * hidden * number
     if NORMS[network.norm].by_steps:
-        whole += 2 * (2 * 4 - size) * hidden
+        whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    # Divided over tensor ranks: attention's output; the MLP's first product, and what the activation makes of it.
-    divided = heads * size // split + (activation.width_factor + 1) * network.mlp_width * size // split
-    attended = tokens * (whole // setting.token_shares + divided) + sum(_attention_bytes(layers, setting))
-    return max(attended, _gate_bytes(layers, setting)) if not network.has_cache else attended
+    heads = network.num_attention_heads * network.head_dim
+    mlp_tensors = ACTIVATIONS[network.activation].width_factor + 1
+    divided = heads * number // split + mlp_tensors * network.mlp_width * number // split
+    return whole // setting.token_shares + divided
 
 
-def _attention_bytes(layers: LayerPlan, setting: MemorySetting) -> tuple[int, int]:
-    """Return bytes that attention keeps for one micro batch in a block, without its input and output.
-
-    Returns:
-        Of queries, keys, values, masks and blocks' weights; and of what kernels other than flash keep between them and
-        the output.
-    """
-    network, split, size = layers.architecture, setting.tp_size, setting.bytes_per_number
-    heads, keys = network.num_attention_heads * network.head_dim, network.attended_heads * network.head_dim
-    tokens = setting.micro * setting.sequence
-    # Query-key-value, rotated queries and keys, normalised ones, repeated ones.
-    divided = (heads + 2 * network.num_kv_heads * network.head_dim) * size // split
-    by_blocks = _goes_by_blocks(network, setting)
-    if by_blocks:  # their copies take the place of rotated ones
-        blocks = -(-setting.sequence // QUERY_BLOCK)
-        divided += network.num_attention_heads * (setting.sequence * (blocks + 1) // (2 * blocks)) * size // split
-    elif POSITIONS[network.positions].rotates:
-        divided += (heads + keys) * size // split
-    if network.qk_norm != "none":
-        divided += (heads + 3 * keys - 2 * network.num_kv_heads * network.head_dim) * size // split
-    # A mask of a sparse kind, one byte for each pair and (at most) each head.
-    sparse = not SPARSITY.keys().isdisjoint(network.attention)
-    masks = network.num_attention_heads * setting.sequence**2 // split if sparse else 0
-    # A trained bias of scores, which kernels take no part of: they keep the scores then.
-    bias = network.num_attention_heads * setting.sequence**2 * size // split if _trains_bias(layers) else 0
+def _attention_memory(layers: LayerPlan, setting: MemorySetting) -> AttentionMemory:
+    """Return what attention keeps for one micro batch in a block."""
+    network = layers.architecture
+    number = setting.bytes_per_number
+    split = setting.tp_size
+    operands = setting.tokens * _operand_bytes(network, setting)
+    if not SPARSITY.keys().isdisjoint(network.attention):
+        # One byte for each pair of tokens and (at most) each head.
+        operands += network.num_attention_heads * setting.sequence_length**2 // split
+    bias = 0
+    if _trains_bias(network):
+        bias = network.num_attention_heads * setting.sequence_length**2 * number // split
     scores = 0
-    if setting.attention != "flash" or bias:
-        per_score = size + (size + 1 if setting.attention_dropout else 0)
-        scores += (heads + 2 * keys) * size // split  # scaled queries, copies of keys and values
-        scores += per_score * network.num_attention_heads * setting.sequence // split
-    return tokens * divided + masks, tokens * scores + bias
+    if setting.attention != "flash" or bias:  # no kernel takes a trained bias, so the scores are kept
+        scores = setting.tokens * _score_bytes(network, setting)
+    return AttentionMemory(operands, scores + bias)
+
+
+def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes of queries, keys and values for one token, in all forms that the backward pass needs.
+
+    (heads + 2 x stored keys) x number / split, and as much again as is rotated, normalised or repeated. If a CPU goes
+    by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys.
+    """
+    number = setting.bytes_per_number
+    split = setting.tp_size
+    heads = network.num_attention_heads * network.head_dim
+    keys = network.attended_heads * network.head_dim
+    stored_keys = network.num_kv_heads * network.head_dim
+    total = (heads + 2 * stored_keys) * number // split
+    if _goes_by_blocks(network, setting):
+        blocks = -(-setting.sequence_length // QUERY_BLOCK)
+        pairs = setting.sequence_length * (blocks + 1) // (2 * blocks)
+        total += network.num_attention_heads * pairs * number // split
+    elif POSITIONS[network.positions].rotates:
+        total += (heads + keys) * number // split
+    if network.qk_norm != "none":
+        total += (heads + 3 * keys - 2 * stored_keys) * number // split
+    return total
+
+
+def _score_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that a kernel other than flash keeps for one token.
+
+    Scaled queries and copies of keys and values: (heads + 2 x keys) x number / split. For each head and key the
+    weight, and with dropout the dropped weight and a mask of one byte.
+    """
+    number = setting.bytes_per_number
+    split = setting.tp_size
+    heads = network.num_attention_heads * network.head_dim
+    keys = network.attended_heads * network.head_dim
+    per_score = number
+    if setting.attention_dropout:
+        per_score += number + 1
+    copies = (heads + 2 * keys) * number // split
+    return copies + per_score * network.num_attention_heads * setting.sequence_length // split
 
 
 def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
     """Return whether attention is computed by blocks of queries, which keep their weights (`neox.ops.attention`)."""
-    causal = not network.bidirectional and {*network.attention} == {"global"}
-    biased = POSITIONS[network.positions].biases_scores or setting.attention_dropout
-    flash = setting.on_cpu and setting.attention == "flash" and setting.precision != "fp16"
-    return flash and causal and not biased and setting.sequence <= MOST_BLOCKED
+    if not setting.on_cpu or setting.attention != "flash" or setting.precision == "fp16":
+        return False
+    if network.bidirectional or set(network.attention) != {"global"}:
+        return False
+    if POSITIONS[network.positions].biases_scores or setting.attention_dropout:
+        return False
+    return setting.sequence_length <= MOST_BLOCKED
 
 
-def _gate_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
-    """Return bytes that the backward pass of a block `gmlp` or `amlp` needs."""
-    hidden, size, length = layers.architecture.hidden_size, setting.bytes_per_number, setting.sequence
-    # Input and norm's output; the gate joined over tensor ranks, normalised and applied (with amlp, its values and the
-    # attention's result too). Divided: the wide product, its activation, and the gated half.
-    whole = 2 * hidden // setting.token_shares + (6 if layers.architecture.gmlp_width else 3) * 4 * hidden
-    divided = (8 + 8 + 4) * hidden // setting.tp_size
-    return (setting.micro * length * (whole + divided) + length**2) * size
+def _gate_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that the backward pass of a block `gmlp` or `amlp` needs for one micro batch.
 
-
-def _trains_bias(layers: LayerPlan) -> bool:
-    positions = POSITIONS[layers.architecture.positions]
-    return positions.biases_scores and bool(positions.shared(layers.architecture))
-
-
-def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
-    """Return bytes of activations at the peak of a training step on one GPU of a stage."""
-    here = stage.entries(layers)
-    kinds, size = [layer.kind for layer in here], setting.bytes_per_number
-    blocks = [layer.index - BLOCK_OFFSET for layer in here if layer.kind == "block"]
-    joined = setting.micro * setting.sequence * layers.architecture.hidden_size * size
-    boundary = joined // setting.token_shares
-    schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
-    in_flight = schedule.in_flight(stage.index, setting.pp_size, setting.accumulation)
-    one_layer = layer_bytes(layers, setting)
-    of_layer = boundary + int(setting.kept * (one_layer - boundary))
-    kept, working = len(blocks) * of_layer, one_layer - of_layer
-    if setting.recompute and setting.recomputed == "full":
-        runs = [len(list(run)) for keep, run in groupby(blocks, lambda block: block in setting.keeping) if not keep]
-        chunks = sum(-(-run // setting.recompute) for run in runs)
-        kept_input = boundary // (setting.tp_size if setting.divided_inputs else 1)
-        if setting.inputs_on_cpu and not setting.on_cpu:  # on a CPU they stay
-            kept_input = 0
-        kept = (len(blocks) - sum(runs)) * one_layer + chunks * kept_input
-        working = min(setting.recompute, max(runs, default=0)) * one_layer
-    elif setting.recompute:
-        parts = _attention_bytes(layers, setting)
-        released = sum(parts) if setting.recomputed == "full_attn" else parts[1]
-        count = sum(block not in setting.keeping for block in blocks)
-        kept, working = kept - count * released, min(count, 1) * released
-    total = in_flight * kept
-    if POSITIONS[layers.architecture.positions].biases_scores and not _trains_bias(layers):  # one for all blocks
-        heads = layers.architecture.num_attention_heads // setting.tp_size
-        total += in_flight * heads * setting.sequence**2 * size
-    if setting.pp_size > 1:
-        total += 2 * in_flight * boundary  # what came from and goes to the neighbours
-    # The backward pass begins with the head; then the blocks are at work, one after the other, with their gradients.
-    at_head = 2 * joined + _head_bytes(layers, setting) if layers.head.kind in kinds else 0
-    gathered = 2 * (joined - boundary)  # a product's whole input, and its gradient before it is divided
-    return total + max(at_head, working + one_layer // 2 + gathered)
-
-
-def _head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
-    """Return bytes of head and cross entropy, which hold the logits of a chunk of tokens at once.
-
-    Kept until the backward pass: the gradients of the hidden states, and of the head's weight in fp32. Beside them
-    either a chunk's logits are held, or the weight's gradient in the weight's type.
+    Of width 4H and on every tensor rank: the gate joined over ranks, normalised and applied; with amlp also its values
+    and the attention's result in three tensors more. Divided: the wide product and its activation of width 8H, and the
+    gated half of width 4H. Once: the matrix over positions.
     """
-    size, hidden = setting.bytes_per_number, layers.architecture.hidden_size
-    tokens, vocabulary = setting.micro * setting.predicted, layers.padded_vocab_size // setting.tp_size
-    most = _CPU_LOSS_CHUNK if setting.on_cpu else _LOSS_CHUNK
-    # On a CPU its gradient is not computed in place.
-    chunk = min(tokens, max(1, most // vocabulary)) * vocabulary * (2 * size if setting.on_cpu else size)
+    hidden = network.hidden_size
+    inputs = 2 * hidden // setting.token_shares  # of the block, and the norm's output
+    gate_tensors = 6 if network.gmlp_width else 3
+    whole = inputs + gate_tensors * 4 * hidden
+    divided = (8 + 8 + 4) * hidden // setting.tp_size
+    numbers = setting.tokens * (whole + divided) + setting.sequence_length**2
+    return numbers * setting.bytes_per_number
+
+
+def _trains_bias(network: Architecture) -> bool:
+    """Return whether positions add a bias of scores that is trained."""
+    positions = POSITIONS[network.positions]
+    return positions.biases_scores and bool(positions.shared(network))
+
+
+def _fixed_bias_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes of a bias of scores that is not trained, one for all blocks: query heads x sequence^2 x number."""
+    network = layers.architecture
+    if not POSITIONS[network.positions].biases_scores or _trains_bias(network):
+        return 0
+    heads = network.num_attention_heads // setting.tp_size
+    return heads * setting.sequence_length**2 * setting.bytes_per_number
+
+
+def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+    """Return bytes of head and cross entropy, which hold the logits of one chunk of tokens at a time.
+
+    Kept until the backward pass: gradients of the hidden states, predicted tokens x H x number, and of the head's
+    weight in fp32, vocabulary / split x H x 4. In addition there are a chunk's logits or, if that is more, the weight's
+    gradient in the weight's type.
+    """
+    number = setting.bytes_per_number
+    hidden = layers.architecture.hidden_size
+    tokens = setting.micro_batch_size * setting.predicted_tokens
+    vocabulary = layers.padded_vocab_size // setting.tp_size
     weight = vocabulary * hidden
-    return tokens * hidden * size + 4 * weight + max(chunk, weight * size if size < 4 else 0)
+    largest_chunk = LOSS_CHUNK["cpu" if setting.on_cpu else "cuda"]
+    chunk = min(tokens, max(1, largest_chunk // vocabulary)) * vocabulary * number
+    if setting.on_cpu:
+        chunk *= 2  # the gradient of logits is not computed in place
+    weight_gradient = weight * number if number < _FP32 else 0
+    return tokens * hidden * number + _FP32 * weight + max(chunk, weight_gradient)

@@ -1,157 +1,194 @@
-"""What the memory estimate depends on, taken from a run's configuration."""
+"""What the memory estimate depends on besides the layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neox.architecture import AttentionImpl
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig, ZeroSettings
 from neox.config.sections.optimizer_table import State
 from neox.config.sections.training import RecomputedPart
 from neox.plan.architecture import architecture_of
-from neox.plan.run_plan import AttentionImpl, BatchPlan, Precision, Topology
+from neox.plan.batch import BatchPlan
+from neox.plan.precision import Precision
+from neox.plan.topology import Topology
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
 _REDUCE_BUCKET = 500_000_000
 # DeepSpeed's defaults of ZeRO 3: elements gathered at once, and passed before a weight is used again.
-_LIVE_PARAMETERS, _REUSE_DISTANCE = 1_000_000_000, 1_000_000_000
+_LIVE_PARAMETERS = 1_000_000_000
+_REUSE_DISTANCE = 1_000_000_000
+# Attention kernels, the one that keeps the most first.
+_MOST_MEMORY_FIRST: tuple[AttentionImpl, ...] = ("eager", "fused", "flash")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemorySetting:
-    """What the estimate depends on besides the layer plan; small, so that many can be tried.
+    """What the memory of a rank depends on besides the layers. Hashable, so that many can be tried.
 
     Attributes:
         pp_size: Pipeline stages.
-        pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
         tp_size: Tensor ranks.
         dp_size: Data-parallel ranks.
-        zero: ZeRO stage.
-        micro: Samples of one forward pass.
-        accumulation: Forward passes per optimizer step.
-        recompute: Layers recomputed together; 0 for none.
-        recomputed: What of them is recomputed.
-        keeping: Numbers of blocks that keep their activations all the same.
-        divided_inputs: Whether kept inputs of recomputed blocks are divided over tensor ranks.
-        inputs_on_cpu: Whether they are in CPU memory.
-        noise_scale: Whether gradients of several steps are summed in fp32 on the device.
+        pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
+        sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
+        on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
         precision: Number format of weights and activations.
-        fp32_gradients: Whether gradients of half-precision weights are accumulated in fp32.
-        immediate: Whether a bf16 gradient is released as soon as it is accumulated.
-        sequence: Tokens of one sample.
-        attention: Attention kernel that needs the most memory.
+        micro_batch_size: Samples of one forward pass.
+        accumulation_steps: Forward passes per optimizer step.
+        sequence_length: Tokens of a sample.
+        predicted_tokens: Tokens of a sample that go through the head.
+        attention: The run's attention kernel that needs the most memory.
         attention_dropout: Whether attention probabilities are dropped.
         hidden_dropout: Whether hidden states are dropped.
+        recompute_chunk: Blocks that are recomputed together; 0 for no recomputation.
+        recomputed_part: The part of these blocks that is recomputed.
+        no_recompute_blocks: Numbers of blocks that keep their activations nevertheless.
+        divides_kept_inputs: Whether tensor ranks divide the kept inputs of recomputed blocks.
+        kept_inputs_on_cpu: Whether the kept inputs of recomputed blocks are in main memory.
+        activation_budget: Fraction of a block's activations that the compiler keeps next to the block's input.
+        zero_stage: ZeRO stage.
+        fp32_gradients: Whether gradients of bf16 weights are accumulated in fp32.
+        immediate_gradients: Whether each bf16 gradient is released as soon as it is accumulated.
+        sums_gradients: Whether gradients of several steps are summed in fp32 on the device.
+        communicated_bytes: Bytes of a gradient's element while the engine reduces it.
         reduce_bucket: Elements that ZeRO reduces at once.
-        predicted: Tokens of a sample that go through the head.
-        buckets: Buffers of so many elements.
+        reduce_buffers: Buffers of so many elements.
+        gathered: Elements of weights that ZeRO 3 gathers at once.
         sub_group: Elements that ZeRO 3 updates at once.
-        live: Elements of gathered weights that ZeRO 3 holds at once.
-        communicated: Bytes of a gradient in the engine's reduction.
-        on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
-        offload: What is in host memory: 0 nothing, 1 optimizer states, 2 weights too.
-        states_in_files: Whether what would be in host memory of optimizer states is in files.
-        weights_in_files: Likewise of weights.
-        states: What the optimizer keeps for each parameter.
-        temporaries: Tensors of up to `PIECE` elements that it makes in a step.
-        kept: Part of a layer's activations that is kept, beside its input.
-        copies_weights: Whether a background save copies weights on this rank, the first of its data ranks.
-        copies_states: Whether it copies the optimizer's states.
-        divides_tokens: Whether tensor ranks divide tokens between layers that split features.
+        optimizer_states: What the optimizer keeps for each parameter.
+        optimizer_temporaries: Tensors of up to `PIECE` elements that the optimizer makes in a step.
+        offloads_states: Whether optimizer states are in main memory or in files.
+        offloads_weights: Whether weights are there, too.
+        states_in_files: Whether offloaded optimizer states are in files.
+        weights_in_files: Whether offloaded weights are in files.
+        copies_weights: Whether a background save copies this rank's weights; the first data rank's are saved.
+        copies_states: Whether a background save copies this rank's optimizer states.
     """
 
     pp_size: int
-    pipeline_schedule: str
     tp_size: int
     dp_size: int
-    zero: int
-    micro: int
-    accumulation: int
-    recompute: int
+    pipeline_schedule: str
+    sequence_parallel: bool
+    on_cpu: bool = False
     precision: Precision
-    fp32_gradients: bool
-    immediate: bool
-    sequence: int
+    micro_batch_size: int
+    accumulation_steps: int
+    sequence_length: int
+    predicted_tokens: int
     attention: AttentionImpl
     attention_dropout: bool
     hidden_dropout: bool
+    recompute_chunk: int
+    recomputed_part: RecomputedPart
+    no_recompute_blocks: tuple[int, ...]
+    divides_kept_inputs: bool
+    kept_inputs_on_cpu: bool
+    activation_budget: float
+    zero_stage: int
+    fp32_gradients: bool
+    immediate_gradients: bool
+    sums_gradients: bool
+    communicated_bytes: int
     reduce_bucket: int
-    predicted: int
-    states: tuple[State, ...]
-    buckets: int
+    reduce_buffers: int
+    gathered: int
     sub_group: int
-    live: int
-    communicated: int
-    offload: int
-    states_in_files: bool = False
-    weights_in_files: bool = False
-    temporaries: int = 0
-    on_cpu: bool = False
-    recomputed: RecomputedPart = "full"
-    keeping: tuple[int, ...] = ()
-    noise_scale: bool = False
-    kept: float = 1.0
-    divided_inputs: bool = False
-    inputs_on_cpu: bool = False
-    copies_weights: bool = False
-    copies_states: bool = False
-    divides_tokens: bool = False
+    optimizer_states: tuple[State, ...]
+    optimizer_temporaries: int
+    offloads_states: bool
+    offloads_weights: bool
+    states_in_files: bool
+    weights_in_files: bool
+    copies_weights: bool
+    copies_states: bool
 
     @property
     def token_shares(self) -> int:
-        """Parts into which tensor ranks divide tokens between layers that split features."""
-        return self.tp_size if self.divides_tokens else 1
+        """Parts into which tensor ranks divide the tokens between layers that split features."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.micro_batch_size * self.sequence_length
 
     @property
     def bytes_per_number(self) -> int:
         """Bytes of a weight or an activation."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return 4 if self.fp32_gradients else self.bytes_per_number
+
 
 def memory_setting(
     config: NeoXConfig, grid: Topology, batch: BatchPlan, precision: Precision, attention: tuple[AttentionImpl, ...]
 ) -> MemorySetting:
-    """Return the setting of a run."""
-    model, training, zero = config.model, config.training, config.deepspeed.zero_optimization
-    asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
-    sequence = (model.seq_length or 0) + architecture_of(config).soft_prompt_tokens
+    """Return the setting of a run on GPUs."""
+    model = config.model
+    training = config.training
+    zero = config.deepspeed.zero_optimization
+    optimizer = config.optimizer.optimizer
+    logging = config.logging
+    sequence_length = (model.seq_length or 0) + architecture_of(config).soft_prompt_tokens
     return MemorySetting(
         pp_size=grid.pp_size,
-        pipeline_schedule=config.parallelism.pipeline_schedule,
         tp_size=grid.tp_size,
         dp_size=grid.dp_size,
-        zero=zero.stage,
-        micro=batch.train_micro_batch_size_per_gpu,
-        accumulation=batch.gradient_accumulation_steps,
-        recompute=training.checkpoint_num_layers if training.checkpoint_activations else 0,
+        pipeline_schedule=config.parallelism.pipeline_schedule,
+        sequence_parallel=config.parallelism.sequence_parallel,
         precision=precision,
-        fp32_gradients=precision == "bf16" and zero.stage >= 1 and asked in (None, "fp32"),
-        immediate=config.deepspeed.bf16.immediate_grad_update if config.deepspeed.bf16 else True,
-        sequence=sequence,
-        predicted=sequence if model.predicted_tokens is None else model.predicted_tokens,
-        attention=min(attention, key=("eager", "fused", "flash").index),
+        micro_batch_size=batch.train_micro_batch_size_per_gpu,
+        accumulation_steps=batch.gradient_accumulation_steps,
+        sequence_length=sequence_length,
+        predicted_tokens=sequence_length if model.predicted_tokens is None else model.predicted_tokens,
+        attention=min(attention, key=_MOST_MEMORY_FIRST.index),
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
+        recompute_chunk=training.checkpoint_num_layers if training.checkpoint_activations else 0,
+        recomputed_part=training.part_to_recompute,
+        no_recompute_blocks=training.no_recompute_layers or (),
+        divides_kept_inputs=training.partition_activations,
+        kept_inputs_on_cpu=training.checkpoint_in_cpu,
+        activation_budget=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
+        zero_stage=zero.stage,
+        fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision),
+        immediate_gradients=config.deepspeed.bf16 is None or config.deepspeed.bf16.immediate_grad_update,
+        sums_gradients=logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload,
+        communicated_bytes=_communicated_bytes(config.deepspeed, precision),
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
-        states=config.optimizer.optimizer.states,
-        temporaries=config.optimizer.optimizer.kind.temporaries,
-        recomputed=training.part_to_recompute,
-        keeping=training.no_recompute_layers or (),
-        divided_inputs=training.partition_activations,
-        inputs_on_cpu=training.checkpoint_in_cpu,
-        noise_scale=config.logging.log_gradient_noise_scale and not config.logging.gradient_noise_scale_cpu_offload,
-        kept=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
-        buckets=2 if (zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm) else 1,
+        reduce_buffers=2 if _overlaps_reduction(zero) else 1,
+        gathered=_gathered_at_once(zero),
         sub_group=zero.updated_at_once,
-        live=_gathered_at_once(zero),
-        communicated=_communicated_bytes(config.deepspeed, precision),
-        offload=zero.offloads_optimizer + zero.offloads_weights,
+        optimizer_states=optimizer.states,
+        optimizer_temporaries=optimizer.kind.temporaries,
+        offloads_states=zero.offloads_optimizer,
+        offloads_weights=zero.offloads_weights,
         states_in_files=zero.states_directory is not None,
         weights_in_files=zero.weights_directory is not None,
         copies_weights=config.checkpoint.async_save,
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
-        divides_tokens=config.parallelism.sequence_parallel,
     )
+
+
+def _accumulates_in_fp32(deepspeed: DeepSpeedConfig, precision: Precision) -> bool:
+    """Return whether bf16 gradients are accumulated in fp32, which is the default with ZeRO 1 to 3."""
+    if precision != "bf16" or deepspeed.zero_optimization.stage == 0:
+        return False
+    asked = deepspeed.data_types.grad_accum_dtype if deepspeed.data_types is not None else None
+    return asked is None or asked == "fp32"
+
+
+def _overlaps_reduction(zero: ZeroSettings) -> bool:
+    """Return whether gradients are reduced while the backward pass goes on, which is DeepSpeed's default of ZeRO 3."""
+    if zero.overlap_comm is None:
+        return zero.stage == 3
+    return zero.overlap_comm
 
 
 def _gathered_at_once(zero: ZeroSettings) -> int:
@@ -167,5 +204,7 @@ def _gathered_at_once(zero: ZeroSettings) -> int:
 
 def _communicated_bytes(deepspeed: DeepSpeedConfig, precision: Precision) -> int:
     """Return bytes of a gradient while it is reduced; DeepSpeed's default is the precision of the weights."""
-    chosen = "fp32" if deepspeed.fp32_allreduce else deepspeed.communication_data_type or precision
+    chosen = deepspeed.communication_data_type or precision
+    if deepspeed.fp32_allreduce:
+        chosen = "fp32"
     return 4 if chosen == "fp32" else 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from neox.plan import format_plan, gpu_device, load_config, memory_problem, resolve
-from neox.plan.fit import inference_bytes
+from neox.plan.inference import inference_bytes
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[3] / "configs"

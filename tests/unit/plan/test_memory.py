@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from neox.config import NeoXConfig
 from neox.plan import resolve
-from neox.plan.fit import rank_memory
-from neox.plan.memory.activations import layer_bytes
-from neox.plan.memory.estimate import stage_memory
-from neox.plan.memory.setting import memory_setting
+from neox.plan.device import rank_memory
+from neox.plan.memory import stage_memory
+from neox.plan.memory.activations import block_bytes
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 
@@ -101,8 +100,8 @@ def test_activations_are_what_autograd_keeps():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer(x)
         measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-        setting = replace(memory_setting(plan.config, plan.grid, plan.batch, "bf16", plan.attention), on_cpu=True)
-        assert layer_bytes(plan.layers, setting) == pytest.approx(measured, rel=0.1), keys
+        setting = replace(plan.memory_setting, precision="bf16", on_cpu=True)
+        assert block_bytes(plan.layers, setting) == pytest.approx(measured, rel=0.1), keys
 
 
 @pytest.mark.parametrize("mp", [1, 2, 4])
@@ -117,9 +116,8 @@ def test_parameter_counts_are_the_built_models(mp, keys):
     model = GPT(plan, ParallelGrid.single(), device="meta")
     assert sum(p.numel() for p in model.parameters()) == plan.layers.numel
     shards = tiny_plan(mp, mp=mp, **keys)
-    setting = memory_setting(shards.config, shards.grid, shards.batch, shards.precision, shards.attention)
     names = {(layer.index, p.name): p for layer in plan.layers for p in layer.parameters}
     split = sum(p.numel for p in names.values() if p.partition_dim is not None)
     whole = plan.layers.numel - split
-    held = stage_memory(shards.layers, shards.stages[0], setting).weights // 4
+    held = stage_memory(shards.layers, shards.stages[0], shards.memory_setting).weights // 4
     assert held == split // mp + whole

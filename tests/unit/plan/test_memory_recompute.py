@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from neox.plan.fit import check_fit, gpu_device
-from neox.plan.memory.estimate import stage_memory
-from neox.plan.memory.setting import memory_setting
+from neox.plan.device import gpu_device
+from neox.plan.fit import check_fit
+from neox.plan.memory import stage_memory
 from tests.plans import plan_of, small_plan
 
 SIZES = {
@@ -79,12 +79,10 @@ def test_divided_tokens_count_less():
 
 def test_each_stage_counts_its_own_blocks():
     plan = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True, "no_recompute_layers": [0]})
-    setting = memory_setting(plan.config, plan.grid, plan.batch, plan.precision, plan.attention)
     plain = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True})
-    first, last = (stage_memory(plan.layers, stage, setting) for stage in plan.stages)
-    as_before = memory_setting(plain.config, plain.grid, plain.batch, plain.precision, plain.attention)
-    assert first.activations > stage_memory(plain.layers, plain.stages[0], as_before).activations
-    assert last == stage_memory(plain.layers, plain.stages[1], as_before)
+    first, last = (stage_memory(plan.layers, stage, plan.memory_setting) for stage in plan.stages)
+    assert first.activations > stage_memory(plain.layers, plain.stages[0], plain.memory_setting).activations
+    assert last == stage_memory(plain.layers, plain.stages[1], plain.memory_setting)
 
 
 def test_a_run_that_does_not_fit_is_told_to_recompute_whole_blocks():

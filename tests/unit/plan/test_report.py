@@ -9,17 +9,8 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.plan import format_plan, gpu_device, host_device, load_config, memory_problem, plan_as_dict, resolve
-from neox.plan.fit import (
-    GIB,
-    PROCESS_BYTES,
-    check_fit,
-    host_problem,
-    memory_on,
-    needed_bytes,
-    rank_bytes,
-    rank_memory,
-    usable_bytes,
-)
+from neox.plan.device import GIB, PROCESS_BYTES, host_problem, memory_on, rank_bytes, rank_memory, usable_bytes
+from neox.plan.fit import check_fit
 from neox.plan.report import figures, imbalance, memory_with, stage_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -173,7 +164,7 @@ class TestHosts:
         assert host_problem(plans[1], range(4), "worker", enough) is None
         assert "worker: 4 ranks offload" in str(host_problem(plans[1], range(4), "worker", enough - 1))
         there = host_device(plans[1], [0], "here", 2**40, training=True)
-        assert needed_bytes(memory_on(plans[1], there), there) > optimizer.host
+        assert memory_on(plans[1], there).needed(on_cpu=True) > optimizer.host
 
     def test_background_saves_need_main_memory(self, tiny):
         """Weights on the first data rank, and each rank's part of the states; the whole states with ZeRO 0."""
@@ -194,7 +185,7 @@ class TestHosts:
             assert "async_save" in format_plan(copying)
             cpu = host_device(copying, range(2), "here", None, training=True)
             on_cpus = memory_on(copying, cpu)
-            assert needed_bytes(on_cpus, cpu) == on_cpus.total + copying.memory.copies
+            assert on_cpus.needed(on_cpu=True) == on_cpus.total + copying.memory.copies
 
     def test_the_way_out_of_a_host_is_not_more_ranks(self, tiny):
         plan = resolve(NeoXConfig.from_flat({**tiny, "hidden_size": 8192}), 1, 100)

@@ -1,0 +1,23 @@
+"""Names and sizes of kernels that the planner and the kernels themselves must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Literal
+
+AttentionImpl = Literal["eager", "fused", "flash"]
+"""How attention is computed: by torch operations, with the Triton softmax, or by torch's
+`scaled_dot_product_attention`."""
+
+QUERY_BLOCK: Final = 128
+"""Queries of a block when a CPU computes causal flash attention block by block."""
+
+MOST_BLOCKED: Final = 512
+"""Longest sequence that a CPU computes in blocks. Beyond, torch's own flash attention is as fast."""
+
+LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "cuda": 2**27})
+"""Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps a GPU busy."""
+
+FP8_MULTIPLE: Final = 16
+"""Every dimension of a matrix product in fp8 is a multiple of this on a GPU (cuBLAS)."""

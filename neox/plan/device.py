@@ -1,0 +1,162 @@
+"""Devices that ranks run on: a GPU, or a share of a host's main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from neox.plan.inference import inference_bytes
+from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
+from neox.plan.memory.zero import sharding_of
+from neox.plan.run_plan import RunPlan
+
+MIB = 2**20
+GIB = 2**30
+# Reserved for the CUDA context, communication buffers and fragmentation: these bytes, and a fraction of the rest.
+RESERVE_BYTES = 2 * GIB
+RESERVE_PART = 0.05
+# Main memory of a process of torch and DeepSpeed before it holds a model (measured: 0.25 GiB).
+PROCESS_BYTES = GIB // 4
+# Dense bf16 peak of one H100 SXM, assumed if peak_theoretical_tflops is not given.
+ASSUMED_PEAK_TFLOPS = 989.0
+# Size of main memory that is not known, which counts as enough.
+_UNKNOWN_SIZE = 2**63
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank runs on, as far as its memory and speed are known.
+
+    Attributes:
+        name: For messages: `a GPU of 80.0 GiB`.
+        source: Where its size comes from.
+        size: Its memory in bytes.
+        usable: Bytes that it leaves to a rank.
+        shared: Whether the ranks of a host share its memory, so that more ranks there do not help.
+        peak_tflops: Peak of its arithmetic; None if nothing is assumed.
+    """
+
+    name: str
+    source: str
+    size: int
+    usable: int
+    shared: bool
+    peak_tflops: float | None
+
+
+def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
+    """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib`."""
+    config = plan.config
+    if size is None:
+        size = config.runner.gpu_memory_gib * GIB
+        source = config.source("gpu_memory_gib")
+    else:
+        source = "the smallest GPU of this machine"
+    return Device(
+        name=f"a GPU of {size / GIB:.1f} GiB",
+        source=f"gpu_memory_gib: {source}",
+        size=int(size),
+        usable=usable_bytes(size),
+        shared=False,
+        peak_tflops=config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS,
+    )
+
+
+def usable_bytes(gpu_bytes: float) -> int:
+    """Return the bytes that a GPU of this size (bytes) leaves to a run."""
+    return max(0, int((gpu_bytes - RESERVE_BYTES) * (1 - RESERVE_PART)))
+
+
+def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None, *, training: bool) -> Device:
+    """Return the share that the largest of a host's CPU ranks has of its main memory.
+
+    Args:
+        plan: The plan.
+        ranks: The ranks on the host.
+        host: Name of the host.
+        available: Bytes that the host has available, unless `host_memory_gib` says how many to count with; None if
+            they are not known, which counts as enough.
+        training: Whether the model is trained, not only run.
+    """
+    config = plan.config
+    if config.runner.host_memory_gib is not None:
+        size = int(config.runner.host_memory_gib * GIB)
+        source = config.source("host_memory_gib")
+    elif available is not None:
+        size = available
+        source = "what is available now"
+    else:
+        size = _UNKNOWN_SIZE
+        source = "not known"
+    needs = [rank_bytes(plan, rank, training=training) for rank in ranks]
+    free = size - len(needs) * PROCESS_BYTES
+    amount = "enough memory" if size == _UNKNOWN_SIZE else f"{size / GIB:.1f} GiB"
+    sharing = f", which {len(needs)} ranks share" if len(needs) > 1 else ""
+    return Device(
+        name=f"{host} with {amount}{sharing}",
+        source=f"host_memory_gib: {source}",
+        size=size,
+        usable=max(0, free * max(needs) // sum(needs)),
+        shared=True,
+        peak_tflops=config.logging.peak_theoretical_tflops,
+    )
+
+
+def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
+    """Return the estimated bytes of one CPU rank, without its interpreter and libraries."""
+    if not training:
+        return inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
+    return rank_memory(plan, rank, on_cpu=True).needed(on_cpu=True)
+
+
+def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
+    """Return the estimate of one rank in training."""
+    stage, data_rank, _ = plan.grid.coordinates(rank)
+    setting = replace(plan.memory_setting, on_cpu=on_cpu)
+    if data_rank > 0:  # what all data ranks hold is saved by the first one
+        copies_states = setting.copies_states and sharding_of(setting).shards_states
+        setting = replace(setting, copies_weights=False, copies_states=copies_states)
+    return stage_memory(plan.layers, plan.stages[stage], setting)
+
+
+def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
+    """Return the estimate of the fullest rank in training on its device."""
+    return fullest_stage(plan.layers, plan.stages, replace(plan.memory_setting, on_cpu=device.shared))
+
+
+def host_problem(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None) -> str | None:
+    """Return a message if what GPU ranks of a host offload, or copy to save it, does not fit in its main memory.
+
+    Args:
+        plan: The plan.
+        ranks: The ranks on the host.
+        host: Name of the host.
+        available: Bytes that the host has available, unless `host_memory_gib` says how many to count with.
+    """
+    if plan.config.runner.host_memory_gib is not None:
+        available = int(plan.config.runner.host_memory_gib * GIB)
+    memories = [rank_memory(plan, rank, on_cpu=False) for rank in ranks]
+    offloaded = sum(memory.host for memory in memories)
+    copied = sum(memory.copies for memory in memories)
+    needed = offloaded + copied + len(ranks) * PROCESS_BYTES
+    if offloaded + copied == 0 or available is None or needed <= available:
+        return None
+    uses = []
+    ways_out = []
+    if offloaded:
+        uses.append(f"offload {gib(offloaded)}")
+        ways_out.append("use more hosts, or offload less")
+    if copied:
+        uses.append(f"copy for background saves {gib(copied)}")
+        ways_out.append("save without async_save")
+    return (
+        f"{host}: {len(ranks)} ranks {' and '.join(uses)}, {gib(needed)} with their processes, to main memory of which "
+        f"{gib(available)} are available; {', or '.join(ways_out)}"
+    )
+
+
+def gib(count: float) -> str:
+    """Return a number of bytes in GiB, small ones in MiB."""
+    if count and count < GIB / 10:
+        return f"{count / MIB:.1f} MiB"
+    return f"{count / GIB:.1f} GiB"

@@ -1,0 +1,56 @@
+"""Number of parameters that one rank of a pipeline stage works with, before data ranks divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from neox.architecture import LayerEntry, LayerPlan
+from neox.config.sections.optimizer_table import State
+from neox.plan.memory.setting import MemorySetting
+from neox.plan.stages import StagePlan
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Elements on one tensor rank of a stage.
+
+    Attributes:
+        held: Elements of all weights, with copies of weights that another stage owns.
+        trained: Elements of the weights that have gradients.
+        state_bytes: Mean bytes of optimizer states per trained element, without fp32 copies of weights.
+    """
+
+    held: int
+    trained: int
+    state_bytes: float
+
+
+def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> ParameterCount:
+    """Count the elements that one tensor rank of a stage holds and trains."""
+    held = 0
+    trained = 0
+    for spec in stage.parameter_specs(layers):
+        elements = spec.shard_numel(setting.tp_size)
+        held += elements
+        if spec.trained:
+            trained += elements
+    return ParameterCount(held, trained, _state_bytes(stage.entries(layers), setting.optimizer_states))
+
+
+def _state_bytes(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:
+    """Return the mean bytes of states per trained element: all states of all parameters over all trained elements."""
+    if all(state.axis is None and state.of == "all" for state in states):
+        return sum(state.bytes for state in states)
+    total: float = 0
+    elements = 0
+    for layer in layers:
+        for spec in layer.parameters:
+            if not spec.trained:
+                continue
+            elements += spec.numel
+            hidden = layer.is_hidden(spec)
+            shapes = [(state, state.shape(spec.shape, hidden=hidden)) for state in states]
+            total += sum(state.bytes * prod(shape) for state, shape in shapes if shape is not None)
+    return total / max(1, elements)

@@ -1,0 +1,336 @@
+"""Memory of weights, gradients and optimizer states on one rank, by the way in which data ranks divide them.
+
+Each class describes what DeepSpeed 0.19 keeps for a ZeRO stage, and one describes its bf16 optimizer, which takes the
+place of stages 0 and 1 for some bf16 runs. The formulas use these words:
+
+    held      elements of the weights on this tensor rank and pipeline stage
+    trained   those of them that have gradients
+    shard     trained / data ranks, which is this rank's part of them
+    number    bytes of a weight in training: 4 in fp32, 2 in fp16 and bf16
+    gradient  bytes of an accumulated gradient: 4 if bf16 gradients are accumulated in fp32, else number
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from neox.config.sections.optimizer_table import PIECE
+from neox.plan.memory.parameters import ParameterCount
+from neox.plan.memory.setting import MemorySetting
+
+_FP32 = 4
+# Elements that DeepSpeed's engine reduces at once if ZeRO does not reduce.
+_ENGINE_BUCKET = 500_000_000
+# Bytes of an offloaded element that the host updates: its fp32 weight and gradient.
+_UPDATED_ON_HOST = _FP32 + _FP32
+
+
+class Sharding(ABC):
+    """What one data rank keeps of weights, gradients and optimizer states.
+
+    Attributes:
+        shards_states: Whether each data rank keeps only a shard of the optimizer's states.
+    """
+
+    shards_states: ClassVar[bool] = True
+
+    def __init__(self, setting: MemorySetting, count: ParameterCount) -> None:
+        self.setting = setting
+        self.count = count
+
+    @property
+    def shard(self) -> int:
+        """Trained elements that this data rank updates if data ranks divide the optimizer's states."""
+        return self.count.trained // self.setting.dp_size
+
+    @property
+    def _gradients_of_all(self) -> int:
+        """Bytes of the accumulated gradients of all trained elements: trained x gradient."""
+        return self.setting.gradient_bytes * self.count.trained
+
+    def weights(self) -> int:
+        """Return bytes of weights: held x number."""
+        return self.setting.bytes_per_number * self.count.held
+
+    @abstractmethod
+    def gradients(self) -> int:
+        """Return bytes of gradients between the backward pass and the update."""
+
+    def optimizer_states(self) -> int:
+        """Return bytes of optimizer states and fp32 copies of weights on the device: none if they are offloaded."""
+        return 0 if self.setting.offloads_states else self.all_states()
+
+    def all_states(self) -> int:
+        """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
+        return int((self.count.state_bytes + _FP32) * self.count.trained) // self.setting.dp_size
+
+    def reduction_buckets(self) -> int:
+        """Return bytes of the buffers in which gradients are reduced during the backward pass."""
+        return 0
+
+    def engine_reduction(self) -> int:
+        """Return bytes that the engine's own reduction needs after the backward pass; none if ZeRO reduces."""
+        return 0
+
+    def held_during_passes(self) -> int:
+        """Return bytes that are needed next to the activations: gathered weights, or a second sum of gradients."""
+        return 0
+
+    @abstractmethod
+    def update(self) -> int:
+        """Return bytes that the update needs next to states and gradients, while there are no activations."""
+
+    def _temporaries(self, updated: int) -> int:
+        """Return bytes of the optimizer's temporary tensors: fp32, of at most `PIECE` of the updated elements each."""
+        return _FP32 * self.setting.optimizer_temporaries * min(updated, PIECE)
+
+    def exchanged_with_host(self) -> int:
+        """Return bytes per trained element that offloading keeps in main memory next to the states.
+
+        They are the updated weights, before they are copied to the GPU: number.
+        """
+        return self.setting.bytes_per_number
+
+
+class Unsharded(Sharding):
+    """ZeRO 0: every data rank keeps everything, and the engine reduces gradients."""
+
+    shards_states = False
+
+    def gradients(self) -> int:
+        """Return bytes of gradients: trained x number."""
+        return self.setting.bytes_per_number * self.count.trained
+
+    def all_states(self) -> int:
+        """Return bytes of optimizer states: trained x (states + 4 for an fp32 copy unless training is in fp32)."""
+        per_element = self.count.state_bytes
+        if self.setting.precision != "fp32":
+            per_element += _FP32
+        return int(per_element * self.count.trained)
+
+    def engine_reduction(self) -> int:
+        """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
+        return _engine_bucket_bytes(self.setting, self.count)
+
+    def update(self) -> int:
+        """Return bytes of fp32 gradients, trained x 4 unless training is in fp32, and of temporary tensors."""
+        temporaries = self._temporaries(self.count.trained)
+        if self.setting.precision == "fp32":
+            return temporaries
+        return _FP32 * self.count.trained + temporaries
+
+
+class Bf16Optimizer(Sharding):
+    """DeepSpeed's BF16_Optimizer: states divided over data ranks, whole gradients, reduced by the engine.
+
+    It serves bf16 with ZeRO 1 and fp32 gradients, and bf16 pipelines with ZeRO 0, unless states are offloaded.
+    """
+
+    def gradients(self) -> int:
+        """Return bytes of gradients: trained x gradient, and trained x number if bf16 gradients are not released."""
+        if self.setting.immediate_gradients:
+            return self._gradients_of_all
+        return self._gradients_of_all + self.setting.bytes_per_number * self.count.trained
+
+    def engine_reduction(self) -> int:
+        """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
+        return _engine_bucket_bytes(self.setting, self.count)
+
+    def update(self) -> int:
+        """Return bytes of the optimizer's temporary tensors."""
+        return self._temporaries(self.shard)
+
+
+class _ReducedByZero(Sharding):
+    """ZeRO 1 to 3, which reduce gradients in buckets of their own."""
+
+    def reduction_buckets(self) -> int:
+        """Return bytes of the buckets: number x elements of a bucket, twice if reduction overlaps the backward pass.
+
+        GPU memory is reserved whole. A CPU's memory is taken only when it is written to: for trained elements at most.
+        """
+        setting = self.setting
+        bucket = setting.reduce_bucket
+        if setting.on_cpu:
+            bucket = min(bucket, self.count.trained)
+        return setting.bytes_per_number * bucket * setting.reduce_buffers
+
+    def _shard_in_fp32(self, converted: int) -> int:
+        """Return bytes of this rank's gradients joined and in fp32, with a copy before conversion or temporaries.
+
+        shard x 4 + the larger of `converted` bytes and the optimizer's temporary tensors.
+        """
+        return _FP32 * self.shard + max(converted, self._temporaries(self.shard))
+
+
+class Zero1(_ReducedByZero):
+    """ZeRO 1: data ranks divide optimizer states, and each keeps all gradients."""
+
+    def gradients(self) -> int:
+        """Return bytes of gradients: trained x gradient, and this rank's reduced shard in fp32 if it is offloaded.
+
+        The backward pass makes that shard only if reduction overlaps it; otherwise the update does.
+        """
+        total = self._gradients_of_all
+        if self.setting.offloads_states and self.setting.fp32_gradients and self.setting.reduce_buffers > 1:
+            total += _FP32 * self.count.trained // self.setting.dp_size
+        return total
+
+    def update(self) -> int:
+        """Return bytes of the update: this rank's gradients in fp32, less the other ranks' gradients.
+
+        Other ranks' gradients are released before the shard is joined and converted. With offload the host
+        updates, and the device makes the reduced shard unless the backward pass did.
+        """
+        setting = self.setting
+        if setting.offloads_states:
+            made_here = setting.fp32_gradients and setting.reduce_buffers == 1
+            return _FP32 * self.shard if made_here else 0
+        converted = 0 if setting.precision == "fp32" else setting.bytes_per_number * self.shard
+        released = setting.bytes_per_number * (self.count.trained - self.shard)
+        return max(0, self._shard_in_fp32(converted) - released)
+
+
+class Zero2(_ReducedByZero):
+    """ZeRO 2: data ranks also divide gradients."""
+
+    def gradients(self) -> int:
+        """Return bytes of gradients: shard x gradient. Offloaded ones stay only if they are fp32 sums of bf16 ones."""
+        if self.setting.offloads_states and not self.setting.fp32_gradients:
+            return 0
+        return self._gradients_of_all // self.setting.dp_size
+
+    def held_during_passes(self) -> int:
+        """Return bytes of a second sum: shard x number for this backward pass's gradients, if several are summed."""
+        if self._sums_in_place or self.setting.offloads_states:
+            return 0
+        return self.setting.bytes_per_number * self.count.trained // self.setting.dp_size
+
+    def update(self) -> int:
+        """Return bytes of the update: this rank's gradients joined and in fp32; none if the host updates."""
+        setting = self.setting
+        if setting.offloads_states:
+            return 0
+        is_fp32 = setting.fp32_gradients or setting.precision == "fp32"
+        return self._shard_in_fp32(0 if is_fp32 else setting.bytes_per_number * self.shard)
+
+    def exchanged_with_host(self) -> int:
+        """Return bytes of main memory per element: number for updated weights, and number for a sum of gradients."""
+        size = self.setting.bytes_per_number
+        return size if self._sums_in_place else 2 * size
+
+    @property
+    def _sums_in_place(self) -> bool:
+        """Whether gradients are added to fp32 sums, or there is only one backward pass in a step."""
+        return self.setting.fp32_gradients or self.setting.accumulation_steps == 1
+
+
+class Zero3(_ReducedByZero):
+    """ZeRO 3: data ranks also divide weights, which are gathered for the layers at work."""
+
+    def weights(self) -> int:
+        """Return bytes of weights: held x number / data ranks; none if they are offloaded."""
+        if self.setting.offloads_weights:
+            return 0
+        return self.setting.bytes_per_number * self.count.held // self.setting.dp_size
+
+    def gradients(self) -> int:
+        """Return bytes of gradients: shard x gradient; none if they are offloaded."""
+        if self.setting.offloads_states:
+            return 0
+        return self._gradients_of_all // self.setting.dp_size
+
+    def held_during_passes(self) -> int:
+        """Return bytes of the weights of layers at work: number x the smaller of held and gathered elements.
+
+        Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU.
+        """
+        setting = self.setting
+        copies_from_host = setting.offloads_weights and not setting.on_cpu
+        if setting.dp_size == 1 and not copies_from_host:
+            return 0
+        return setting.bytes_per_number * min(self.count.held, setting.gathered)
+
+    def update(self) -> int:
+        """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates."""
+        if self.setting.offloads_states:
+            return 0
+        updated = min(self.shard, self.setting.sub_group)
+        return _FP32 * updated + self._temporaries(updated)
+
+    def exchanged_with_host(self) -> int:
+        """Return bytes of main memory per trained element: its accumulated gradient."""
+        return self.setting.gradient_bytes
+
+
+def _engine_bucket_bytes(setting: MemorySetting, count: ParameterCount) -> int:
+    """Return bytes of a bucket in which DeepSpeed's engine reduces accumulated gradients.
+
+    Elements of a bucket x (gradient + bytes of the communicated type, if that is another one); none for one data rank.
+    """
+    if setting.dp_size == 1:
+        return 0
+    per_element = setting.gradient_bytes
+    if setting.communicated_bytes != setting.gradient_bytes:
+        per_element += setting.communicated_bytes
+    return per_element * min(count.trained, _ENGINE_BUCKET)
+
+
+_STAGES: Mapping[int, type[Sharding]] = MappingProxyType({0: Unsharded, 1: Zero1, 2: Zero2, 3: Zero3})
+
+
+def sharding_of(setting: MemorySetting) -> type[Sharding]:
+    """Return how the data ranks of a run divide weights, gradients and states."""
+    if setting.precision == "bf16" and not setting.offloads_states:
+        accumulates_in_fp32 = setting.zero_stage == 1 and setting.fp32_gradients
+        is_pipeline = setting.zero_stage == 0 and setting.pp_size > 1
+        if accumulates_in_fp32 or is_pipeline:
+            return Bf16Optimizer
+    return _STAGES[setting.zero_stage]
+
+
+def host_bytes(sharding: Sharding) -> int:
+    """Return bytes in main memory of what a rank offloads: states, what it exchanges with the device, and weights.
+
+    shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + held x number / data ranks. What
+    is in files does not count, but for the states of one sub-group.
+    """
+    setting = sharding.setting
+    count = sharding.count
+    if not setting.offloads_states:
+        return 0
+    of_states = _UPDATED_ON_HOST + count.state_bytes
+    exchanged = sharding.exchanged_with_host()
+    weights = 0
+    if setting.offloads_weights and not setting.weights_in_files:
+        weights = setting.bytes_per_number * count.held
+    if setting.states_in_files:
+        sub_group = int(of_states) * min(sharding.shard, setting.sub_group)
+        return int(exchanged * count.trained + weights) // setting.dp_size + sub_group
+    return int((of_states + exchanged) * count.trained + weights) // setting.dp_size
+
+
+def file_bytes(sharding: Sharding) -> int:
+    """Return bytes on a local disk: shard x (states + 4 + 4) and held x number / data ranks, as far as in files."""
+    setting = sharding.setting
+    count = sharding.count
+    total: float = 0
+    if setting.states_in_files:
+        total += (_UPDATED_ON_HOST + count.state_bytes) * count.trained
+    if setting.weights_in_files:
+        total += setting.bytes_per_number * count.held
+    return int(total) // setting.dp_size
+
+
+def copied_bytes(sharding: Sharding) -> int:
+    """Return bytes in main memory of the copies that a background save writes: all states and held x number."""
+    setting = sharding.setting
+    total = 0
+    if setting.copies_states:
+        total += sharding.all_states()
+    if setting.copies_weights:
+        total += setting.bytes_per_number * sharding.count.held
+    return total

@@ -1,0 +1,212 @@
+"""Memory of weights, gradients and states: how it changes with ranks, ZeRO stages, buffers and offload."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from neox.architecture import LOSS_CHUNK
+from neox.config.sections.optimizer_table import PIECE
+from neox.plan.device import host_device, memory_on
+from neox.plan.memory import stage_memory
+from neox.plan.memory.parameters import count_parameters
+from neox.plan.memory.zero import Bf16Optimizer, Unsharded, Zero1, Zero2, Zero3, sharding_of
+from tests.plans import SIZES, plan_of, small_plan
+
+BF16 = {"precision": "bf16"}
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+# A small micro batch in a wide network, so that states and not activations are the most.
+WIDE = {**SIZES, "hidden_size": 512, "train_micro_batch_size_per_gpu": 1}
+
+
+def memory_of(plan, **changes):
+    return stage_memory(plan.layers, plan.stages[0], replace(plan.memory_setting, **changes))
+
+
+def sharding(plan, **changes):
+    setting = replace(plan.memory_setting, **changes)
+    return sharding_of(setting)(setting, count_parameters(plan.layers, plan.stages[0], setting))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        ({}, Unsharded),
+        (BF16, Unsharded),
+        ({**BF16, "pipe_parallel_size": 2}, Bf16Optimizer),
+        ({**BF16, "zero_optimization": {"stage": 1}}, Bf16Optimizer),
+        ({**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}, Zero1),
+        ({**BF16, "zero_optimization": {"stage": 1, "offload_optimizer": CPU}}, Zero1),
+        ({"zero_optimization": {"stage": 1}}, Zero1),
+        ({**BF16, "zero_optimization": {"stage": 2}}, Zero2),
+        ({**BF16, "zero_optimization": {"stage": 3}}, Zero3),
+    ],
+)
+def test_the_kind_of_sharding_is_the_optimizer_that_deepspeed_chooses(keys, kind):
+    assert sharding_of(small_plan(2, **keys).memory_setting) is kind
+
+
+@pytest.mark.parametrize(
+    ("keys", "per_parameter"),
+    [
+        ({}, 4 + 4 + 8),
+        (BF16, 2 + 2 + 4 + 8),
+        ({**BF16, "pipe_parallel_size": 2}, 2 + 2 + 4 + 8),
+        ({**BF16, "zero_optimization": {"stage": 1}}, 2 + 4 + 4 + 8),
+        ({**BF16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True, "immediate_grad_update": False}}, 20),
+    ],
+)
+def test_adam_takes_the_documented_bytes_per_parameter(keys, per_parameter):
+    plan = small_plan(2 if "pipe_parallel_size" in keys else 1, **keys)
+    held = sharding(plan)
+    total = held.weights() + held.gradients() + held.optimizer_states()
+    assert total == held.count.trained * per_parameter
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_each_zero_stage_needs_less(precision):
+    totals = []
+    for stage in range(4):
+        held = sharding(plan_of(8, **WIDE, precision=precision, zero_optimization={"stage": stage}))
+        totals.append(held.weights() + held.gradients() + held.optimizer_states())
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > totals[1] > totals[2] > totals[3]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": CPU}])
+def test_more_data_ranks_never_need_more(stage, offload):
+    plan = plan_of(1, **WIDE, **BF16, zero_optimization={"stage": stage, **offload})
+    memories = [memory_of(plan, dp_size=2**n) for n in range(1, 6)]
+    for fewer, more in pairwise(memories):
+        assert more.total <= fewer.total
+        assert more.host <= fewer.host
+    assert memories[-1].total + memories[-1].host < memories[0].total + memories[0].host
+
+
+def test_data_ranks_hold_each_state_once():
+    one = plan_of(1, **WIDE, **BF16, zero_optimization={"stage": 3})
+    for ranks in (2, 4, 8):
+        of_rank = memory_of(one, dp_size=ranks)
+        assert of_rank.optimizer * ranks == one.memory.optimizer
+        assert of_rank.weights * ranks == one.memory.weights
+
+
+class TestUpdate:
+    """What is needed while there are no activations."""
+
+    def test_half_precision_gradients_are_converted(self):
+        plan = plan_of(2, **WIDE, fp16={"enabled": True}, zero_optimization={"stage": 2})
+        half = sharding(plan, precision="fp16").update()
+        full = sharding(plan, precision="fp32").update()
+        assert half > full == 4 * sharding(plan).shard
+
+    def test_zero_1_releases_other_ranks_gradients_first(self):
+        plan = plan_of(8, **WIDE, fp16={"enabled": True}, zero_optimization={"stage": 2})
+        assert sharding(plan, zero_stage=1).update() < sharding(plan).update()
+
+    def test_zero_3_updates_a_sub_group_at_once(self):
+        keys = {**WIDE, **BF16, "zero_optimization": {"stage": 3, "sub_group_size": 1000}}
+        assert sharding(plan_of(2, **keys)).update() < sharding(plan_of(2, **keys), sub_group=10**9).update()
+
+    def test_temporary_tensors_are_no_larger_than_a_piece(self):
+        plan = small_plan(optimizer={"type": "madgrad_wd"})
+        held = sharding(plan)
+        huge = type(held)(held.setting, replace(held.count, trained=100 * PIECE))
+        assert 0 < held.update() <= 8 * held.count.trained
+        assert huge.update() == 8 * PIECE  # two tensors in fp32
+
+    def test_the_host_updates_what_is_offloaded(self):
+        for stage in (2, 3):
+            zero = {"stage": stage, "offload_optimizer": CPU}
+            assert sharding(plan_of(2, **WIDE, **BF16, zero_optimization=zero)).update() == 0
+
+
+class TestReduction:
+    """Buffers in which gradients are reduced."""
+
+    def test_the_engine_reduces_only_if_zero_does_not(self):
+        for keys, reduces in (
+            ({}, True),
+            ({**BF16, "zero_optimization": {"stage": 1}}, True),
+            ({"zero_optimization": {"stage": 1}}, False),
+            ({**BF16, "zero_optimization": {"stage": 3}}, False),
+        ):
+            held = sharding(small_plan(2, **keys))
+            assert (held.engine_reduction() > 0) is reduces
+            assert (held.reduction_buckets() > 0) is not reduces
+            assert sharding(small_plan(1, **keys)).engine_reduction() == 0
+
+    def test_another_communicated_type_is_a_copy(self):
+        plain = sharding(small_plan(2, **BF16))
+        converted = sharding(small_plan(2, **BF16, fp32_allreduce=True))
+        assert converted.engine_reduction() == 3 * plain.engine_reduction()  # 2 bytes, and 4 for the copy
+
+    def test_overlapped_reductions_have_two_buffers(self):
+        zero = {"stage": 2, "reduce_bucket_size": 1000}
+        plain, overlapped = (
+            small_plan(2, fp16={"enabled": True}, zero_optimization={**zero, "overlap_comm": on})
+            for on in (False, True)
+        )
+        assert overlapped.memory.gradients - plain.memory.gradients == 2 * 1000
+
+    def test_a_cpu_touches_only_what_it_uses_of_a_bucket(self):
+        plan = small_plan(2, zero_optimization={"stage": 1})
+        assert sharding(plan, on_cpu=True).reduction_buckets() == 4 * plan.layers.numel
+        assert sharding(plan).reduction_buckets() > 4 * plan.layers.numel
+
+
+def test_whole_logits_are_never_held():
+    """With a vocabulary next to which the rest is small, the estimate does not grow with tokens x vocabulary."""
+    keys = {"zero_optimization": {"stage": 1}, "seq_length": 2048, "attention_config": [[["flash"], "all"]]}
+    plan = plan_of(1, 50_000, **{**SIZES, **BF16, **keys})
+    small, large = (memory_of(plan, micro_batch_size=samples).activations for samples in (8, 64))
+    more_tokens = 56 * 2048
+    assert large - small < more_tokens * plan.padded_vocab_size
+    assert large > 2 * LOSS_CHUNK["cuda"]
+
+
+def test_zero_2_holds_the_sum_of_gradients_next_to_those_of_a_backward_pass():
+    keys = {**SIZES, "train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 2}}
+    one, two = (sharding(plan_of(2, **keys, gradient_accumulation_steps=n)) for n in (1, 2))
+    assert one.held_during_passes() == 0
+    assert two.held_during_passes() == two.gradients()
+
+
+def test_zero_3_keeps_weights_that_are_used_again_soon():
+    held = {}
+    for live, reuse in ((1, 1), (1, None), (None, 1)):
+        keys = {"stage": 3, "stage3_max_live_parameters": live, "stage3_max_reuse_distance": reuse}
+        zero = {key: value for key, value in keys.items() if value is not None}
+        held[live, reuse] = small_plan(2, zero_optimization=zero).memory.activations
+    assert held[1, 1] < held[1, None] == held[None, 1]
+
+
+class TestOffload:
+    """What leaves the device, and where it is then."""
+
+    def test_weights_come_to_a_lone_gpu(self):
+        """One rank gathers nothing, but copies what is in main memory; a CPU uses it where it is."""
+        zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+        plan = small_plan(zero_optimization=zero, precision="bf16")
+        resident = small_plan(zero_optimization={**zero, "offload_param": None}, precision="bf16")
+        assert plan.memory.activations - resident.memory.activations == 2 * plan.layers.numel
+        here = host_device(plan, [0], "here", None, training=True)
+        assert memory_on(plan, here).activations == memory_on(resident, here).activations
+
+    def test_files_take_what_main_memory_held(self):
+        """Apart from the states of one sub-group, and gradients as they are accumulated."""
+        zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 100}
+        in_memory, states, everything = (
+            small_plan(2, zero_optimization={**zero, **blocks}, precision="bf16").memory
+            for blocks in ({}, {"offload_optimizer": NVME}, {"offload_optimizer": NVME, "offload_param": NVME})
+        )
+        assert in_memory.files < states.files < everything.files
+        assert in_memory.host > states.host > everything.host
+        of_sub_group = 16 * 100
+        for offloaded in (states, everything):
+            assert offloaded.host + offloaded.files == in_memory.host + of_sub_group
+            assert offloaded.total == in_memory.total
