@@ -1,8 +1,8 @@
-"""Chunks of inputs, cut at positions that depend on the bytes of the inputs only."""
+"""Chunks of inputs, cut at positions that depend only on the bytes of the inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Chunk:
     Attributes:
         content: Lines, or records; None at the end of an input.
         bad: Bad inputs before the content.
-        next: Number of the input and the position in it after the content.
+        next: Number of an input, and the position in it, where the next chunk starts.
     """
 
     content: LineBlock | tuple[Record, ...] | None
@@ -50,35 +50,52 @@ def read_chunks(
     """
     for number in range(start[0], len(files)):
         position = start[1] if number == start[0] else Position()
-        data, bad = b"", list[BadInput]()
-        for block in read_blocks(
+        blocks = read_blocks(
             files[number],
             block_bytes=CHUNK_BYTES,
             max_line_bytes=max_line_bytes,
             limit_flag="--max-line-mb",
             start=position,
             consumed=consumed,
-        ):
-            if isinstance(block, BadInput):
-                if data:
-                    yield (chunk := _lines(number, files[number], data, position, bad))
-                    data, position, bad = b"", chunk.next[1], []
-                bad.append(block)
-                continue
-            if not data:
-                position = block.start
-            data += block.data
-            while size := _next_cut(data, position.offset):
-                yield (chunk := _lines(number, files[number], data[:size], position, bad))
-                data, position, bad = data[size:], chunk.next[1], []
-        if data:
-            yield _lines(number, files[number], data, position, bad)
+        )
+        yield from _cut(files[number], number, blocks)
+
+
+def _cut(file: str, number: int, blocks: Iterable[LineBlock | BadInput]) -> Iterator[Chunk]:
+    """Yield the blocks of an input in chunks, and a chunk without content at the end."""
+    data = b""
+    position = Position()
+    bad: list[BadInput] = []
+    for block in blocks:
+        if isinstance(block, BadInput):
+            if data:
+                yield _lines(number, file, data, position, bad)
+                data = b""
+                bad = []
+            bad.append(block)
+            continue
+        if not data:
+            position = block.start
+        data += block.data
+        while size := _next_cut(data, position.offset):
+            chunk = _lines(number, file, data[:size], position, bad)
+            yield chunk
+            data = data[size:]
+            position = chunk.next[1]
             bad = []
-        yield Chunk(None, tuple(bad), (number + 1, Position()))
+    if data:
+        yield _lines(number, file, data, position, bad)
+        bad = []
+    yield Chunk(None, tuple(bad), (number + 1, Position()))
 
 
 def _next_cut(data: bytes, offset: int) -> int:
-    """Return the length of the first chunk of `data`, which starts at `offset` of its file; 0 if it may go on."""
+    """Return the length of the first chunk of `data`; 0 if the chunk does not end in it.
+
+    Args:
+        data: Lines.
+        offset: Place of `data` in its file.
+    """
     return data.find(b"\n", (offset // CHUNK_BYTES + 1) * CHUNK_BYTES - offset - 1) + 1
 
 

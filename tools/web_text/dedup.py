@@ -19,11 +19,11 @@ from neox.log import progress
 from neox.workers import ordered_map
 from tools.web_text.chunks import Chunk
 from tools.web_text.document_index import DocumentIndex, records_of
-from tools.web_text.documents import ChunkResult
-from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes
+from tools.web_text.documents import ChunkOutput, ChunkResult
+from tools.web_text.lines import empty_file, encode_line, text_bytes
 from tools.web_text.minhash import OLD_BANDS, Bands, bands_for
 from tools.web_text.near_duplicates import Groups, Similarity, group_documents, index_shard
-from tools.web_text.step import Counts, Job, Settings, Step
+from tools.web_text.step import Job, Settings, Step
 
 _ROWS = 1 << 20
 _MIB = 1 << 20
@@ -133,7 +133,7 @@ def _count_groups(groups: Groups) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class WriteChunk:
-    """What a worker does with a chunk: writes the documents that are kept, and the others without their text."""
+    """Function of a chunk, for worker processes: keeps documents, and drops the others without their text."""
 
     output: Path
 
@@ -141,24 +141,21 @@ class WriteChunk:
         """Return the output of a chunk.
 
         Args:
-            part: Chunk, and for each of its documents: number, number of the one that is kept for it, and number of the
-                first one with the same text.
+            part: Chunk, and for each of its documents: its number, the number of the document that is kept for it, and
+                the number of the first document with the same text.
         """
         chunk, numbers, chosen, firsts = part
         records = (record for record in records_of(chunk) if isinstance(record, dict))
-        counts, kept, dropped = Counts(), list[bytes](), list[bytes]()
+        output = ChunkOutput(self.output)
         for record, number, choice, first in zip(records, numbers, chosen, firsts, strict=True):
             size = text_bytes(record)
             if number == choice:
-                kept.append(encode_line(record))
-                counts.documents_out += 1
-                counts.bytes_out += size
+                output.keep(encode_line(record), size)
                 continue
             reason = "exact duplicate" if first != number else "near duplicate"
-            counts.drop(reason, size)
             rest = {key: value for key, value in record.items() if key != "text"}
-            dropped.append(encode_line({**rest, "dropped": reason, "document": number, "kept": choice}))
-        return ChunkResult(compress_lines(kept, self.output), compress_lines(dropped, self.output), (), counts)
+            output.drop({**rest, "dropped": reason, "document": number, "kept": choice}, reason, size)
+        return output.result()
 
 
 def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], others: int) -> None:

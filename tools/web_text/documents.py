@@ -1,4 +1,4 @@
-"""Steps on single documents: chunks of lines, worker processes, and output that an interrupted run continues.
+"""Steps that treat documents one by one: in chunks, by worker processes, with output that a later run continues.
 
 The inputs are cut into chunks at positions that depend on their bytes only. Each chunk becomes one zstd frame of the
 output, in order. So the output is the same for any number of workers, and a run that was killed continues after the
@@ -8,7 +8,7 @@ last chunk that its state file counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -24,7 +24,7 @@ from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, Chunk, Reader, read_chunks
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes
 from tools.web_text.shards import with_shards, write_shard
-from tools.web_text.step import Counts, DocumentFunction, Job, Record, S, Step
+from tools.web_text.step import Counts, DocumentFunction, Job, Outcome, Record, S, Step
 
 _log = get_logger(f"neox.{__name__}")
 _MIB = 1 << 20
@@ -52,16 +52,48 @@ class ChunkResult:
 Results = Generator[tuple[Chunk, ChunkResult]]
 
 
+class ChunkOutput:
+    """Output of a chunk while its documents are processed."""
+
+    def __init__(self, path: Path) -> None:
+        """Start without documents.
+
+        Args:
+            path: Output of the step; its name says whether lines are compressed.
+        """
+        self.counts = Counts()
+        self._path = path
+        self._kept: list[bytes] = []
+        self._dropped: list[bytes] = []
+
+    def keep(self, line: bytes, size: int) -> None:
+        """Add a document that is kept, with the bytes of its text."""
+        self._kept.append(line)
+        self.counts.documents_out += 1
+        self.counts.bytes_out += size
+
+    def drop(self, record: Record, reason: str, size: int) -> None:
+        """Add a document that is dropped, with the bytes of its text."""
+        self._dropped.append(encode_line({**record, "dropped": reason}))
+        self.counts.drop(reason, size)
+
+    def result(self, bad: Iterable[BadInput] = ()) -> ChunkResult:
+        """Return the output, with the bad lines of the chunk."""
+        kept = compress_lines(self._kept, self._path)
+        dropped = compress_lines(self._dropped, self._path)
+        return ChunkResult(kept, dropped, tuple(bad), self.counts)
+
+
 @dataclass(frozen=True)
 class ChunkWork(Generic[S]):
-    """What a worker does with a chunk.
+    """Function of a chunk, for worker processes: applies the function of a document to each of its documents.
 
     Attributes:
-        build: Makes the function of a document; called once in each process.
+        build: Function that makes the function of a document; called once in each process.
         settings: Settings of the step.
         key: Key of the text in the input.
         keep_text: Whether dropped documents are written with their text.
-        identity: Identity of the job: another job may have equal settings, but other files that they name.
+        identity: Identity of the job. Another job may have equal settings that name files with other contents.
     """
 
     build: Callable[[S], DocumentFunction]
@@ -73,28 +105,30 @@ class ChunkWork(Generic[S]):
     def __call__(self, chunk: Chunk) -> ChunkResult:
         """Process the documents of a chunk."""
         function = _built(self.build, self.settings, self.identity)
-        counts, bad = Counts(), list[BadInput]()
-        kept, dropped = list[bytes](), list[bytes]()
+        output = ChunkOutput(self.settings.output)
+        bad: list[BadInput] = []
         for record in _records(chunk.content, self.key):
             if isinstance(record, BadInput):
                 bad.append(record)
                 continue
-            counts.documents_in += 1
-            counts.bytes_in += text_bytes(record, self.key)
+            output.counts.documents_in += 1
+            output.counts.bytes_in += text_bytes(record, self.key)
             for outcome in function(record):
-                size = text_bytes(outcome.record, self.key if self.key in outcome.record else "text")
-                for name in outcome.changed:
-                    counts.change(name)
-                if outcome.dropped is None:
-                    counts.documents_out += 1
-                    counts.bytes_out += size
-                    kept.append(encode_line(outcome.record))
-                else:
-                    counts.drop(outcome.dropped, size)
-                    shown = {k: v for k, v in outcome.record.items() if self.keep_text or k != self.key}
-                    dropped.append(encode_line({**shown, "dropped": outcome.dropped}))
-        path = self.settings.output
-        return ChunkResult(compress_lines(kept, path), compress_lines(dropped, path), tuple(bad), counts)
+                self._add(output, outcome)
+        return output.result(bad)
+
+    def _add(self, output: ChunkOutput, outcome: Outcome) -> None:
+        record = outcome.record
+        key = self.key if self.key in record else "text"
+        size = text_bytes(record, key)
+        for name in outcome.changed:
+            output.counts.change(name)
+        if outcome.dropped is None:
+            output.keep(encode_line(record), size)
+            return
+        if not self.keep_text:
+            record = {name: value for name, value in record.items() if name != self.key}
+        output.drop(record, outcome.dropped, size)
 
 
 @lru_cache(maxsize=1)
@@ -140,15 +174,15 @@ class _Written(ChunkState):
 
 
 def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -> None:
-    """Write what a function makes of each document; the dropped ones are written with their reasons.
+    """Apply a function to each document. Dropped documents are written, too, with their reasons.
 
     Args:
         job: The job; its counts are filled in.
-        work: What is done with a chunk.
+        work: Function of a chunk.
         read: Reader of the inputs.
 
     Raises:
-        DataError: If too many inputs are bad, or a worker was killed.
+        DataError: If too many inputs are bad, or a worker died twice on a chunk.
     """
     if job.shard is not None:
         chunks = read(job.files, (0, Position()), job.settings.max_line_mb * _MIB, lambda _: None)
@@ -172,9 +206,10 @@ def write_results(
 
     Args:
         job: The job; its counts are filled in.
-        produce: Yields chunks with their results from a position on. It calls a function with what it has consumed.
-        unit: Unit of consumption.
-        total: Consumption of the whole job; None if it is not known.
+        produce: Generator of the chunks from a position on, with their results. It gets a function too, and calls it
+            with the amount of input that it has newly read.
+        unit: Unit of that amount.
+        total: Amount of input of the whole job; None if it is not known.
     """
     log = ResumeLog(job.work / "state.progress.json", job.identity, _Written.from_json)
     targets = (job.settings.output, job.dropped)
@@ -196,11 +231,12 @@ def write_results(
 
 def _open_outputs(targets: tuple[Path, Path], state: _Written) -> tuple[_Written, list[BinaryIO]]:
     """Open the partial files of an interrupted run, or those of a new run if they are incomplete."""
+    kept, dropped = map(partial_path, targets)
     try:
-        return state, [open_at(partial_path(target), size) for target, size in zip(targets, state.sizes, strict=True)]
+        return state, [open_at(kept, state.sizes[0]), open_at(dropped, state.sizes[1])]
     except DataError as error:
         _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
-        return _Written(), [open_at(partial_path(target), 0) for target in targets]
+        return _Written(), [open_at(kept, 0), open_at(dropped, 0)]
 
 
 def _append(
@@ -229,7 +265,8 @@ def document_step(
     Args:
         name: Name of the step.
         settings: Class of its settings.
-        build: Makes the function from the settings; a function of a module, since worker processes import it.
+        build: Function that makes the function of a document. It must be a module's function, because worker processes
+            import it.
         packages: Packages whose versions determine the output.
     """
     return Step(name, settings, partial(_run_documents, build=build), build=build, packages=packages, sharded=True)

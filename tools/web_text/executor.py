@@ -1,7 +1,7 @@
 """Recipes as datatrove pipelines: local processes, Slurm or Ray.
 
-Each step is one or two pipelines: tasks that compute shards of the chunks, if the step is a function of chunks, and one
-task that runs the step with their results. All tasks share a file system.
+Each step becomes one or two pipelines. The first computes shards of the chunks, if the step is a function of chunks.
+The second is one task that runs the step with their results. All tasks share a file system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ShardTask:
 
     def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
         """Compute the shard of task `rank`."""
-        step, settings = self.chosen.step, self.chosen.settings
+        step = self.chosen.step
+        settings = self.chosen.settings
         try:
             check_packages(step)
             step.run(Job(step.name, settings, step.expand(settings.input), "", shard=(rank, world_size)))
@@ -41,7 +42,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class StepTask:
-    """Callable of a datatrove pipeline that runs a step, with what its shards hold."""
+    """Callable of a datatrove pipeline that runs a step with the results in its shards."""
 
     chosen: RecipeStep
 
@@ -71,20 +72,13 @@ def pipelines(
     classes = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
     before = None
     for chosen in recipe:
-        output = chosen.settings.output
-        for kind, count in ((ShardTask, tasks), (StepTask, 1)):
-            if kind is ShardTask and not chosen.step.sharded:
-                continue
-            arguments = {
-                "pipeline": [kind(chosen)],
-                "tasks": count,
-                "logging_dir": str(output.with_name(f"{output.name}.datatrove") / kind.__name__),
-                "skip_completed": False,  # a task whose shard or output is complete knows it, and its inputs
-                **({} if executor == "local" else {"depends": before}),
-                **options,
-            }
-            if executor == "local" and count == 1:
-                arguments["workers"] = 1  # which runs the task in this process, so that it may start others
+        kinds: list[tuple[type[ShardTask] | type[StepTask], int]] = [(StepTask, 1)]
+        if chosen.step.sharded:
+            kinds.insert(0, (ShardTask, tasks))
+        for kind, count in kinds:
+            arguments = {**_arguments(chosen, executor, kind, count), **options}
+            if executor != "local":
+                arguments.setdefault("depends", before)
             try:
                 before = classes[executor](**arguments)
             except (TypeError, ValueError) as error:
@@ -92,12 +86,29 @@ def pipelines(
             yield chosen, before
 
 
+def _arguments(
+    chosen: RecipeStep, executor: Executor, kind: type[ShardTask] | type[StepTask], count: int
+) -> dict[str, Any]:
+    """Return the arguments of a datatrove executor for one pipeline."""
+    output = chosen.settings.output
+    arguments: dict[str, Any] = {
+        "pipeline": [kind(chosen)],
+        "tasks": count,
+        "logging_dir": str(output.with_name(f"{output.name}.datatrove") / kind.__name__),
+        # Our tasks know themselves whether their shard or output is complete, and of the same inputs.
+        "skip_completed": False,
+    }
+    if executor == "local" and count == 1:
+        arguments["workers"] = 1  # then the task runs in this process and may start others
+    return arguments
+
+
 def run_recipe(recipe: Sequence[RecipeStep], executor: Executor, tasks: int, options: Mapping[str, Any]) -> None:
-    """Run a recipe through datatrove; with Slurm, submit it.
+    """Run a recipe through datatrove. With Slurm, only submit it.
 
     Raises:
         ConfigError: If datatrove is missing, or refuses the options.
-        NeoXError: Of a step, from a local executor.
+        NeoXError: An error of a step, from a local executor.
     """
     last = None
     for _, last in pipelines(recipe, executor, tasks, options):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 import zstandard
@@ -16,6 +17,7 @@ from neox.files import atomic_write
 from neox.log import progress
 from tools.web_text.step import Job, Record, S
 
+T = TypeVar("T", bound=Any)
 _FRAME_BYTES = 1 << 20
 _MIB = 1 << 20
 
@@ -30,7 +32,8 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
     Raises:
         DataError: If an input cannot be read, or too many are bad.
     """
-    settings, counts = job.settings, job.counts
+    settings = job.settings
+    counts = job.counts
     with progress(f"{job.name}: reading", sum(os.path.getsize(file) for file in job.files), "B") as bar:
         for file in job.files:
             for block in read_blocks(
@@ -40,7 +43,8 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
                 limit_flag="--max-line-mb",
                 consumed=bar.update,
             ):
-                for record in [block] if isinstance(block, BadInput) else parse_records(block, key):
+                records = [block] if isinstance(block, BadInput) else parse_records(block, key)
+                for record in records:
                     if isinstance(record, BadInput):
                         counts.add_bad(record, settings.skip_bad)
                         continue
@@ -59,30 +63,50 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> int:
     Returns:
         Number of lines.
     """
-    held, size, count = list[bytes](), 0, 0
+    count = 0
     with atomic_write(path) as file:
-        for line in lines:
-            held.append(line)
-            size += len(line)
-            count += 1
-            if size >= _FRAME_BYTES:
-                file.write(compress_lines(held, path))
-                held, size = [], 0
-        file.write(compress_lines(held, path))
+        for batch in batches(lines, _FRAME_BYTES):
+            file.write(compress_lines(batch, path))
+            count += len(batch)
         if not count:
             file.write(empty_file(path))
     return count
 
 
+def batches(items: Iterable[T], limit: int, size: Callable[[T], int] = len) -> Iterator[list[T]]:
+    """Yield items in lists; each but the last weighs at least `limit`, and less without its last item.
+
+    Args:
+        items: Items in order.
+        limit: Weight at which a list is complete.
+        size: Function that returns the weight of an item.
+    """
+    held: list[T] = []
+    weight = 0
+    for item in items:
+        held.append(item)
+        weight += size(item)
+        if weight >= limit:
+            yield held
+            held = []
+            weight = 0
+    if held:
+        yield held
+
+
 def empty_file(path: Path) -> bytes:
     """Return the content of a file without documents."""
-    return zstandard.ZstdCompressor(write_checksum=True).compress(b"") if path.name.endswith(".zst") else b""
+    if not path.name.endswith(".zst"):
+        return b""
+    return _compressed(b"")
 
 
 def text_bytes(record: Record, key: str = "text") -> int:
     """Return the number of UTF-8 bytes of a record's text."""
     text = record.get(key) or ""
-    return len(text.encode()) if isinstance(text, str) else len(text)
+    if isinstance(text, str):
+        text = text.encode()
+    return len(text)
 
 
 def encode_line(record: Record) -> bytes:
@@ -99,5 +123,10 @@ def encode_line(record: Record) -> bytes:
 def compress_lines(lines: list[bytes], path: Path) -> bytes:
     """Return lines as they are written to `path`: as one zstd frame with a checksum if its name ends with `.zst`."""
     data = b"".join(lines)
-    compressed = data and path.name.endswith(".zst")
-    return zstandard.ZstdCompressor(write_checksum=True).compress(data) if compressed else data
+    if not data or not path.name.endswith(".zst"):
+        return data
+    return _compressed(data)
+
+
+def _compressed(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)

@@ -11,7 +11,8 @@ from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
 from tools.web_text.step import Settings, Step
 
-_KEYS = ("directory", "workers", "seed", "skip_bad", "steps")
+_DEFAULTS = ("workers", "seed", "skip_bad")  # settings of every step
+_KEYS = ("directory", *_DEFAULTS, "steps")
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,45 @@ def read_recipe(path: Path, steps: Mapping[str, Step[Any]]) -> list[RecipeStep]:
     listed = values.get("steps")
     if not isinstance(listed, list) or not listed or not isinstance(values.get("directory"), str):
         raise ConfigError(f"{path}: a recipe needs `directory`, a path, and `steps`, a list")
-    defaults: dict[str, Any] = {key: values[key] for key in ("workers", "seed", "skip_bad") if key in values}
-    result, written = list[RecipeStep](), dict[Path, str]()
+    result: list[RecipeStep] = []
+    written: dict[Path, str] = {}
     for number, entry in enumerate(listed):
-        step, given = _entry(parsed, f"steps.{number}", entry, steps)
-        name = f"{number + 1:02}-{step.name}{step.suffixes[0] if step.suffixes else ''}"
-        own: dict[str, Any] = {**defaults, "output": str(Path(values["directory"]) / name), **given}
-        if "input" not in own and result:
-            own["input"] = result[-1].step.outputs(result[-1].settings)
-
-        def where(key: str, item: str = f"steps.{number}", label: str = step.name) -> str:
-            others = (key,) if key in defaults else (f"{item}.{label}", item)
-            return f"{_at(parsed, f'{item}.{label}.{key}', *others)} of step {label}"
-
-        chosen = RecipeStep(step, step.make_settings(own, where))
-        for path in map(Path.resolve, step.outputs(chosen.settings)):
-            if path in written:
-                raise ConfigError(f"{where('output')}: {path} is written by the step {written[path]}, too")
-            written[path] = step.name
+        chosen = _recipe_step(parsed, number, entry, steps, result[-1] if result else None)
+        for output in chosen.step.outputs(chosen.settings):
+            if (earlier := written.get(output.resolve())) is not None:
+                place = _at(parsed, f"steps.{number}.{chosen.step.name}.output", f"steps.{number}")
+                raise ConfigError(f"{place} of step {chosen.step.name}: {output} is written by the step {earlier}, too")
+            written[output.resolve()] = chosen.step.name
         result.append(chosen)
     return result
+
+
+def _recipe_step(
+    parsed: ParsedFile, number: int, entry: Any, steps: Mapping[str, Step[Any]], before: RecipeStep | None
+) -> RecipeStep:
+    """Return a step of a recipe with its settings.
+
+    Args:
+        parsed: The recipe.
+        number: Number of the step, from 0.
+        entry: Item of `steps`.
+        steps: Known steps by name.
+        before: The step before it; its outputs are the default inputs.
+    """
+    path = f"steps.{number}"
+    step, given = _entry(parsed, path, entry, steps)
+    defaults = {key: parsed.values[key] for key in _DEFAULTS if key in parsed.values}
+    suffix = step.suffixes[0] if step.suffixes else ""
+    output = Path(parsed.values["directory"]) / f"{number + 1:02}-{step.name}{suffix}"
+    own: dict[str, Any] = {**defaults, "output": str(output), **given}
+    if "input" not in own and before is not None:
+        own["input"] = before.step.outputs(before.settings)
+
+    def where(key: str) -> str:
+        others = (key,) if key in defaults else (f"{path}.{step.name}", path)
+        return f"{_at(parsed, f'{path}.{step.name}.{key}', *others)} of step {step.name}"
+
+    return RecipeStep(step, step.make_settings(own, where))
 
 
 def _entry(
@@ -81,15 +101,23 @@ def _entry(
     ((name, given),) = entry.items()
     if name not in steps:
         raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)} is no step; they are {', '.join(steps)}")
-    if not isinstance(given, dict | None):
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
         raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)}: its settings must be `key: value` pairs")
-    given = given or {}
-    if twice := [key for key in given if "-" in key and key.replace("-", "_") in given]:
-        raise ConfigError(f"{_at(parsed, f'{path}.{name}.{twice[0]}')} is given twice, with `-` and `_`; remove one")
-    return steps[name], {key.replace("-", "_"): value for key, value in given.items()}
+    settings = {}
+    for key, value in given.items():
+        spelled = key.replace("-", "_")
+        if spelled in settings:
+            raise ConfigError(f"{_at(parsed, f'{path}.{name}.{key}')} is given twice, with `-` and `_`; remove one")
+        settings[spelled] = value
+    return steps[name], settings
 
 
 def _at(parsed: ParsedFile, path: str, *others: str) -> str:
-    """Return file, line and name of a key; if it is not there, the line of another one."""
-    line = next((f":{parsed.lines[p]}" for p in (path, path.replace("_", "-"), *others) if p in parsed.lines), "")
-    return f"{parsed.name}{line}: `{path.rsplit('.', 1)[-1]}`"
+    """Return file, line and name of a key. If the key is not in the file, the line is that of another path."""
+    key = path.rsplit(".", 1)[-1]
+    for candidate in (path, path.replace("_", "-"), *others):
+        if candidate in parsed.lines:
+            return f"{parsed.name}:{parsed.lines[candidate]}: `{key}`"
+    return f"{parsed.name}: `{key}`"

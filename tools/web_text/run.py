@@ -1,4 +1,4 @@
-"""Execution of one step: identity, check of its inputs, lock, sidecar and report."""
+"""Execution of one step: checks of its paths and inputs, lock, sidecar and report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
@@ -32,13 +32,19 @@ def read_sidecar(output: str | Path) -> dict[str, Any] | None:
     path = sidecar_path(Path(output))
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(sidecar, dict) or not all(isinstance(sidecar.get(k), kind) for k, kind in _SIDECAR.items()):
+        if not _is_sidecar(sidecar):
             raise ValueError("no step wrote it")
         return sidecar
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): remove it, and the step runs again") from error
+
+
+def _is_sidecar(value: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(value.get(key), kind) for key, kind in _SIDECAR.items())
 
 
 def run_step(step: Step[S], settings: S) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
         settings: Its settings.
 
     Returns:
-        The report: `step`, counts, `seconds`, and `fresh`, false if an earlier run had made the same outputs.
+        The report: `step`, counts, `seconds`, and `fresh`, which is false if an earlier run had made the same outputs.
 
     Raises:
         ConfigError: If an output is one of the inputs, or a package of the step is missing.
@@ -58,78 +64,92 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
     """
     files = step.expand(settings.input)
     _check_paths(step, settings, files)
-    started = time.monotonic()
     try:
         check_writable(settings.output)
         with only_run(f"{settings.output}.step"):
-            old = _old_sidecar(step.outputs(settings)[0])
-            inputs = [_checked_input(file, old) for file in files]
-            packages = check_packages(step)
-            description = {
-                "format": _FORMAT,
-                "step": step.name,
-                "settings": settings.fingerprint(),
-                "files": _named_files(settings),
-                "packages": packages,
-                "inputs": [entry["sha256"] for entry in inputs],
-            }
-            job = Job(step.name, settings, files, _hash_json(description))
-            if old is None or not _is_complete(old, job.identity, step.outputs(settings)):
-                _prepare(job, step)
-                step.run(job)
-                report = {"step": step.name, **job.counts.as_json(), "seconds": round(time.monotonic() - started, 3)}
-                sidecar = {**description, "identity": job.identity, "inputs": inputs, "report": report}
-                _finish(job, step, sidecar)
-                fresh = True
-            else:
-                report, fresh = old["report"], False
-                if report["bad"] > settings.skip_bad:
-                    raise DataError(
-                        f"{settings.output} was made with {report['bad']:,} bad inputs skipped, such as "
-                        f"{report['bad_examples'][0]}. Remove it, and the step runs again, or give "
-                        f"--skip-bad {report['bad']}"
-                    )
+            report = _run_or_keep(step, settings, files)
             if settings.report is not None:
-                write_text(settings.report, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+                copy = {key: value for key, value in report.items() if key != "fresh"}
+                write_text(settings.report, json.dumps(copy, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise DataError(f"{error.filename or settings.output}: {error.strerror or error}") from error
-    return {**report, "fresh": fresh}
+    return report
 
 
-def _named_paths(settings: Settings) -> list[Path]:
-    """Return the files and directories that settings name, besides inputs and outputs."""
-    values = [getattr(settings, name) for name in settings.model_fields_set - {"input", "output", "report"}]
-    words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
-    return [word for word in words if isinstance(word, Path)]
+def _run_or_keep(step: Step[S], settings: S, files: tuple[str, ...]) -> dict[str, Any]:
+    """Run a step whose output is locked, unless an equal run is complete. Returns the report, with `fresh`."""
+    started = time.monotonic()
+    old = _old_sidecar(step.outputs(settings)[0])
+    inputs = [_checked_input(file, old) for file in files]
+    description = {
+        "format": _FORMAT,
+        "step": step.name,
+        "settings": settings.fingerprint(),
+        "files": _hashes_of_named_files(settings),
+        "packages": check_packages(step),
+        "inputs": [entry["sha256"] for entry in inputs],
+    }
+    job = Job(step.name, settings, files, _hash_json(description))
+    if old is not None and _is_complete(old, job.identity, step.outputs(settings)):
+        report = old["report"]
+        _check_bad(report, settings)
+        return {**report, "fresh": False}
+    _prepare(job, step)
+    step.run(job)
+    report = {"step": step.name, **job.counts.as_json(), "seconds": round(time.monotonic() - started, 3)}
+    _finish(job, step, {**description, "identity": job.identity, "inputs": inputs, "report": report})
+    return {**report, "fresh": True}
 
 
-def _named_files(settings: Settings) -> dict[str, list[str]]:
-    """Return the hashes of the files that settings name, as lists of words or models."""
+def _check_bad(report: Mapping[str, Any], settings: Settings) -> None:
+    """Raise DataError if a complete run skipped more bad inputs than may be skipped now."""
+    if report["bad"] > settings.skip_bad:
+        raise DataError(
+            f"{settings.output} was made with {report['bad']:,} bad inputs skipped, such as "
+            f"{report['bad_examples'][0]}. Remove it, and the step runs again, or give --skip-bad {report['bad']}"
+        )
+
+
+def _paths_of(settings: Settings, name: str) -> list[Path]:
+    """Return the paths in a setting."""
+    value = getattr(settings, name)
+    values = value if isinstance(value, tuple) else (value,)
+    return [entry for entry in values if isinstance(entry, Path)]
+
+
+def _hashes_of_named_files(settings: Settings) -> dict[str, list[str]]:
+    """Return the hashes of the files in settings that change the output, such as word lists and models."""
     hashes = {}
     for name in settings.model_fields_set - settings.RUNTIME:
-        value = getattr(settings, name)
-        paths = [path for path in (value if isinstance(value, tuple) else (value,)) if isinstance(path, Path)]
-        if paths:
+        if paths := _paths_of(settings, name):
             hashes[name] = [sha256_of(path) for path in paths if path.is_file()]
     return hashes
 
 
 def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:
+    """Check the names of inputs and outputs. Raises DataError without inputs, ConfigError if a file is replaced."""
     if not files:
         raise DataError(f"{step.name}: no inputs; give files or directories with --input")
     if (problem := step.output_problem(settings)) is not None:
         raise ConfigError(f"{step.name}: {problem}")
-    outputs = (settings.output, *step.outputs(settings), dropped_path(settings.output))
-    reports = tuple(path for path in (settings.report,) if path is not None)
-    read = (*map(Path, files), *_named_paths(settings))
+    read = [Path(file) for file in files]
+    for name in settings.model_fields_set - {"input", "output", "report"}:
+        read += _paths_of(settings, name)
+    outputs = [settings.output, *step.outputs(settings), dropped_path(settings.output)]
+    reports = _paths_of(settings, "report")
     for path in (*read, *outputs, *reports):
         if any("\udc80" <= character <= "\udcff" for character in str(path)):
             raise ConfigError(f"{step.name}: the name {str(path)!r} is not UTF-8: rename it")
-    for flag, written, others in (("output", outputs, read), ("report", reports, (*read, *outputs))):
-        taken = {path.resolve(): path for path in others}
-        if same := [path for path in written if path.resolve() in taken]:
-            replaced = taken[same[0].resolve()]
-            raise ConfigError(f"{step.name}: writing {same[0]} would replace {replaced}; choose another --{flag}")
+    _check_kept(step, "output", outputs, read)
+    _check_kept(step, "report", reports, [*read, *outputs])
+
+
+def _check_kept(step: Step[S], flag: str, written: Iterable[Path], others: Iterable[Path]) -> None:
+    """Raise ConfigError if writing one of some files would replace one of the others."""
+    kept = {path.resolve(): path for path in others}
+    for path in written:
+        if (replaced := kept.get(path.resolve())) is not None:
+            raise ConfigError(f"{step.name}: writing {path} would replace {replaced}; choose another --{flag}")
 
 
 def _old_sidecar(output: Path) -> dict[str, Any] | None:
@@ -141,18 +161,16 @@ def _old_sidecar(output: Path) -> dict[str, Any] | None:
 
 
 def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Describe an input, and compare it with what the step that wrote it recorded.
+    """Describe an input by size, time and hash, and compare it with what the step that wrote it recorded.
 
-    A hash is computed again only if size or time of the file differ from those in the sidecar of the output.
+    If the old sidecar of the output has an input of this size and time, its hash is not computed again.
     """
     path = Path(file)
     with os_errors(DataError, f"{file} cannot be read"):
         status = path.stat()
-        entry = {"path": file, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        known = (
-            other for other in (old or {}).get("inputs", ()) if {**other, "sha256": None} == {**entry, "sha256": None}
-        )
-        entry["sha256"] = next((other["sha256"] for other in known), None) or sha256_of(path)
+        entry: dict[str, Any] = {"path": file, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        known = [] if old is None else [other for other in old["inputs"] if entry.items() <= other.items()]
+        entry["sha256"] = known[0]["sha256"] if known else sha256_of(path)
     written_by = read_sidecar(path)
     if written_by is not None:
         recorded = written_by["outputs"].get(path.name)
@@ -166,23 +184,25 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def check_packages(step: Step[Any]) -> dict[str, str]:
     """Return the versions of a step's packages. Raises ConfigError if one is missing."""
-    return {name: _version(step, name) for name in step.packages}
-
-
-def _version(step: Step[S], name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        raise ConfigError(
-            f"the step {step.name} needs the package {name}: {install_command('requirements-webtext.txt')}"
-        ) from None
+    versions = {}
+    for name in step.packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            install = install_command("requirements-webtext.txt")
+            raise ConfigError(f"the step {step.name} needs the package {name}: {install}") from None
+    return versions
 
 
 def _is_complete(sidecar: Mapping[str, Any], identity: str, outputs: tuple[Path, ...]) -> bool:
+    """Return whether a sidecar is of this job, and its outputs are there with the sizes it records."""
     if sidecar["identity"] != identity:
         return False
-    recorded = sidecar["outputs"]
-    return all(o.exists() and o.name in recorded and o.stat().st_size == recorded[o.name]["bytes"] for o in outputs)
+    for output in outputs:
+        recorded = sidecar["outputs"].get(output.name)
+        if recorded is None or not output.exists() or output.stat().st_size != recorded["bytes"]:
+            return False
+    return True
 
 
 def _prepare(job: Job[S], step: Step[S]) -> None:
@@ -196,10 +216,12 @@ def _prepare(job: Job[S], step: Step[S]) -> None:
 
 
 def _finish(job: Job[S], step: Step[S], sidecar: dict[str, Any]) -> None:
+    """Write the sidecars of a complete job, and remove its intermediate files."""
     outputs = step.outputs(job.settings)
     described = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in outputs}
+    text = json.dumps({**sidecar, "outputs": described}, indent=1, ensure_ascii=False)
     for output in outputs:
-        write_text(sidecar_path(output), json.dumps({**sidecar, "outputs": described}, indent=1, ensure_ascii=False))
+        write_text(sidecar_path(output), text)
     shutil.rmtree(job.work, ignore_errors=True)
 
 
@@ -213,10 +235,15 @@ def describe_report(settings: Settings, report: Mapping[str, Any]) -> str:
     read = f"{report['documents_in']:,} in ({report['bytes_in']:,} bytes)"
     written = f"{report['documents_out']:,} out ({report['bytes_out']:,} bytes)"
     lines = [f"{report['step']}: {read}, {written}, {seconds}"]
-    lines += [
-        f"  dropped {n:>9,}  {reason}" for reason, (n, _) in sorted(report["dropped"].items(), key=lambda i: -i[1][0])
-    ]
-    lines += [f"  changed {n:>9,}  {name}" for name, n in sorted(report["changed"].items(), key=lambda i: -i[1])]
+    dropped = {reason: documents for reason, (documents, _) in report["dropped"].items()}
+    lines += _table("dropped", dropped)
+    lines += _table("changed", report["changed"])
     if report["bad"]:
         lines.append(f"  skipped {report['bad']:>9,}  bad inputs, the first: {report['bad_examples'][0]}")
     return "\n".join([*lines, f"  -> {settings.output}"])
+
+
+def _table(word: str, counts: Mapping[str, int]) -> list[str]:
+    """Return a line for each count, the largest first."""
+    largest_first = sorted(counts.items(), key=lambda entry: -entry[1])
+    return [f"  {word} {count:>9,}  {name}" for name, count in largest_first]

@@ -1,7 +1,7 @@
-"""Results of a step's chunks computed by other processes, perhaps on other machines, which share a file system.
+"""Results of a step's chunks that tasks compute, perhaps on other machines that share a file system.
 
-A task computes the results of its share of the chunks and writes them to a shard. The step then runs as ever, but takes
-the results from the shards where they are those of the same settings and inputs. So the output has the same bytes.
+A task computes the results of its share of the chunks and writes them to a shard. Then the step runs as usual, but
+takes results from the shards that have its settings and inputs. So the output has the same bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ def _owner(chunk: Chunk, tasks: int) -> int:
 
 
 def _header(job: Job[Any], files: tuple[str, ...], tasks: int) -> dict[str, Any]:
-    """Return what a shard's results depend on."""
-    inputs = [[file, os.path.getsize(file), os.stat(file).st_mtime_ns] for file in files]
+    """Return everything that determines a shard's results."""
+    inputs = []
+    for file in files:
+        status = os.stat(file)
+        inputs.append([file, status.st_size, status.st_mtime_ns])
     settings = json.loads(json.dumps(job.settings.fingerprint()))
     return {"step": job.name, "settings": settings, "inputs": inputs, "tasks": tasks}
 
@@ -52,18 +55,19 @@ def shard_directory(output: Path) -> Path:
 
 
 def write_shard(job: Job[S], work: Callable[[Chunk], Any], files: tuple[str, ...], chunks: Iterator[Chunk]) -> None:
-    """Write the results of the chunks of a task, unless it was complete.
+    """Write the results of a task's chunks, unless its shard is complete.
 
     Args:
-        job: The job, with the number of its task and of all.
-        work: What is done with a chunk.
+        job: The job, with the number of its task and the number of tasks.
+        work: Function of a chunk.
         files: The inputs of the chunks.
         chunks: All chunks of the inputs.
     """
     assert job.shard is not None
     task, tasks = job.shard
     path = shard_directory(job.settings.output) / f"{task:05}.results"
-    header, adapter = _header(job, files, tasks), _adapter(work)
+    header = _header(job, files, tasks)
+    adapter = _adapter(work)
     if path.exists() and _read_header(path) == header:
         return
     with atomic_write(path) as file:
@@ -83,10 +87,12 @@ def _read_header(path: Path) -> Any:
 
 
 class Replay(Generic[R]):
-    """Function of a chunk that returns the result from a shard, or computes it where no shard has it."""
+    """Function of a chunk that returns the result from a shard, or computes it if no shard has it."""
 
     def __init__(self, work: Callable[[Chunk], R], shards: list[Path]) -> None:
-        self._work, self._shards = work, [self._results(path, _adapter(work)) for path in shards]
+        self._work = work
+        adapter = _adapter(work)
+        self._shards = [self._results(path, adapter) for path in shards]
         self._next: list[tuple[_Key, Callable[[], R]] | None] = [next(shard, None) for shard in self._shards]
 
     @staticmethod
@@ -99,18 +105,22 @@ class Replay(Generic[R]):
 
     def __call__(self, chunk: Chunk) -> R:
         """Return the result of a chunk; chunks come in order."""
-        task, key = _owner(chunk, len(self._shards)), _key(chunk)
+        task = _owner(chunk, len(self._shards))
+        key = _key(chunk)
         while (entry := self._next[task]) is not None and entry[0] < key:
             self._next[task] = next(self._shards[task], None)
-        return entry[1]() if entry is not None and entry[0] == key else self._work(chunk)
+        if entry is None or entry[0] != key:
+            return self._work(chunk)
+        _, result = entry
+        return result()
 
 
 def with_shards(job: Job[S], work: Callable[[Chunk], R], files: tuple[str, ...]) -> tuple[Callable[[Chunk], R], int]:
-    """Return what to do with a chunk, and in how many processes: results of complete shards are used.
+    """Return the function of a chunk that uses the results of complete shards, and how many processes should run it.
 
     Args:
         job: The job.
-        work: What is done with a chunk.
+        work: Function that computes the result of a chunk.
         files: The inputs of the chunks.
     """
     shards = sorted(shard_directory(job.settings.output).glob("*.results"))

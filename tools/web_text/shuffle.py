@@ -1,6 +1,6 @@
 """Step `shuffle`: a random order of documents, by sorted runs on disk.
 
-Each document draws a number; the documents are sorted by it. So the order depends on the seed and the inputs only.
+Each document draws a number; the documents are sorted by it. So the order depends only on the seed and the inputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tools.web_text.step import Job, Settings, Step
 
 _HEADER = struct.Struct("<QQI")
 _DRAWS = 4096
+_ENTRY_BYTES = 128  # memory of the objects of one entry
 _MIB = 1 << 20
 _Keyed = tuple[int, int, bytes]
 
@@ -27,20 +28,23 @@ class ShuffleSettings(Settings):
     """Put the documents into a random order, given by the seed."""
 
     memory_mb: int = Field(1024, ge=1)
-    """Memory for documents; what is more goes to sorted files beside the output. The order does not depend on it."""
+    """Memory for documents; more documents go to sorted files next to the output. The order does not depend on it."""
 
     RUNTIME: ClassVar[frozenset[str]] = Settings.RUNTIME | {"memory_mb"}
 
 
 def shuffle(job: Job[ShuffleSettings]) -> None:
     """Write the documents of a job in random order."""
-    runs, held, size = list[Path](), list[_Keyed](), 0
+    runs: list[Path] = []
+    held: list[_Keyed] = []
+    memory = 0
     for keyed in _keyed_lines(job):
         held.append(keyed)
-        size += len(keyed[2]) + 128  # the objects of one entry
-        if size >= job.settings.memory_mb * _MIB:
+        memory += len(keyed[2]) + _ENTRY_BYTES
+        if memory >= job.settings.memory_mb * _MIB:
             runs.append(_write_run(job.work / f"run{len(runs):05}", held))
-            held, size = [], 0
+            held = []
+            memory = 0
     held.sort()
     merged = heapq.merge(*map(_read_run, runs), held)
     job.counts.documents_out = write_lines(job.settings.output, (line for _, _, line in merged))

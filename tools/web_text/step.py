@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from neox.config.sections.base import Section
 from neox.corpus import BadInput, SkipBudget, expand_inputs
@@ -33,20 +34,20 @@ class Settings(Section):
     """File for a copy of the report."""
 
     workers: int = Field(1, ge=0, le=1024)
-    """Processes; 0 means one for each core. The output does not depend on it."""
+    """Number of processes; 0 means one for each core. The output does not depend on it."""
 
     seed: int = Field(0, ge=0)
-    """Of all random choices; steps without any ignore it."""
+    """Seed of all random choices; steps without any ignore it."""
 
     skip_bad: int = Field(0, ge=0)
     """Number of bad inputs (lines, or the damaged rest of a file) that may be skipped; the report names them."""
 
     max_line_mb: int = Field(64, ge=1, le=1024)
-    """Limit of a line of the input, which is held in memory; a longer line is a bad input."""
+    """Longest line of the input, which is held in memory; a longer line is a bad input."""
 
-    # What changes no byte of the output.
+    # Fields that change no byte of the output.
     RUNTIME: ClassVar[frozenset[str]] = frozenset({"input", "output", "report", "workers", "skip_bad"})
-    # Field -> another field and the value of it without which the first has no effect.
+    # Field -> another field, and the value that the other must have for the first to have an effect.
     ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = {}
 
     @field_validator("*", mode="before")
@@ -68,7 +69,7 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of a document.
+    """Result of a step for one document.
 
     Attributes:
         record: The document, perhaps changed.
@@ -90,15 +91,15 @@ class Counts:
     """Counts of a step, or of a part of it.
 
     Attributes:
-        documents_in: Documents (URLs, pages) read.
-        documents_out: Documents written.
+        documents_in: Number of documents (URLs, pages) read.
+        documents_out: Number of documents written.
         bytes_in: UTF-8 bytes of the texts read.
         bytes_out: UTF-8 bytes of the texts written.
         dropped: Reason -> number of documents and bytes of their texts.
         changed: Change -> number of documents.
         bad: Number of bad inputs.
-        bad_examples: The first of them, with location and reason.
-        details: Figures of one step.
+        bad_examples: The first bad inputs, with location and reason.
+        details: Figures that only one kind of step has.
     """
 
     documents_in: int = 0
@@ -131,15 +132,17 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add the counts of another part; `details` and bad inputs are not added."""
-        for name in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.documents_in += other.documents_in
+        self.documents_out += other.documents_out
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
         for reason, (documents, size) in other.dropped.items():
             self.drop(reason, size, documents)
         for name, documents in other.changed.items():
             self.change(name, documents)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts with sorted reasons, so that equal counts are equal text."""
+        """Return the counts with sorted reasons, so that equal counts give equal text."""
         fields = asdict(self)
         fields["dropped"] = dict(sorted(self.dropped.items()))
         fields["changed"] = dict(sorted(self.changed.items()))
@@ -153,10 +156,10 @@ class Job(Generic[S]):
     Attributes:
         name: Name of the step.
         settings: Settings of the step.
-        files: Inputs, with directories replaced by their files.
+        files: Inputs; directories are replaced by their files.
         identity: Hash of the step, its settings and the contents of its inputs.
         counts: Counts to fill in.
-        shard: Number of a task and of all tasks, if only the results of its share of the chunks are to be written.
+        shard: Number of a task and number of tasks, if this job only computes the task's share of the chunks.
     """
 
     name: str
@@ -168,7 +171,7 @@ class Job(Generic[S]):
 
     @property
     def work(self) -> Path:
-        """Directory for intermediate files: kept for a resume of the same job, removed when the step is complete."""
+        """Directory of intermediate files. An interrupted job leaves it for its next run; a complete one removes it."""
         return self.settings.output.with_name(f"{self.settings.output.name}.work")
 
     @property
@@ -178,12 +181,18 @@ class Job(Generic[S]):
 
 
 def dropped_path(output: Path) -> Path:
-    """Return the file for dropped documents, in a directory beside the output; a WARC file's ends with `.jsonl`."""
-    return output.parent / "dropped" / (f"{output.name}.jsonl" if ".warc" in output.name else output.name)
+    """Return the file for dropped documents: in `dropped/` next to the output, with its name.
+
+    Dropped URLs of a WARC file are written as JSON lines.
+    """
+    name = output.name
+    if ".warc" in name:
+        name += ".jsonl"
+    return output.parent / "dropped" / name
 
 
 def one_output(settings: Settings) -> tuple[Path, ...]:
-    """Return the output, as the only one."""
+    """Return the output as the only file that the next step reads."""
     return (settings.output,)
 
 
@@ -194,15 +203,15 @@ class Step(Generic[S]):
     Attributes:
         name: Name in commands and recipes.
         settings: Class of its settings, whose docstring describes the step.
-        run: Writes the outputs of a job, atomically, and fills in its counts. It is called again for the same job after
-            an interruption, and makes the same bytes then and for any number of workers.
-        build: Of a step on single documents: makes the function of a document. Other steps have none.
-        suffixes: Ends that the name of the output may have, which give its format; without any, every name will do. The
-            first is that of a recipe.
-        expand: Replaces directories among the inputs by their files.
-        outputs: Files that the next step reads.
+        run: Function that writes the outputs of a job atomically and fills in its counts. After an interruption it is
+            called again for the same job. It always makes the same bytes, for any number of workers.
+        build: Function that makes the function of a document; None if the step does not treat documents one by one.
+        suffixes: Endings that the name of the output may have; they give its format. Recipes use the first. Without
+            any, every name is allowed.
+        expand: Function that replaces directories among the inputs by their files.
+        outputs: Function that returns the files that the next step reads.
         packages: Packages whose versions determine the output, too.
-        sharded: Whether `run` writes the results of a share of the chunks for a job with a `shard`.
+        sharded: Whether `run` can compute a share of the chunks, for a job with a `shard`.
     """
 
     name: str
@@ -220,7 +229,7 @@ class Step(Generic[S]):
 
         Args:
             values: Names of fields and their values, as from a recipe or a command line.
-            where: Returns what a message calls a field.
+            where: Function that returns what messages call a field.
 
         Raises:
             ConfigError: If a value is missing, unknown or unsuitable; all of them are named.
@@ -228,19 +237,13 @@ class Step(Generic[S]):
         try:
             settings = self.settings(**values)
         except ValidationError as error:
-            problems = []
-            for problem in error.errors():
-                name = str(problem["loc"][0]) if problem["loc"] else ""
-                given = "" if problem["type"] == "missing" else f" (given: {problem['input']!r:.80})"
-                problems.append(f"{where(name)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{given}")
-            raise ConfigError(problems) from None
+            raise ConfigError([_in_words(problem, where) for problem in error.errors()]) from None
         if (wrong := self.output_problem(settings)) is not None:
             raise ConfigError(f"{where('output')}: {wrong}")
-        unused = [
-            f"{where(name)} has no effect unless {where(other)} is {value}: remove it"
-            for name, (other, value) in settings.ONLY_WITH.items()
-            if name in values and getattr(settings, other) != value
-        ]
+        unused = []
+        for name, (other, value) in settings.ONLY_WITH.items():
+            if name in values and getattr(settings, other) != value:
+                unused.append(f"{where(name)} has no effect unless {where(other)} is {value}: remove it")
         if unused:
             raise ConfigError(unused)
         return settings
@@ -250,5 +253,16 @@ class Step(Generic[S]):
         name = settings.output.name
         if not name:
             return f"'{settings.output}' names no file"
-        ends = not self.suffixes or name.endswith(self.suffixes)
-        return None if ends else f"{settings.output} must end with {' or '.join(self.suffixes)}, which give its format"
+        if self.suffixes and not name.endswith(self.suffixes):
+            return f"{settings.output} must end with {' or '.join(self.suffixes)}, which give its format"
+        return None
+
+
+def _in_words(problem: ErrorDetails, where: Callable[[str], str]) -> str:
+    """Return pydantic's description of a problem as a sentence that names the field and the value."""
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    message = problem["msg"]
+    sentence = f"{where(name)}: {message[:1].lower()}{message[1:]}"
+    if problem["type"] == "missing":
+        return sentence
+    return f"{sentence} (given: {problem['input']!r:.80})"
