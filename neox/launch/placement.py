@@ -1,24 +1,19 @@
-"""Placement of ranks on hosts: hostfile, counts, or this machine's accelerators, and the rendezvous address."""
+"""Placement of ranks on hosts: by a hostfile, by counts, or by the accelerators of this machine."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import os
-import random
-import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, select_hosts
-from neox.launch.machine import port_problem, visible_accelerators
+from neox.launch.machine import visible_accelerators
 from neox.launch.spec import Host, SlotId
 from neox.plan import static_problems
-from neox.plan.topology import Topology
 
 _RANKS_PER_CORE = 4
 _MAX_PLANNED_RANKS = 2**20
@@ -228,104 +223,3 @@ def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
     visible = visible_accelerators()
     hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
     return Placement(hosts, "assumed", len(visible), assumed=True), [f"{why}; {count} ranks are assumed{what}"]
-
-
-def master_address(placement: Placement, runner: RunnerConfig) -> str:
-    """Return the address of the rendezvous: `master_addr`, else the first host's."""
-    if runner.master_addr:
-        return check_host_name(runner.master_addr, "master_addr")
-    if placement.is_local:
-        return "127.0.0.1"
-    return placement.hosts[0].name.rpartition("@")[2]
-
-
-def master_port_problem(placement: Placement, runner: RunnerConfig) -> str | None:
-    """Return why `master_port` cannot be used; None where it can, or belongs to another machine."""
-    port = runner.master_port
-    problem = port_problem(port) if port and is_this_machine(placement.hosts[0].name) else None
-    if problem is None:
-        return None
-    return f"master_port {port} is taken ({problem}): another run on this machine? Remove master_port for a free one"
-
-
-def master_port(placement: Placement, runner: RunnerConfig) -> int:
-    """Return the port of the rendezvous: `master_port`, else a free one (on another machine: one that is likely free).
-
-    Raises:
-        LaunchError: No port is free.
-    """
-    here = is_this_machine(placement.hosts[0].name)
-    if runner.master_port:
-        return runner.master_port
-    # Below the ports of outgoing connections, one of which could take a port until rank 0 listens; and at random, so
-    # that runs that start together choose different ones.
-    for _ in range(100):
-        port = random.SystemRandom().randint(20000, 32000)
-        if not here or (port_problem(port) is None and _reserve_port(port)):
-            return port
-    raise LaunchError("no free port between 20000 and 32000: set master_port")
-
-
-def _reserve_port(port: int) -> bool:
-    """Keep other runs of this program off a port until this process ends; rank 0 listens on it seconds later.
-
-    The reservation is a name in Linux' abstract socket namespace, which leaves the port itself to rank 0.
-    """
-    holder = socket.socket(socket.AF_UNIX)
-    try:
-        holder.bind(f"\0neox-master-port-{port}")
-    except OSError as error:
-        holder.close()
-        return error.errno != errno.EADDRINUSE
-    holder.detach()  # open as long as the process
-    return True
-
-
-@dataclass(frozen=True)
-class HostGroup:
-    """Consecutive hosts with equal slots and stages.
-
-    Attributes:
-        names: The hosts.
-        slots: Slots of each host.
-        ranks: First and last rank.
-        stages: First and last pipeline stage.
-    """
-
-    names: tuple[str, ...]
-    slots: int
-    ranks: tuple[int, int]
-    stages: tuple[int, int]
-
-    def __str__(self) -> str:
-        hosts = (
-            self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]} ({len(self.names)} hosts)"
-        )
-        slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
-        slots += " each" if len(self.names) > 1 else ""
-        return f"{hosts}: {slots}, {_span('rank', self.ranks)}, {_span('stage', self.stages)}"
-
-
-def ranks_of_hosts(grid: Topology, hosts: Sequence[Host]) -> Iterator[HostGroup]:
-    """Yield each host with its ranks and stages, one host a group."""
-    per_stage, first = grid.dp_size * grid.tp_size, 0
-    for host in hosts:
-        last = first + len(host.slots) - 1
-        yield HostGroup((host.name,), len(host.slots), (first, last), (first // per_stage, last // per_stage))
-        first = last + 1
-
-
-def host_groups(grid: Topology, hosts: Sequence[Host]) -> list[HostGroup]:
-    """Group consecutive hosts that have equal slots and stages."""
-    groups: list[HostGroup] = []
-    for host in ranks_of_hosts(grid, hosts):
-        before = groups[-1] if groups else None
-        if before is not None and (before.slots, before.stages) == (host.slots, host.stages):
-            groups[-1] = replace(before, names=before.names + host.names, ranks=(before.ranks[0], host.ranks[1]))
-        else:
-            groups.append(host)
-    return groups
-
-
-def _span(word: str, bounds: tuple[int, int]) -> str:
-    return f"{word} {bounds[0]}" if bounds[0] == bounds[1] else f"{word}s {bounds[0]}-{bounds[1]}"

@@ -35,20 +35,15 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
-from neox.launch.placement import (
-    COMMAND_LINE,
-    Placement,
-    master_address,
-    master_port,
-    master_port_problem,
-    place_ranks,
-)
+from neox.launch.placement import COMMAND_LINE, Placement, place_ranks
+from neox.launch.rendezvous import master_address, master_port, master_port_problem
 from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
 
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _SECRETS_SECONDS = 15
+_MAX_NAMED = 3  # hosts in a message
 
 
 def new_spec(
@@ -64,17 +59,17 @@ def new_spec(
     hang_timeout: float | None = None,
     rank_bytes: int | None = None,
 ) -> LaunchSpec:
-    """Describe a new run, with an id of its own, and a free port unless one is configured.
+    """Describe a new run, with an id of its own, and with a free port unless one is configured.
 
     Args:
-        placement: Hosts and slots.
-        runner: The configuration's keys about hosts.
-        script: The script that ranks run.
-        arguments: Its arguments.
-        run_directory: Where logs are written.
+        placement: Hosts and slots of the run.
+        runner: Keys of the configuration about hosts.
+        script: Path of the script that ranks run.
+        arguments: Arguments of the script.
+        run_directory: Directory for the run's logs.
         environment: Variables from which those of the ranks are chosen.
         forwarded: Patterns of the variables that are forwarded.
-        save: Where a training writes its checkpoints.
+        save: Directory for the checkpoints of a training.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         rank_bytes: Estimated memory of the fullest rank.
     """
@@ -90,7 +85,7 @@ def new_spec(
         run_directory=str(run_directory),
         python=sys.executable,
         environment=forwarded_environment(environment, forwarded),
-        reserved=tuple(str(path) for path in (run_directory, save) if path is not None),
+        reserved=(str(run_directory),) if save is None else (str(run_directory), str(save)),
         hang_timeout=hang_timeout,
         stop_timeout=runner.stop_timeout,
         rank_bytes=rank_bytes,
@@ -98,27 +93,31 @@ def new_spec(
 
 
 def chosen_launcher(hosts: Sequence[Host], runner: RunnerConfig) -> str:
-    """Return the launcher that is used: `local` for this machine alone, unless another one is configured by name."""
-    if len(hosts) == 1 and is_this_machine(hosts[0].name) and runner.launcher == "pdsh":
-        return "pdsh" if runner.force_multi else "local"
+    """Return the name of the launcher: the configured one, but `local` for `pdsh` if only this machine is used."""
+    only_this_machine = len(hosts) == 1 and is_this_machine(hosts[0].name)
+    if only_this_machine and runner.launcher == "pdsh" and not runner.force_multi:
+        return "local"
     return runner.launcher
 
 
 def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | None = None) -> str | None:
-    """Return why the chosen launcher cannot start ranks on these hosts, None where it can.
+    """Return why the chosen launcher cannot start ranks on these hosts; None if it can.
 
     Args:
-        hosts: The hosts.
-        runner: The configuration's keys about hosts.
-        path: PATH on which the launcher's program must be; None not to look.
+        hosts: Hosts of the run.
+        runner: Keys of the configuration about hosts.
+        path: PATH on which the launcher's program must be; None if that is not to be checked.
     """
     launcher = chosen_launcher(hosts, runner)
-    if launcher == "local" and (others := [host.name for host in hosts if not is_this_machine(host.name)]):
-        names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    others = [host.name for host in hosts if not is_this_machine(host.name)]
+    if launcher == "local" and others:
+        names = ", ".join(others[:_MAX_NAMED])
+        if len(others) > _MAX_NAMED:
+            names += f" and {len(others) - _MAX_NAMED} more"
         return f"launcher: local starts ranks on this machine only, not on {names}; use pdsh"
     counts = {len(host.slots) for host in hosts}
     if launcher == "slurm" and len(counts) > 1:
-        return f"launcher: slurm needs as many slots on every host, but there are {sorted(counts)}: set num_gpus"
+        return f"launcher: slurm needs the same number of slots on every host, not {sorted(counts)}: set num_gpus"
     program = _PROGRAMS.get(launcher)
     if program and path is not None and shutil.which(program, path=path) is None:
         return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one"
@@ -132,9 +131,9 @@ def launch(
 
     Args:
         spec: The run.
-        runner: The configuration's keys about hosts.
+        runner: Keys of the configuration about hosts.
         environment: Variables of the launcher's processes, and the secrets to send.
-        forwarded: Patterns of the variables that are forwarded; secrets among them are sent apart.
+        forwarded: Patterns of the variables that are forwarded. Secrets that match are sent separately.
 
     Returns:
         The run's exit status.
@@ -142,7 +141,8 @@ def launch(
     Raises:
         LaunchError: The run cannot be started.
     """
-    if problem := launcher_problem(spec.hosts, runner, environment.get("PATH", os.defpath)):
+    problem = launcher_problem(spec.hosts, runner, environment.get("PATH", os.defpath))
+    if problem is not None:
         raise LaunchError(problem)
     launcher = chosen_launcher(spec.hosts, runner)
     secrets = forwarded_secrets(environment, forwarded)
@@ -164,8 +164,8 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
 
     Args:
         spec: The run.
-        runner: The configuration's keys about hosts.
-        secrets: Names of variables that mpirun forwards besides.
+        runner: Keys of the configuration about hosts.
+        secrets: Names of secrets, which mpirun forwards, too.
 
     Raises:
         LaunchError: The command would be longer than Linux accepts.
@@ -177,11 +177,13 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
         return slurm_command(spec, runner.comment, runner.account)
     if launcher == "openmpi":
         return openmpi_command(spec, secrets)
-    return agent_command(spec, 0, lifeline=True) if launcher == "local" else None
+    if launcher == "local":
+        return agent_command(spec, 0, lifeline=True)
+    return None
 
 
 def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
-    """Supervise a run over ssh, where a signal to the agents takes a connection of its own."""
+    """Start a run over ssh and follow it. A signal to the agents needs connections of its own."""
     signalling: list[subprocess.Popen[bytes]] = []
 
     def signal_agents(signum: int) -> None:
@@ -202,16 +204,16 @@ def send_secrets(
 ) -> None:
     """Send secrets to every host through ssh's standard input, into a private file that the agent reads and removes.
 
-    Command lines, which everyone on a host can read, and logs never hold them.
+    So they are in no log, and on no command line, which everyone on a host can read.
 
     Args:
         spec: The run.
-        secrets: The variables.
+        secrets: Values of the variables by name.
         environment: Variables of the ssh processes.
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
 
     Raises:
-        LaunchError: A host does not take them.
+        LaunchError: A host has not taken them.
     """
     if not secrets:
         return

@@ -21,8 +21,9 @@ from neox.launch.command_line import INFERENCE, TOOLS, find_lone_tool, find_scri
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
+from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.machine import native_formats
-from neox.launch.placement import Placement, choose_hosts, host_groups, place_ranks, ranks_of_hosts
+from neox.launch.placement import Placement, choose_hosts, place_ranks
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
 from neox.launch.start import (

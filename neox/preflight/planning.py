@@ -10,8 +10,9 @@ from pathlib import Path
 from neox.config import Draft, NeoXConfig, draft_config, for_inference
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
-from neox.launch.placement import Placement, choose_hosts, master_port_problem
+from neox.launch.placement import Placement, choose_hosts
 from neox.launch.remote import path_state
+from neox.launch.rendezvous import master_port_problem
 from neox.plan import Capabilities, Device, RunPlan, further_problems, resolve, saved_precision
 from neox.preflight.checks import (
     checkpoint_problems,

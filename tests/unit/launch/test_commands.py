@@ -171,7 +171,7 @@ def test_launchers_that_cannot_start_the_ranks() -> None:
     assert launcher_problem(here, RunnerConfig(), "/nowhere") is None
     assert "on this machine only, not on a, b" in str(launcher_problem(there, RunnerConfig(launcher="local")))
     uneven = (Host("a", (0,)), Host("b", (0, 1)))
-    assert "as many slots" in str(launcher_problem(uneven, RunnerConfig(launcher="slurm")))
+    assert "num_gpus" in str(launcher_problem(uneven, RunnerConfig(launcher="slurm")))
     assert launcher_problem(there, RunnerConfig()) is None
     assert "needs the program pdsh" in str(launcher_problem(there, RunnerConfig(), "/nowhere"))
 

@@ -14,18 +14,16 @@ import pytest
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch import machine, placement
+from neox.launch import machine, rendezvous
+from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.placement import (
     COMMAND_LINE,
+    Placement,
     check_local_devices,
     choose_hosts,
-    host_groups,
-    master_address,
-    master_port,
-    master_port_problem,
     place_ranks,
-    ranks_of_hosts,
 )
+from neox.launch.rendezvous import master_address, master_port, master_port_problem
 from neox.launch.spec import Host
 from neox.plan import Topology
 
@@ -110,7 +108,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert master_address(here, RunnerConfig(master_addr="10.0.0.1")) == "10.0.0.1"
     with pytest.raises(ConfigError, match="master_addr"):
         master_address(here, RunnerConfig(master_addr="$(id)"))
-    remote = placement.Placement((Host("root@far", (0,)), Host("b", (0,))), "", 0)
+    remote = Placement((Host("root@far", (0,)), Host("b", (0,))), "", 0)
     assert master_address(remote, RunnerConfig()) == "far"
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -128,7 +126,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_that_start_together_choose_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = chain([31001, 31001], count(31002))
     monkeypatch.setattr(
-        placement.random, "SystemRandom", lambda: SimpleNamespace(randint=lambda low, high: next(wanted))
+        rendezvous.random, "SystemRandom", lambda: SimpleNamespace(randint=lambda low, high: next(wanted))
     )
     here = place_ranks(RunnerConfig(num_gpus=2))
     assert master_port(here, RunnerConfig()) != master_port(here, RunnerConfig())
