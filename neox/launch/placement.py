@@ -28,9 +28,9 @@ class Placement:
 
     Attributes:
         hosts: The chosen hosts, in rank order.
-        why: What decided it, for messages.
+        why: What decided the choice, for messages.
         accelerators: Number of GPUs of this machine.
-        assumed: Whether the hosts need not exist: a dry run imagines them.
+        assumed: Whether a dry run only imagines the hosts.
     """
 
     hosts: tuple[Host, ...]
@@ -54,22 +54,18 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
 
     Args:
         config: The configuration.
-        arguments: The command line: `dry_run`, and with it `hosts` and `gpus`, numbers of hosts that need not exist.
+        arguments: The command line. `hosts` and `gpus` make a dry run imagine so many hosts, with so many GPUs each.
 
     Returns:
-        The placement, and warnings. In a dry run without a hostfile, problems become warnings and a number of ranks is
-        assumed.
+        The placement, and warnings. In a dry run without a hostfile, a problem becomes a warning, and a number of ranks
+        is assumed.
 
     Raises:
         ConfigError: Ranks cannot be placed; with the configuration's other problems.
         LaunchError: Slurm does not answer.
     """
     if arguments.hosts or arguments.gpus:
-        if (arguments.hosts or 1) * (gpus := arguments.gpus or config.runner.num_gpus or 8) > _MAX_PLANNED_RANKS:
-            raise ConfigError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
-        slots = tuple(range(gpus))
-        hosts = tuple(Host(f"host{number}", slots) for number in range(arguments.hosts or 1))
-        return Placement(hosts, "--hosts and --gpus", 0, assumed=True), []
+        return _imagine_hosts(arguments.hosts or 1, arguments.gpus or config.runner.num_gpus or 8), []
     try:
         placement = place_ranks(config.runner, config.source("hostfile"))
         if not arguments.dry_run:
@@ -83,6 +79,15 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         if isinstance(error, LaunchError):
             raise
         raise ConfigError([*static_problems(config), *error.problems]) from None
+
+
+def _imagine_hosts(count: int, gpus: int) -> Placement:
+    """Return the placement on hosts that need not exist."""
+    if count * gpus > _MAX_PLANNED_RANKS:
+        raise ConfigError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
+    slots = tuple(range(gpus))
+    hosts = tuple(Host(f"host{number}", slots) for number in range(count))
+    return Placement(hosts, "--hosts and --gpus", 0, assumed=True)
 
 
 def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
@@ -144,19 +149,26 @@ def _hostfile(runner: RunnerConfig, source: str) -> tuple[str, str] | None:
 
 
 def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
-    """Return the hosts of the slurm allocation around this process, with `num_gpus` or the allocated GPUs each."""
-    slots = num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0)
-    if not slots:
+    """Return the hosts of the slurm allocation that this process runs in.
+
+    Args:
+        num_gpus: Number of slots on each host; None for the number of allocated GPUs.
+    """
+    allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0
+    count = num_gpus or int(allocated)
+    if not count:
         raise ConfigError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"`{' '.join(command)}` failed ({error}): name the hosts in a hostfile") from None
-    return tuple(Host(check_host_name(name, "SLURM_JOB_NODELIST"), tuple(range(slots))) for name in listed)
+    names = [check_host_name(name, "SLURM_JOB_NODELIST") for name in done.stdout.split()]
+    return tuple(Host(name, tuple(range(count))) for name in names)
 
 
 def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, str]:
+    """Return the number of ranks on this machine, and what decided it."""
     if runner.global_num_gpus:
         return runner.global_num_gpus, "global_num_gpus"
     if runner.num_gpus:
@@ -167,14 +179,20 @@ def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, str]:
 
 
 def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:
-    """Replace this machine's slots, which are positions in CUDA_VISIBLE_DEVICES, by the devices there."""
+    """Replace slots of this machine by devices. A slot is a position among the visible devices.
 
-    def devices(host: Host) -> Host:
-        if not is_this_machine(host.name) or not visible:
-            return host
-        return Host(host.name, tuple(visible[s] if isinstance(s, int) and s < len(visible) else s for s in host.slots))
-
-    return tuple(devices(host) for host in hosts)
+    Args:
+        hosts: Hosts of the run.
+        visible: Devices in `CUDA_VISIBLE_DEVICES`. Slots beyond them stay as they are.
+    """
+    result = []
+    for host in hosts:
+        slots = host.slots
+        if is_this_machine(host.name):
+            devices: dict[SlotId, SlotId] = dict(enumerate(visible))
+            slots = tuple(devices.get(slot, slot) for slot in slots)
+        result.append(Host(host.name, slots))
+    return tuple(result)
 
 
 def check_local_devices(placement: Placement) -> None:
@@ -201,13 +219,14 @@ def check_local_devices(placement: Placement) -> None:
 
 
 def _overruled_counts(config: NeoXConfig, placement: Placement) -> list[str]:
-    """Return a warning where `global_num_gpus` overrules another `num_gpus`."""
-    total, each = config.runner.global_num_gpus, config.runner.num_gpus
-    if placement.why != "global_num_gpus" or each in (None, total):
+    """Return a warning if `global_num_gpus` overrules another `num_gpus`."""
+    if placement.why != "global_num_gpus" or config.runner.num_gpus in (None, config.runner.global_num_gpus):
         return []
-    keys = config.describe_setting("num_gpus"), config.describe_setting("global_num_gpus")
-    advice = "`--set global_num_gpus=None` unsets it"
-    return ["{} has no effect: without a hostfile {} counts the ranks; ".format(*keys) + advice]
+    ignored = config.describe_setting("num_gpus")
+    used = config.describe_setting("global_num_gpus")
+    return [
+        f"{ignored} has no effect: without a hostfile {used} counts the ranks; `--set global_num_gpus=None` unsets it"
+    ]
 
 
 def _model_copy_size(config: NeoXConfig) -> int:
@@ -216,10 +235,14 @@ def _model_copy_size(config: NeoXConfig) -> int:
 
 
 def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
-    """Assume the configured number of ranks, else one copy of the model; return a warning with it."""
-    runner = config.runner
-    count = runner.global_num_gpus or runner.num_gpus or _model_copy_size(config)
-    what = "" if runner.global_num_gpus or runner.num_gpus else ", one copy of the model"
+    """Return a placement with the configured number of ranks, else with one copy of the model, and a warning."""
+    configured = config.runner.global_num_gpus or config.runner.num_gpus
+    if configured:
+        count = configured
+        warning = f"{why}; {count} ranks are assumed"
+    else:
+        count = _model_copy_size(config)
+        warning = f"{why}; {count} ranks are assumed, one copy of the model"
     visible = visible_accelerators()
     hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
-    return Placement(hosts, "assumed", len(visible), assumed=True), [f"{why}; {count} ranks are assumed{what}"]
+    return Placement(hosts, "assumed", len(visible), assumed=True), [warning]
