@@ -1,10 +1,11 @@
 """Training with DeepSpeed: process groups, engines, saving and loading. The only package that imports DeepSpeed."""
 
-from neox.engine import deepspeed_log  # isort: skip  (its filters must exist before DeepSpeed is imported)
+from neox.engine import deepspeed_patches  # isort: skip  (its log filters must exist before DeepSpeed is imported)
 from neox.engine.background import BackgroundSaves, SaveReport
+from neox.engine.build import initialize_engine
 from neox.engine.collective_errors import from_first_rank
 from neox.engine.distributed import initialize_distributed, shutdown
-from neox.engine.engine import Engine, StepResult, initialize_engine
+from neox.engine.engine import Engine, StepResult
 from neox.engine.loading import open_engine
 from neox.engine.saving import save_checkpoint
 
@@ -13,7 +14,7 @@ __all__ = [
     "Engine",
     "SaveReport",
     "StepResult",
-    "deepspeed_log",
+    "deepspeed_patches",
     "from_first_rank",
     "initialize_distributed",
     "initialize_engine",

@@ -6,26 +6,24 @@ Nothing else above `launch` reads the environment.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from neox.engine.deepspeed_log import show_deepspeed_log
-from neox.errors import LaunchError, install_command
+from neox.engine.deepspeed_patches.log import show_deepspeed_log
+from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
+from neox.errors import LaunchError
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
 _log = get_logger(__name__)
-_OLDEST_DEEPSPEED = (0, 19, 3)
-"""Older pipeline stages accumulate wrong gradients: summed (0.16.9 to 0.18.2), or with a further factor 1/steps at each
-stage boundary (0.18.3 to 0.19.2)."""
 
 
 def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
@@ -55,7 +53,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     local_rank = int(os.environ["LOCAL_RANK"])
     device = choose_device(local_rank)
     if device.type == "cpu":
-        _prepare_cpu()
+        prepare_cpu()
     if not dist.is_initialized():
         backend = choose_backend(plan.config.runner.distributed_backend, device)
         deepspeed.init_distributed(
@@ -80,30 +78,10 @@ def _patience(plan: RunPlan) -> timedelta:
     return timedelta(seconds=plan.config.training.hang_timeout + 60)
 
 
-def check_deepspeed(version: str) -> None:
-    """Raise LaunchError for versions of DeepSpeed that are known to train wrongly."""
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if numbers is not None and tuple(map(int, numbers.groups())) < _OLDEST_DEEPSPEED:
-        oldest = ".".join(map(str, _OLDEST_DEEPSPEED))
-        raise LaunchError(
-            f"deepspeed {version} is installed, whose pipeline accumulates wrong gradients; install {oldest} or newer: "
-            f"{install_command('requirements.txt')}"
-        )
-
-
 def shutdown() -> None:
     """Leave the process group at the end of a run without errors; all ranks call it together."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _prepare_cpu() -> None:
-    """Correct DeepSpeed's assumptions about CPUs."""
-    # `deepspeed_shm_comm` serves inference only, and takes minutes and a C++ compiler at the first start if it is in
-    # this table. DeepSpeed reads the table for nothing else, and fills it, when it is first read, by running compilers.
-    deepspeed.ops.__compatible_ops__ = {}
-    # DeepSpeed requires fp16 instructions; torch computes fp16 without them, slowly, which is enough to try a run.
-    get_accelerator().is_fp16_supported = lambda: True
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -141,3 +119,32 @@ def _complete_environment() -> int:
     if missing:
         raise LaunchError(f"WORLD_SIZE is {world}, but {', '.join(missing)} are not set; start ranks through deepy.py")
     return world
+
+
+def grid_mpu(grid: ParallelGrid) -> SimpleNamespace:
+    """Return a grid without pipeline stages in the form of the "model parallel unit" that DeepSpeed expects.
+
+    A pipeline has DeepSpeed's own, of the same rank order.
+    """
+    assert grid.pp_size == 1, grid
+    tensor = (grid.tp_rank, grid.tp_size, grid.tp_group)
+    pipe = (0, 1, grid.pp_group)
+    data = (grid.dp_rank, grid.dp_size, grid.dp_group)
+    axes = {
+        "model_parallel": tensor,
+        "tensor_model_parallel": tensor,
+        "slice_parallel": tensor,
+        "pipeline_model_parallel": pipe,
+        "pipe_parallel": pipe,
+        "data_parallel": data,
+    }
+    mpu = {"get_global_rank": partial(_constant, grid.rank)}
+    for axis, (rank, world_size, group) in axes.items():
+        mpu[f"get_{axis}_rank"] = partial(_constant, rank)
+        mpu[f"get_{axis}_world_size"] = partial(_constant, world_size)
+        mpu[f"get_{axis}_group"] = partial(_constant, group)
+    return SimpleNamespace(**mpu)
+
+
+def _constant(value: Any) -> Any:
+    return value

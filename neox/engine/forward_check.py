@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.checkpoint import load_file
-from neox.engine.deepspeed_engines import PipelineEngine
+from neox.engine.deepspeed_patches import PipelineEngine
 from neox.engine.engine import Engine
 from neox.errors import CheckpointError
 from neox.log import get_logger

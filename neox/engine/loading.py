@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
+from neox.engine.build import build_engine
 from neox.engine.collective_errors import all_succeeded, from_first_rank
-from neox.engine.deepspeed_engines import build_deepspeed_engine, build_model
+from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
+from neox.engine.network import build_model
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors
 from neox.engine.start import Start, check_local_copy, choose_start
-from neox.engine.swap_files import SwappedStage3
 from neox.engine.weights import gathered, read_weights, read_weights_fp32
 from neox.errors import ConfigError
 from neox.log import get_logger
@@ -46,7 +47,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
         _load_weights(model, plan, grid, start, start.checkpoint)
     if start.new_prompt and isinstance(model, GPT):
         _initialize_prompt(model, plan)
-    engine = Engine(plan, grid, device, objective, *build_deepspeed_engine(plan, grid, model))
+    engine = build_engine(plan, grid, device, objective, model)
     _load_state(engine, start)
     return engine
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from neox.architecture import WORD_EMBEDDINGS
-from neox.engine.deepspeed_log import hidden_stdout
+from neox.engine.deepspeed_patches import hidden_stdout
 from neox.engine.shared import share_parameters
 from neox.model import Block, Embedding, Head, LMHead, MaskedLMHead, build_layer, encoder_head, run_blocks
 from neox.objectives import Objective

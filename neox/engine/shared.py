@@ -19,12 +19,20 @@ def share_parameters(modules: Iterable[tuple[int, nn.Module]], layers: LayerPlan
     Returns:
         The shared parameters, in the same order on every stage.
     """
-    shared = {(p.shared_with, p.name) for layer in layers for p in layer.parameters if p.shared_with is not None}
+    shared: set[tuple[int, str]] = set()
+    for layer in layers:
+        for spec in layer.parameters:
+            if spec.shared_with is not None:
+                shared.add((spec.shared_with, spec.name))
     found: dict[tuple[int, str], nn.Parameter] = {}
     for index, module in modules:
         for spec in layers[index].parameters:
-            if (key := (layers.owner(index, spec.name), spec.name)) in shared:
-                path, _, name = spec.name.rpartition(".")
-                holder = module.get_submodule(path)
-                setattr(holder, name, found.setdefault(key, getattr(holder, name)))
+            key = (layers.owner(index, spec.name), spec.name)
+            if key not in shared:
+                continue
+            path, _, name = spec.name.rpartition(".")
+            holder = module.get_submodule(path)
+            if key not in found:
+                found[key] = holder.get_parameter(name)
+            holder.register_parameter(name, found[key])
     return [found[key] for key in sorted(found)]

@@ -35,9 +35,14 @@ class LRSchedule:
         """Advance by one applied step."""
         self.seek(self.iteration + 1)
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before the factors of parameter groups."""
+        return self.schedule.lr(self.iteration)
+
     def get_lr(self) -> list[float]:
-        """Return the learning rate of the next step, once per parameter group."""
-        return [self.schedule.lr(self.iteration)] * len(self.optimizer.param_groups)
+        """Return the learning rate of each parameter group in the next step."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     get_last_lr = get_lr
 

@@ -152,15 +152,15 @@ class Trainer:
         if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
             return
         started = time.perf_counter()
-        names = self.engine.objective.names
-        totals = [0.0] * len(names)
+        totals = dict.fromkeys(self.engine.objective.names, 0.0)
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
-            totals = [total + score for total, score in zip(totals, self.engine.eval_batch(batches), strict=True)]
+            for key, score in self.engine.eval_batch(batches).items():
+                totals[key] += score
             report_progress()
-        scores = {key: total / iterations for key, total in zip(names, totals, strict=True)}
+        scores = {key: total / iterations for key, total in totals.items()}
         scores["lm_loss_ppl"] = perplexity_of(scores["lm_loss"])
         if name == "validation":
             self._evaluated = self.state.iteration

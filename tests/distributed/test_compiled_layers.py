@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.engine.fp8 import multiply_in_fp8
+from neox.engine.network import multiply_in_fp8
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
@@ -157,9 +157,8 @@ def test_every_block_is_one_graph(tp_size: int, names: tuple[str, ...]):
 
 def kept_bytes(budgets: list[float | None]) -> list[tuple[int, list[torch.Tensor]]]:
     """Return for each budget the bytes that the backward pass of one step needs, and the gradients."""
-    from torch.autograd.graph import saved_tensors_hooks
-
     from neox.engine.compiled import compile_blocks
+    from torch.autograd.graph import saved_tensors_hooks
 
     results = []
     for budget in budgets:

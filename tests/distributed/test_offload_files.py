@@ -28,7 +28,7 @@ def in_files(path: Path, *, weights: bool = True) -> dict[str, Any]:
 def curves(plans: Sequence[RunPlan]) -> list[tuple[list[tuple[float, float]], int, int]]:
     """For each plan: (loss, gradient norm) of each step, and how many of the states and weights are in files."""
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.swap_files import is_in_file
+    from neox.engine.deepspeed_patches.file_states import is_in_file
 
     answers = []
     for plan in plans:

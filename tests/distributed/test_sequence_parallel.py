@@ -94,7 +94,7 @@ def evaluated_between(plans):
         data = batches(plan, grid.dp_rank)
         first = engine.train_batch(data).loss
         scores = engine.eval_batch(batches(plan, grid.dp_rank))
-        answers.append([first, *scores, engine.train_batch(data).loss])
+        answers.append([first, *scores.values(), engine.train_batch(data).loss])
     return answers
 
 

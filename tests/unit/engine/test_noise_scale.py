@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from neox.engine.noise_scale import NoiseScale
+from neox.engine.measurements import NoiseScale
 from neox.optim import NormScope
 from neox.optim.adamw import AdamW
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neox.engine.swap_files import file_tensor, is_in_file, move_to_file
+from neox.engine.deepspeed_patches.file_states import file_tensor, is_in_file, move_to_file
 from neox.errors import TrainingError
 
 

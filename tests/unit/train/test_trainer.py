@@ -36,7 +36,7 @@ class IdleEngine:
         next(batches)
         self.evaluated += 1
         self.at_evaluation.get(self.evaluated, lambda: None)()
-        return [self.score]
+        return {"lm_loss": self.score}
 
     def any_rank(self, flag):
         return flag

@@ -1,4 +1,4 @@
-"""Filters for DeepSpeed's log lines and warnings; must be imported before `deepspeed`, which logs during its import."""
+"""Filters for DeepSpeed's log lines and warnings. Imported before `deepspeed`, which logs during its import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
 _DEEPSPEED = logging.getLogger("DeepSpeed")
-_UNNEEDED = ("Setting accelerator to CPU",)
+_UNNEEDED = ("Setting accelerator to CPU", "**** You are using ZeRO with an untested optimizer")
 
 
 def _is_needed(record: logging.LogRecord) -> bool:

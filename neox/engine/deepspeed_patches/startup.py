@@ -1,0 +1,55 @@
+"""What happens once in a process before DeepSpeed is used: versions are checked, and nothing is compiled."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
+
+from neox.errors import LaunchError, install_command
+
+OLDEST_DEEPSPEED = (0, 19, 3)
+"""Older pipeline stages accumulate wrong gradients: summed (0.16.9 to 0.18.2), or with a further factor 1/steps at each
+stage boundary (0.18.3 to 0.19.2)."""
+
+
+def check_deepspeed(version: str) -> None:
+    """Raise LaunchError for versions of DeepSpeed that are known to train wrongly."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST_DEEPSPEED:
+        oldest = ".".join(map(str, OLDEST_DEEPSPEED))
+        raise LaunchError(
+            f"deepspeed {version} is installed, whose pipeline accumulates wrong gradients; install {oldest} or newer: "
+            f"{install_command('requirements.txt')}"
+        )
+
+
+def prepare_cpu() -> None:
+    """Let DeepSpeed start on a CPU without a compiler, and accept fp16.
+
+    At the first start DeepSpeed builds `deepspeed_shm_comm`, which serves inference only, if the extension is in its
+    table. That takes minutes and a C++ compiler. The table has no other use, and DeepSpeed fills it by running
+    compilers.
+
+    DeepSpeed refuses fp16 without the CPU's instructions for it. torch computes fp16 without them, slowly, which is
+    enough to try a run.
+    """
+    deepspeed.ops.__compatible_ops__ = {}
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which is not used, without compiling its kernels.
+
+    DeepSpeed imports it during every reduction of gradients. To compile it takes 10 s of CPU, most of them for the
+    import of torch._dynamo.
+    """
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = original

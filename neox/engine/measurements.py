@@ -1,0 +1,197 @@
+"""What is measured of a step: its scores and gradient norm, the time of its parts, and the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neox.optim import ClippedOptimizer
+
+FORWARD = "forward"
+BACKWARD = "backward"
+COMMUNICATION = "communication"
+"""Reduction of gradients, and what pipeline stages send each other. Collectives inside layers (tensor ranks, ZeRO 3)
+belong to `FORWARD` and `BACKWARD`, those of the update to `OPTIMIZER`."""
+OPTIMIZER = "optimizer"
+PARTS = (FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
+
+_DECAY = 0.99
+"""Decay rate of both moving averages of the noise scale, as in gpt-neox."""
+
+
+class StepValues:
+    """Scores and the gradient norm of a step, copied to the host before the update is queued.
+
+    A host that reads a tensor waits for all that was queued before. So the copies are queued before the update, and
+    `take` waits only for them: the device updates weights while the host prepares the next step.
+
+    Args:
+        device: Device of the tensors.
+        count: Number of scores.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        is_on_gpu = device.type == "cuda"
+        self._host = torch.zeros(count + 1, dtype=torch.float32, pin_memory=is_on_gpu)
+        self._numbers = self._host.numpy()
+        self._copied = torch.cuda.Event() if is_on_gpu else None
+        self._waiting = False
+
+    def put(self, scores: Tensor, norm: Tensor | float) -> None:
+        """Queue the copies of a step's numbers, unless they already are: an optimizer may update in several calls."""
+        if self._waiting:
+            return
+        self._waiting = True
+        self._host[:-1].copy_(scores, non_blocking=True)
+        if isinstance(norm, Tensor):
+            self._host[-1:].copy_(norm.detach().reshape(1), non_blocking=True)
+        else:
+            self._host[-1] = norm
+        if self._copied is not None:
+            self._copied.record()
+
+    def take(self) -> tuple[list[float], float] | None:
+        """Return scores and norm when they are there; None if none were queued since the last call."""
+        if not self._waiting:
+            return None
+        self._waiting = False
+        if self._copied is not None:
+            self._copied.synchronize()
+        *scores, norm = self._numbers.tolist()
+        return scores, norm
+
+
+class StepTimers:
+    """Seconds in each part of a step on this rank, each without the parts inside it (`wall_clock_breakdown`).
+
+    Args:
+        device: Device that is waited for before and after every part.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._inside: list[float] = []  # for each part under way: the seconds in parts inside it
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the time of the context to a part."""
+        self._synchronize()
+        started = time.perf_counter()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            self._synchronize()
+            seconds = time.perf_counter() - started
+            self._seconds[name] += seconds - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += seconds
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call."""
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+    def _synchronize(self) -> None:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+
+
+class NoTimers:
+    """Timers that measure nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def take(self) -> dict[str, float]:
+        """Return no parts."""
+        return {}
+
+
+class NoiseScale:
+    """Estimate of the gradient noise scale: how noisy the gradient of a batch is (`log_gradient_noise_scale`).
+
+    It is the "simple" noise scale tr(S) / |G|^2 of arXiv:1812.06162 (appendix A.1), estimated as gpt-neox does from the
+    gradient of one step, the small batch, and the mean gradient of several successive ones, the large batch.
+
+    Ranks of one copy of the model add up their parts. A resumed run begins the averages anew, as in gpt-neox.
+
+    Args:
+        optimizer: Optimizer with a scope of its norm (ZeRO 0). The gradients it is given are means over the batch,
+            before clipping.
+        batch: Samples of one step.
+        steps: Number of successive steps whose mean gradient is the large batch.
+        on_cpu: Whether the sum of their gradients is kept in CPU memory.
+
+    Attributes:
+        value: The estimate in samples; None until there is one.
+    """
+
+    def __init__(self, optimizer: ClippedOptimizer, *, batch: int, steps: int, on_cpu: bool) -> None:
+        self.value: float | None = None
+        self._optimizer = optimizer
+        self._batch = batch
+        self._steps = steps
+        self._on_cpu = on_cpu
+        self._sum: list[Tensor] = []
+        self._added = 0
+        self._trace = 0.0
+        self._square = 0.0
+        optimizer.register_step_pre_hook(self._observe)
+
+    @torch.no_grad()
+    def _observe(self, *_: Any) -> None:
+        """Take the gradients of one step; those that are not finite do not count."""
+        gradients = self._optimizer.counted_gradients()
+        small = self._squared_norm(gradients)
+        if not math.isfinite(small):
+            return
+        if self._on_cpu:
+            gradients = [gradient.cpu() for gradient in gradients]
+        if self._sum:
+            torch._foreach_add_(self._sum, gradients)
+        else:
+            self._sum = [gradient.clone() for gradient in gradients]
+        self._added += 1
+        if self._added < self._steps:
+            return
+        large = self._squared_norm(self._sum) / self._steps**2
+        self._sum = []
+        self._added = 0
+        self._update(small, large)
+
+    def _update(self, small: float, large: float) -> None:
+        """Add the squared norms of a gradient of a small and a large batch.
+
+        gpt-neox divides both averages by the same correction for their start, so their quotient needs none.
+        """
+        fewer = self._batch
+        more = self._batch * self._steps
+        trace = (small - large) / (1 / fewer - 1 / more)
+        square = (more * large - fewer * small) / (more - fewer)
+        self._trace = _DECAY * self._trace + (1 - _DECAY) * trace
+        self._square = _DECAY * self._square + (1 - _DECAY) * square
+        if self._square:
+            self.value = self._trace / self._square
+        else:
+            self.value = None
+
+    def _squared_norm(self, gradients: list[Tensor]) -> float:
+        """Return the squared norm over all ranks of a copy of the model."""
+        total = torch.zeros((), device=self._optimizer.param_groups[0]["params"][0].device)
+        if gradients:
+            total += torch.stack(torch._foreach_norm(gradients)).square().sum()
+        scope = self._optimizer.scope
+        if scope is not None and scope.group is not None:
+            dist.all_reduce(total, group=scope.group)
+        return float(total)

@@ -1,0 +1,171 @@
+"""How the micro batches of a step run through DeepSpeed's engine: one by one, or as a pipeline's schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
+from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
+from neox.objectives import Batch, Objective
+from neox.parallel import ParallelGrid
+
+
+class Steps(Protocol):
+    """Training and evaluation of micro batches; all ranks call every method together."""
+
+    @property
+    def engine(self) -> PlainEngine:
+        """DeepSpeed's engine, which holds the model."""
+        ...
+
+    def train(self, batches: Iterator[Batch], length: int) -> None:
+        """Do one optimizer step on the next micro batches. The engine has its `step_scores` before the update.
+
+        Args:
+            batches: Micro batches of this data rank.
+            length: Tokens of each sample.
+        """
+        ...
+
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return the mean scores [K] of the next `count` micro batches over all data ranks.
+
+        Args:
+            batches: Micro batches of this data rank.
+            count: Number of micro batches.
+            length: Tokens of each sample.
+        """
+        ...
+
+
+class PlainSteps:
+    """Steps of the whole network on each rank, one micro batch after the other.
+
+    Args:
+        engine: DeepSpeed's engine.
+        objective: Objective of the training.
+        grid: This rank's grid.
+        device: Device of the model.
+        timers: Timers of the parts of a step.
+    """
+
+    def __init__(
+        self,
+        engine: PlainEngine,
+        objective: Objective,
+        grid: ParallelGrid,
+        device: torch.device,
+        timers: StepTimers | NoTimers,
+    ) -> None:
+        self.engine = engine
+        self._objective = objective
+        self._grid = grid
+        self._device = device
+        self._timers = timers
+
+    def train(self, batches: Iterator[Batch], length: int) -> None:
+        """Do one optimizer step."""
+        if not self.engine.module.training:  # `train` walks over all modules
+            self.engine.train()
+        count = self.engine.gradient_accumulation_steps()
+        total = self._no_scores()
+        for number in range(1, count + 1):
+            batch = next(batches)
+            with self._timers.part(FORWARD):
+                scores = self._scores(batch)
+            total += scores.detach()
+            with self._timers.part(BACKWARD):
+                self.engine.backward(scores)
+            if number == count:
+                self.engine.step_scores = self._mean(total / count)
+            with self._timers.part(OPTIMIZER):
+                self.engine.step()  # updates after the last micro batch
+
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return mean scores."""
+        self.engine.eval()
+        total = self._no_scores()
+        for _ in range(count):
+            total += self._scores(next(batches))
+        return self._mean(total / count)
+
+    def _no_scores(self) -> Tensor:
+        return torch.zeros(len(self._objective.names), device=self._device)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        """Return the objective's scores [K] of a micro batch."""
+        inputs = {name: to_device(value, self._device) for name, value in self._objective.inputs(batch).items()}
+        targets = tuple(to_device(value, self._device) for value in self._objective.targets(batch))
+        scores: Tensor = self.engine(**inputs, loss=partial(self._objective.scores, targets=targets))
+        return scores
+
+    def _mean(self, value: Tensor) -> Tensor:
+        """Average over data ranks, in place."""
+        if self._grid.dp_size > 1:
+            dist.all_reduce(value, group=self._grid.dp_group)
+            value /= self._grid.dp_size
+        return value
+
+
+class PipelineSteps:
+    """Steps of pipeline stages, in the order of DeepSpeed's schedule.
+
+    Args:
+        engine: DeepSpeed's engine.
+        objective: Objective of the training.
+        grid: This rank's grid.
+        device: Device of the model.
+    """
+
+    def __init__(self, engine: PipelineEngine, objective: Objective, grid: ParallelGrid, device: torch.device) -> None:
+        self.engine = engine
+        self._objective = objective
+        self._is_first = grid.pp_rank == 0
+        self._is_last = grid.pp_rank == grid.pp_size - 1
+        self._device = device
+        self._token_shares = grid.tp_size if grid.topology.sequence_parallel else 1
+        self._length: int | None = None  # of the last step: DeepSpeed keeps buffers of that shape
+
+    def train(self, batches: Iterator[Batch], length: int) -> None:
+        """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
+        self._expect(length // self._token_shares)
+        self.engine.train_batch(self._pairs(batches))
+
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return mean scores. Each tensor rank passes on all tokens."""
+        self._expect(length)
+        scores: Tensor = self.engine.eval_batch(self._pairs(batches), num_micro_batches=count)
+        return scores
+
+    def _expect(self, length: int) -> None:
+        """Let stages pass on hidden states of this many tokens of each sample."""
+        if self._length not in (None, length):
+            self.engine.reset_activation_shape()
+        self._length = length
+
+    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """Yield micro batches in the form DeepSpeed takes: the first stage's input, the last stage's targets.
+
+        Only the stage that uses a tensor copies it to its device.
+        """
+        for batch in batches:
+            inputs = tuple(self._objective.inputs(batch).values())
+            if self._is_first:
+                inputs = tuple(to_device(value, self._device) for value in inputs)
+            targets = self._objective.targets(batch)
+            if self._is_last:
+                targets = tuple(to_device(value, self._device) for value in targets)
+            yield (inputs if len(inputs) > 1 else inputs[0]), targets
+
+
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; from pinned memory, because the host waits for a copy from any other."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
