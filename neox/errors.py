@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from neox.problems import Problem
+
 # Refusals of the file system that concern a path of the user; a traceback would add nothing to them.
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR)
 
@@ -25,19 +27,22 @@ class NeoXError(Exception):
 
 
 class ConfigError(NeoXError, ValueError):
-    """One or more things wrong with a configuration.
+    """One or more things wrong with a configuration or a command line; all of them are shown.
+
+    Args:
+        problems: A problem, or its message if no key and no place are known; or several of them.
 
     Attributes:
-        problems: One complete sentence each, with file and line if they are known. All of them are shown.
+        problems: The problems.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Iterable[str]) -> None:
-        if isinstance(problems, str):
+    def __init__(self, problems: str | Problem | Iterable[str | Problem]) -> None:
+        if isinstance(problems, str | Problem):
             problems = [problems]
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        self.problems = tuple(each if isinstance(each, Problem) else Problem((), each) for each in problems)
+        super().__init__("\n".join(map(str, self.problems)))
 
 
 class DataError(NeoXError, ValueError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.errors import ConfigError
 from neox.plan import RunPlan, resolve
+from neox.problems import Problem
 
 # The fewest keys that resolve; everything else has its default.
 SIZES: dict[str, Any] = {
@@ -137,6 +139,20 @@ def plan_of(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
 def small_plan(world_size: int = 1, vocab_size: int = 100, **keys: Any) -> RunPlan:
     """Resolve `SMALL` with further flat keys."""
     return plan_of(world_size, vocab_size, **{**SMALL, **keys})
+
+
+def problems_of(world_size: int = 1, vocab_size: int = 100, /, **keys: Any) -> tuple[Problem, ...]:
+    """Return the problems for which flat keys do not resolve; none if they do."""
+    try:
+        resolve(NeoXConfig.from_flat(keys), world_size, vocab_size)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def problem_keys(world_size: int = 1, vocab_size: int = 100, /, **keys: Any) -> list[tuple[str, ...]]:
+    """Return the keys of each problem for which flat keys do not resolve."""
+    return [problem.keys for problem in problems_of(world_size, vocab_size, **keys)]
 
 
 # Bidirectional networks, in BERT's form and in Megatron-LM's: keys beside `SMALL`.

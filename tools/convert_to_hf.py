@@ -17,7 +17,7 @@ from neox.convert import to_hf, upload, write_peft_adapter
 from neox.errors import ConfigError, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
-from neox.plan import load_config
+from neox.plan import config_from_files
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
     files = args.config_file or [saved_config(checkpoint_at(Path(args.input_dir)))]
-    config = load_config(files, overrides=args.set)
+    config = config_from_files(files, overrides=args.set)
     if args.adapter:
         print(write_peft_adapter(args.input_dir, config, args.output_dir, base=args.adapter, overwrite=args.overwrite))
         return

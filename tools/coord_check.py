@@ -16,7 +16,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser, add_overrides
 from neox.errors import run_script
 from neox.log import setup_logging
-from neox.plan import load_config
+from neox.plan import config_from_files
 from neox.train.coordinate_check import coordinate_check
 
 
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    config = load_config(args.config, conf_dir=args.conf_dir, overrides=args.set)
+    config = config_from_files(args.config, conf_dir=args.conf_dir, overrides=args.set)
     print("mean absolute change since initialisation after each step")
     for row in coordinate_check(config, args.widths, steps=args.steps):
         hidden, logits = (" ".join(f"{value:9.4f}" for value in values) for values in (row.hidden, row.logits))

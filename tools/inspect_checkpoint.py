@@ -25,7 +25,7 @@ from neox.checkpoint import (
     tensor_stats,
 )
 from neox.errors import run_script
-from neox.plan import load_config
+from neox.plan import config_from_files
 
 WEIGHTS_DIFFER, INCOMPLETE = 3, 4
 
@@ -45,7 +45,7 @@ def main() -> int:
     args = build_parser().parse_args()
     if len(args.checkpoint) > 2:
         build_parser().error("one or two checkpoints")
-    config = load_config(args.config_file) if args.config_file else None
+    config = config_from_files(args.config_file) if args.config_file else None
     readers = [open_checkpoint(checkpoint_at(Path(path)), config=config) for path in args.checkpoint]
     return show_difference(*readers, as_json=args.json) if len(readers) == 2 else show(readers[0], args)
 

@@ -25,7 +25,7 @@ from neox.config import NeoXConfig
 from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.machine import count_accelerators
 from neox.metrics import METRICS_FILE, curves
-from neox.plan import load_config
+from neox.plan import config_from_files
 
 CONFIGS = {
     "neox": "quickstart.yml",
@@ -148,7 +148,7 @@ def main() -> None:
     started = time.monotonic()
 
     settings = gpu_settings(count_accelerators())
-    config = load_config([name], conf_dir="configs")
+    config = config_from_files([name], conf_dir="configs")
     prefix = Path(config.data.data_path or "")
     tokenizer = Path(config.tokenizer.vocab_file or "")
     save = Path(config.checkpoint.save or "")

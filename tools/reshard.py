@@ -17,7 +17,7 @@ from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
 from neox.errors import run_script
 from neox.log import setup_logging
-from neox.plan import load_config
+from neox.plan import config_from_files
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    config = load_config(args.config_file) if args.config_file else None
+    config = config_from_files(args.config_file) if args.config_file else None
     reader = open_checkpoint(checkpoint_at(args.input_dir), config=config)
     path = reshard(reader, args.output_dir, tp_size=args.model_parallel_size, pp_size=args.pipe_parallel_size)
     print(f"{path}: pp {args.pipe_parallel_size} x mp {args.model_parallel_size}")

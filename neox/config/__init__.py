@@ -1,6 +1,6 @@
 """Configuration: YAML files and overrides to a `NeoXConfig`, which is what the user asked for. Without torch."""
 
-from neox.config.loader import Draft, draft_config
+from neox.config.loader import LoadedConfig, load_config
 from neox.config.neox_config import NeoXConfig, for_inference
 
-__all__ = ["Draft", "NeoXConfig", "draft_config", "for_inference"]
+__all__ = ["LoadedConfig", "NeoXConfig", "for_inference", "load_config"]

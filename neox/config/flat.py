@@ -2,141 +2,128 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from neox.config.keys import ACTIVATION_KEYS, ALIASES
+from neox.problems import CODE, Problem, Source
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
 ACTIVATION_BLOCK = "activation_checkpointing"
 
-_PREFIX = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+)(?: \(replacing [^\n]*?\))?: ")
 
-
-class Problem(NamedTuple):
-    """Something wrong with the keys of a configuration.
-
-    Attributes:
-        text: One complete message.
-        about: Dotted paths whose value is in doubt, those that may have been meant included.
-    """
-
-    text: str
-    about: tuple[str, ...] = ()
-
-
-def texts(problems: Iterable[Problem]) -> list[str]:
-    """Return the messages alone."""
-    return [problem.text for problem in problems]
-
-
-def doubtful_paths(problems: Iterable[Problem]) -> frozenset[str]:
-    """Return every path that a problem is about; an item of a list (`betas.1`) stands for the list."""
-    return frozenset(re.sub(r"(\.\d+)+$", "", path) for problem in problems for path in problem.about)
-
-
-def in_file_order(messages: Iterable[str]) -> list[str]:
-    """Sort messages that begin with `file:line: ` by line, files in the order of their first message; others last."""
-    files: dict[str, int] = {}
-
-    def position(message: str) -> tuple[int, int]:
-        match = _PREFIX.match(message)
-        if match is None:
-            return (sys.maxsize, 0)
-        return files.setdefault(match["file"], len(files)), int(match["line"])
-
-    return sorted(messages, key=position)
-
-
-def source_prefix(key: str, sources: Mapping[str, str]) -> str:
-    """Return `file:line: ` of a key for the start of a message, or nothing where its source is not known.
+class FlatKeys:
+    """Flat keys on their way into sections, with the source of each and the problems found so far.
 
     Args:
-        key: Flat key or dotted path. The nearest block around it, or else a key inside it, may give the source.
-        sources: Dotted path -> source.
+        values: Key -> value.
+        sources: Key, or dotted path inside a block -> source.
+
+    Attributes:
+        values: Key -> value. Methods change it in place.
+        sources: Key, or dotted path inside a block -> source.
+        problems: Problems found so far.
     """
-    path = key
-    while path or path in sources:
-        if path in sources:
-            return f"{sources[path]}: "
-        path = path.rpartition(".")[0]
-    inside = next((source for dotted, source in sources.items() if dotted.startswith(f"{key}.")), None)
-    return "" if inside is None else f"{inside}: "
 
+    def __init__(self, values: Mapping[str, Any], sources: Mapping[str, Source]) -> None:
+        self.values = dict(values)
+        self.sources = dict(sources)
+        self.problems: list[Problem] = []
 
-def normalise(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return flat keys spelled with `_`, without unset (None) ones, and a problem for each key given twice."""
-    result: dict[str, Any] = {}
-    problems = []
-    for written, value in flat.items():
-        key = written.replace("-", "_")
-        if key in result:
-            problems.append(Problem(f"`{key}` is given twice (`-` and `_` are the same); remove one", (key,)))
-        if value is not None:
-            result[key] = value
-    return result, problems
+    @classmethod
+    def normalised(cls, values: Mapping[str, Any], sources: Mapping[str, Source]) -> FlatKeys:
+        """Return keys spelled with `_`, without unset (None) ones; a key given in both spellings is a problem."""
+        flat = cls({}, sources)
+        for written, value in values.items():
+            key = written.replace("-", "_")
+            if key in flat.values:
+                flat.report(f"`{key}` is given twice (`-` and `_` are the same); remove one", key)
+            if value is not None:
+                flat.values[key] = value
+        return flat
 
+    def source(self, path: str) -> Source:
+        """Return the source of a dotted path: its own, that of the nearest block around it, or of a key inside it."""
+        around = path
+        while around not in self.sources and "." in around:
+            around = around.rpartition(".")[0]
+        if around in self.sources:
+            return self.sources[around]
+        for dotted, source in self.sources.items():
+            if dotted.startswith(f"{path}."):
+                return source
+        return CODE
 
-def spread_extra_args(values: dict[str, Any], sources: dict[str, str]) -> Iterator[Problem]:
-    """Move the keys inside `deepspeed_extra_args` to the top level, in place; yield a problem for each given twice."""
-    block = values.get(EXTRA_ARGS)
-    if not isinstance(block, Mapping):
-        return
-    del values[EXTRA_ARGS]
-    for path in [path for path in sources if path.startswith(f"{EXTRA_ARGS}.")]:
-        sources.setdefault(path.removeprefix(f"{EXTRA_ARGS}."), sources.pop(path))
-    for key, value in block.items():
-        if key in values:
-            where = source_prefix(key, sources)
-            text = f"{where}`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first"
-            yield Problem(text, (key,))
-        else:
-            values[key] = value
+    def report(self, message: str, *keys: str, source: Source | None = None) -> None:
+        """Add a problem.
 
+        Args:
+            message: What is wrong and what to do.
+            keys: Dotted paths that it depends on, the one to look at first.
+            source: Where to look; the source of the first key if left out.
+        """
+        where = self.source(keys[0]) if source is None else source
+        self.problems.append(Problem(keys, message, where))
 
-def spread_activation_checkpointing(values: dict[str, Any], sources: dict[str, str]) -> Iterator[Problem]:
-    """Replace DeepSpeed's block of this name by the flat keys it stands for, in place; yield what is wrong with it."""
-    block = values.get(ACTIVATION_BLOCK)
-    if not isinstance(block, Mapping):
-        return
-    del values[ACTIVATION_BLOCK]
-    for inner, value in block.items():
-        path, key = f"{ACTIVATION_BLOCK}.{inner}", ACTIVATION_KEYS.get(inner)
-        if key is None:
-            near = get_close_matches(inner, ACTIVATION_KEYS, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else f"; it has {', '.join(ACTIVATION_KEYS)}"
-            text = f"{source_prefix(path, sources)}`{ACTIVATION_BLOCK}` has no key `{inner}` here{hint}"
-            yield Problem(text, (path,))
-        elif values.setdefault(key, value) != value:
-            text = f"{source_prefix(path, sources)}`{path}: {value}` contradicts `{key}: {values[key]}`; remove one"
-            yield Problem(text, (path, key))
-        elif path in sources:
-            sources.setdefault(key, sources[path])
+    def spread_extra_args(self) -> None:
+        """Move the keys inside `deepspeed_extra_args` to the top level; one that is there already is a problem."""
+        block = self.values.get(EXTRA_ARGS)
+        if not isinstance(block, Mapping):
+            return
+        del self.values[EXTRA_ARGS]
+        for path in list(self.sources):
+            if path.startswith(f"{EXTRA_ARGS}."):
+                source = self.sources.pop(path)
+                self.sources.setdefault(path.removeprefix(f"{EXTRA_ARGS}."), source)
+        for key, value in block.items():
+            if key in self.values:
+                self.report(f"`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first", key)
+            else:
+                self.values[key] = value
 
+    def spread_activation_checkpointing(self) -> None:
+        """Replace DeepSpeed's block of this name by the flat keys that it stands for."""
+        block = self.values.get(ACTIVATION_BLOCK)
+        if not isinstance(block, Mapping):
+            return
+        del self.values[ACTIVATION_BLOCK]
+        for inner, value in block.items():
+            path = f"{ACTIVATION_BLOCK}.{inner}"
+            key = ACTIVATION_KEYS.get(inner)
+            if key is None:
+                self._report_unknown_activation_key(inner)
+            elif self.values.setdefault(key, value) != value:
+                other = f"`{key}: {self.values[key]}`"
+                self.report(f"`{path}: {value}` contradicts {other}; remove one", path, key)
+            elif path in self.sources:
+                self.sources.setdefault(key, self.sources[path])
 
-def translate_aliases(values: dict[str, Any], sources: Mapping[str, str]) -> Iterator[Problem]:
-    """Replace aliases (`gas`, `zero_stage`, ...) by the keys they stand for, in place; yield contradictions."""
-    for name in [name for name in values if name in ALIASES]:
-        target, agreeing = ALIASES[name].target, ALIASES[name].agreeing(given := values.pop(name))
-        present, value = look_up(values, target)
-        if not agreeing or (present and value in agreeing):
-            continue
-        if present:
-            text = (
-                f"{source_prefix(name, sources)}`{name}: {given}` contradicts `{target}: {value}` "
-                f"({sources.get(target, 'given')}); they are one setting, so remove one"
-            )
-            yield Problem(text, (name, target))
-        else:
-            _put(values, target, agreeing[0])
+    def _report_unknown_activation_key(self, inner: str) -> None:
+        near = get_close_matches(inner, ACTIVATION_KEYS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(ACTIVATION_KEYS)}"
+        self.report(f"`{ACTIVATION_BLOCK}` has no key `{inner}` here; {hint}", f"{ACTIVATION_BLOCK}.{inner}")
+
+    def translate_aliases(self) -> None:
+        """Replace aliases (`gas`, `zero_stage`, ...) by the keys that they stand for; a contradiction is a problem."""
+        for name in [key for key in self.values if key in ALIASES]:
+            alias = ALIASES[name]
+            given = self.values.pop(name)
+            agreeing = alias.agreeing(given)
+            present, value = look_up(self.values, alias.target)
+            if not agreeing or (present and value in agreeing):
+                continue
+            if not present:
+                _put(self.values, alias.target, agreeing[0])
+                continue
+            other = f"`{alias.target}: {value}` ({self.sources.get(alias.target, 'given')})"
+            message = f"`{name}: {given}` contradicts {other}; they are one setting, so remove one"
+            self.report(message, name, alias.target)
 
 
 def without(flat: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
-    """Return flat keys less some dotted paths."""
+    """Return flat keys without some dotted paths."""
     rest: dict[str, Any] = {}
     for key, value in flat.items():
         if key in paths:

@@ -129,9 +129,6 @@ REPLACEABLE = frozenset(
 )
 """Keys of what lies where on a machine, which a later file may give again."""
 
-REPLACING = " (replacing "
-"""In the source of such a key, between the two places."""
-
 
 # Keys of Megatron, OneFlow (LiBai), FleetX, Colossal-AI, torchtitan and Hugging Face's Trainer -> what does it here.
 OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(

@@ -8,41 +8,40 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from neox.config.flat import Problem, doubtful_paths, in_file_order, spread_extra_args, texts, without
-from neox.config.keys import ALIASES, REPLACEABLE, REPLACING, TOKENIZER_KEYS
+from neox.config.flat import FlatKeys, without
+from neox.config.keys import ALIASES, REPLACEABLE, TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig, is_text_key
 from neox.config.yaml_file import ParsedFile, parse_value, read_file
 from neox.errors import ConfigError
+from neox.problems import COMMAND_LINE, Problem, Source, in_file_order
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 
 
 @dataclass(frozen=True)
-class Draft:
+class LoadedConfig:
     """Files and overrides as far as they can be read.
 
     Attributes:
         config: Configuration of the valid keys.
-        problems: Messages on the other keys.
-        doubtful: Dotted paths whose value is therefore unknown; further messages about them may be wrong.
+        problems: Problems of the other keys, in file order.
+        doubtful: Dotted paths whose value is therefore unknown.
     """
 
     config: NeoXConfig
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     doubtful: frozenset[str] = frozenset()
 
-    def certain(self, problems: Iterable[str]) -> list[str]:
-        """Return the messages that mention no doubtful key."""
-        words = [re.compile(rf"(?<![\w.]){re.escape(path)}(?!\w)") for path in self.doubtful]
-        return [problem for problem in problems if not any(word.search(problem) for word in words)]
+    def certain(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return the problems that depend on no doubtful key."""
+        return [problem for problem in problems if not problem.concerns(self.doubtful)]
 
 
-def draft_config(
+def load_config(
     files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
-) -> Draft:
-    """Read configuration files and overrides, and return the problems of single keys beside what could be read.
+) -> LoadedConfig:
+    """Read configuration files and overrides.
 
     Args:
         files: YAML or JSON; `.yml` may be left out. A key may be in one file only, unless it is one of `REPLACEABLE`,
@@ -51,28 +50,27 @@ def draft_config(
         overrides: `key=value`, which win over files; dots reach into blocks (`optimizer.params.lr=1e-4`), and `None`
             and `null` unset.
 
+    Returns:
+        What could be read, with the problems of single keys.
+
     Raises:
         ConfigError: A file cannot be read or parsed.
     """
-    values, sources, problems = merge_files([find_file(file, conf_dir) for file in files])
+    flat = merge_files([find_file(file, conf_dir) for file in files])
     for override in overrides:
-        try:
-            apply_override(override, values, sources)
-        except ConfigError as error:
-            key = override.partition("=")[0].strip().replace("-", "_")
-            problems.extend(Problem(text, (key.partition(".")[0],)) for text in error.problems)
-    problems += spread_extra_args(values, sources)
-    config, more = NeoXConfig.parse(values, sources)
-    problems += more
+        apply_override(override, flat)
+    flat.spread_extra_args()
+    config, problems = NeoXConfig.parse(flat.values, flat.sources)
+    problems = [*flat.problems, *problems]
     if config is not None and not problems:
-        return Draft(config)
-    bad = doubtful_paths(problems)
-    bad |= {name for name, alias in ALIASES.items() if alias.target in bad}
-    config, more = NeoXConfig.parse(without(values, bad), sources)
+        return LoadedConfig(config)
+    doubtful = {key for problem in problems for key in problem.keys}
+    doubtful |= {name for name, alias in ALIASES.items() if alias.target in doubtful}
+    config, more = NeoXConfig.parse(without(flat.values, doubtful), flat.sources)
     if config is None:  # a block misses what it needs, now that a wrong value is left out
-        bad |= doubtful_paths(more)
-        config = NeoXConfig.from_flat(without(values, bad), sources)
-    return Draft(config, tuple(in_file_order(texts(problems))), bad)
+        doubtful |= {key for problem in more for key in problem.keys}
+        config = NeoXConfig.from_flat(without(flat.values, doubtful), flat.sources)
+    return LoadedConfig(config, tuple(in_file_order(problems)), frozenset(doubtful))
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
@@ -90,13 +88,18 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
             return candidate
     if path.exists():
         return path
-    raise ConfigError(f"{tried[0]}: no such file{_where_else(path, Path(file))}")
+    message = f"no such file{_where_else(path, Path(file))}"
+    raise ConfigError(Problem((), message, Source.in_file(str(tried[0]))))
 
 
 def _where_else(path: Path, file: Path) -> str:
     """Return a hint at the file that may have been meant by one that does not exist."""
-    there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES and ".schema" not in p.suffixes)
-    if close := get_close_matches(path.name, [*there, *(Path(name).stem for name in there)], n=1, cutoff=0.75):
+    there = []
+    for other in sorted(path.parent.glob("*")):
+        if other.suffix in _SUFFIXES and ".schema" not in other.suffixes:
+            there.append(other.name)
+    stems = [Path(name).stem for name in there]
+    if close := get_close_matches(path.name, [*there, *stems], n=1, cutoff=0.75):
         return f"; did you mean {close[0]}?"
     if directory := _shipped_directory(file):
         return f"; {directory} has it: did you forget `-d {directory}`?"
@@ -108,27 +111,24 @@ def _where_else(path: Path, file: Path) -> str:
 def _shipped_directory(file: Path) -> str:
     """Return the project's configs/, relative to the working directory, if `file` is in it; else nothing."""
     shipped = Path(__file__).resolve().parents[2] / "configs"
-    if not any(not file.is_absolute() and (shipped / f"{file}{suffix}").is_file() for suffix in ("", *_SUFFIXES)):
+    candidates = [shipped / f"{file}{suffix}" for suffix in ("", *_SUFFIXES)]
+    if file.is_absolute() or not any(candidate.is_file() for candidate in candidates):
         return ""
     return os.path.relpath(shipped)
 
 
-def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Return all keys of all files, `file:line` of each dotted path, and a problem for each duplicate.
+def merge_files(paths: Sequence[Path]) -> FlatKeys:
+    """Return all keys of all files with their places; a key that two files give is among its problems.
 
     Raises:
         ConfigError: A file cannot be read or parsed.
     """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    problems: list[Problem] = []
-    unreadable: list[str] = []
+    flat = FlatKeys({}, {})
+    unreadable: list[Problem] = []
     basenames: dict[str, Path] = {}
     for path in paths:
         if path.name in basenames:
-            first = basenames[path.name]
-            advice = "is given twice; name it once" if path == first else f"has the name of {first}; rename one"
-            unreadable.append(f"{path}: {advice}")
+            unreadable.append(_same_name(path, basenames[path.name]))
             continue
         basenames[path.name] = path
         try:
@@ -136,70 +136,91 @@ def merge_files(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str], 
         except ConfigError as error:
             unreadable.extend(error.problems)
             continue
-        problems += parsed.problems
-        for key, value in parsed.values.items():
-            if key in REPLACEABLE and key in values:
-                problems += _replace(key, values, sources, parsed)
-            elif key in values:
-                text = f"{parsed.name}:{parsed.lines[key]}: `{key}` is also given at {sources[key]}"
-                problems.append(Problem(f"{text}; keep it in one file (or override it with --set)", (key,)))
-                continue
-            else:
-                for dotted, line in parsed.lines.items():
-                    if dotted == key or dotted.startswith(f"{key}."):
-                        sources[dotted] = f"{parsed.name}:{line}"
-            values[key] = value
+        flat.problems += parsed.problems
+        for key in parsed.values:
+            _add_key(key, parsed, flat)
     if unreadable:
-        raise ConfigError([*unreadable, *texts(problems)])
-    return values, sources, problems
+        raise ConfigError([*unreadable, *flat.problems])
+    return flat
 
 
-def _replace(key: str, values: dict[str, Any], sources: dict[str, str], parsed: ParsedFile) -> list[Problem]:
+def _same_name(path: Path, first: Path) -> Problem:
+    advice = "is given twice; name it once" if path == first else f"has the name of {first}; rename one"
+    return Problem((), advice, Source.in_file(str(path)))
+
+
+def _add_key(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
+    """Add a key of a file to those of earlier files."""
+    if key not in flat.values:
+        for dotted in parsed.lines:
+            if dotted == key or dotted.startswith(f"{key}."):
+                flat.sources[dotted] = parsed.source(dotted)
+    elif key in REPLACEABLE:
+        _replace(key, parsed, flat)
+    else:
+        message = f"`{key}` is also given at {flat.sources[key]}; keep it in one file (or override it with --set)"
+        flat.report(message, key, source=parsed.source(key))
+        return
+    flat.values[key] = parsed.values[key]
+
+
+def _replace(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
     """Prepare that a file replaces a key of an earlier one: its source names both places.
 
-    A tokenizer is replaced whole: what the earlier file says of it, and this one does not, is removed.
-
-    Returns:
-        A problem where only a part of the tokenizer is given again.
+    A tokenizer is replaced whole: what the earlier file says of it, and this one does not, is removed. It is a problem
+    if a file gives only a part of a tokenizer again.
     """
-    here, former = f"{parsed.name}:{parsed.lines[key]}", sources[key]
-    sources[key] = f"{here}{REPLACING}{former})"
+    here = parsed.source(key)
+    former = flat.sources[key]
+    flat.sources[key] = Source.in_file(here.file, here.line, replaces=former)
     if key not in TOKENIZER_KEYS:
-        return []
-    if missing := [name for name in TOKENIZER_KEYS[:2] if name not in parsed.values]:
-        text = f"{here}: `{key}` is also given at {former}"
-        return [Problem(f"{text}, and a tokenizer is replaced whole: give {missing[0]} here, too", (key,))]
+        return
+    for name in TOKENIZER_KEYS[:2]:
+        if name not in parsed.values:
+            message = f"`{key}` is also given at {former}, and a tokenizer is replaced whole: give {name} here, too"
+            flat.report(message, key, source=here)
+            return
     for name in TOKENIZER_KEYS:
-        if name not in parsed.values and values.pop(name, None) is not None:
-            sources.pop(name, None)
-    return []
+        if name not in parsed.values and flat.values.pop(name, None) is not None:
+            flat.sources.pop(name, None)
 
 
-def apply_override(override: str, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Apply `key=value` to `values` in place; blocks are copied.
-
-    Raises:
-        ConfigError: The override is malformed.
-    """
+def apply_override(override: str, flat: FlatKeys) -> None:
+    """Apply `key=value` in place; blocks are copied. A malformed override is a problem."""
     key, equals, text = override.partition("=")
     key = key.strip().replace("-", "_")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise ConfigError(f"--set {override}: should be key=value, such as --set train_iters=100")
     *blocks, last = key.split(".")
-    value = parse_value(text)
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        message = f"`{override}` should be key=value, such as --set train_iters=100"
+        flat.report(message, key.partition(".")[0], source=COMMAND_LINE)
+        return
+    try:
+        value = parse_value(text)
+    except ConfigError as error:
+        for problem in error.problems:
+            flat.report(f"`{key}`: {problem.message}", key.partition(".")[0], source=COMMAND_LINE)
+        return
     if value is not None and not blocks and is_text_key(last):
         value = text
-    block = values
-    for depth, name in enumerate(blocks):
+    block = flat.values
+    for depth, name in enumerate(blocks, start=1):
         inner = block.get(name)
         if inner is not None and not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: `{'.'.join(blocks[: depth + 1])}` is {inner!r}, not a block")
+            message = f"`{key}`: `{'.'.join(blocks[:depth])}` is {inner!r}, not a block"
+            flat.report(message, blocks[0], source=COMMAND_LINE)
+            return
         block[name] = dict(inner or {})
         block = block[name]
     if value is None:
         block.pop(last, None)
     else:
         block[last] = value
-    for dotted in [d for d in sources if d == key or d.startswith(f"{key}.")]:
-        del sources[dotted]
-    sources[key] = "--set"
+    _forget_sources(key, flat.sources)
+    flat.sources[key] = COMMAND_LINE
+
+
+def _forget_sources(key: str, sources: dict[str, Source]) -> None:
+    """Remove the sources of a dotted path and of what is inside it."""
+    for dotted in list(sources):
+        if dotted == key or dotted.startswith(f"{key}."):
+            del sources[dotted]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -11,55 +9,20 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from neox.config.flat import (
-    Problem,
-    look_up,
-    normalise,
-    source_prefix,
-    spread_activation_checkpointing,
-    spread_extra_args,
-    texts,
-    translate_aliases,
-)
-from neox.config.keys import ALIASES, OTHER_SYSTEMS, UNSUPPORTED, alias_target
+from neox.config.flat import FlatKeys, look_up
+from neox.config.key_errors import report_type_errors, report_unknown_key
+from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
 from neox.config.sections.base import Section
 from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
-from neox.config.sections.optimizer import OptimizerConfig, OptimizerSettings
+from neox.config.sections.optimizer import OptimizerConfig
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.training import CheckpointConfig, LoggingConfig, TrainingConfig
 from neox.errors import ConfigError
-
-# What a type error means, in the words of someone who writes YAML.
-_TYPE_ERRORS: Mapping[str, str] = MappingProxyType(
-    {
-        "bool_parsing": "should be true or false",
-        "bool_type": "should be true or false",
-        "dict_type": "should be a block of `key: value` pairs",
-        "float_parsing": "should be a number",
-        "float_type": "should be a number",
-        "int_from_float": "should be a whole number",
-        "int_parsing": "should be a whole number",
-        "int_parsing_size": "is too large",
-        "int_type": "should be a whole number",
-        "model_type": "should be a block of `key: value` pairs",
-        "model_attributes_type": "should be a block of `key: value` pairs",
-        "string_type": "should be text; write it in quotes",
-        "tuple_type": "should be a list, such as [1, 2] or [a, b]",
-        "too_long": "has too many values",
-    }
-)
-
-# What to write instead, where a key's type or name alone does not say it.
-_HINTS: Mapping[str, str] = MappingProxyType(
-    {
-        "optimizer.params.max_grad_norm": "; gradient_clipping is the key for that",
-        "rampup_batch_size": "; it is [first size, increment, samples of the ramp-up]",
-    }
-)
+from neox.problems import CODE, DEFAULT, Note, Problem, Source
 
 
 class NeoXConfig(Section):
@@ -82,46 +45,55 @@ class NeoXConfig(Section):
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
 
     _given: Mapping[str, Any] = PrivateAttr(default_factory=dict)
-    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _sources: Mapping[str, Source] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def from_flat(cls, flat: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> NeoXConfig:
+    def from_flat(cls, flat: Mapping[str, Any], sources: Mapping[str, Source] | None = None) -> NeoXConfig:
         """Validate flat keys into sections.
 
         Args:
             flat: Key -> value; `-` and `_` are the same, and None unsets.
-            sources: Key, or dotted path inside a block -> where it was written.
+            sources: Key, or dotted path inside a block -> source.
 
         Raises:
             ConfigError: Every problem of single keys.
         """
         config, problems = cls.parse(flat, sources or {})
         if config is None:
-            raise ConfigError(texts(problems))
+            raise ConfigError(problems)
         return config
 
     @classmethod
-    def parse(cls, flat: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[NeoXConfig | None, list[Problem]]:
-        """Validate flat keys as `from_flat` does, and return the problems beside the configuration or None."""
-        given, problems = normalise(flat)
-        where = dict(sources)
-        problems += spread_extra_args(given, where)
-        problems += spread_activation_checkpointing(given, where)
+    def parse(cls, flat: Mapping[str, Any], sources: Mapping[str, Source]) -> tuple[NeoXConfig | None, list[Problem]]:
+        """Validate flat keys as `from_flat` does.
+
+        Returns:
+            The configuration, or None if there are problems; and the problems of single keys.
+        """
+        keys = FlatKeys.normalised(flat, sources)
+        keys.spread_extra_args()
+        keys.spread_activation_checkpointing()
+        given = dict(keys.values)
         owners = key_sections()
-        problems += [_unknown_key(key, given, where) for key in given if key not in owners and key not in known_keys()]
-        values = {key: value for key, value in given.items() if key in owners or key in ALIASES}
-        problems += translate_aliases(values, where)
+        for key in given:
+            if key in owners or key in ALIASES:
+                continue
+            if key not in UNSUPPORTED:
+                report_unknown_key(keys, key, known_keys())
+            del keys.values[key]
+        keys.translate_aliases()
         sections: dict[str, Section] = {}
         for name, section in section_classes().items():
+            own = {key: value for key, value in keys.values.items() if owners[key] == name}
             try:
-                sections[name] = section.model_validate({key: values[key] for key in values if owners[key] == name})
+                sections[name] = section.model_validate(own)
             except ValidationError as error:
-                problems += [_type_problem(section, dict(detail), where, values) for detail in error.errors()]
-        if problems:
-            return None, problems
+                report_type_errors(keys, section, error)
+        if keys.problems:
+            return None, keys.problems
         config = cls.model_validate(sections)
         object.__setattr__(config, "_given", given)
-        object.__setattr__(config, "_sources", where)
+        object.__setattr__(config, "_sources", keys.sources)
         return config, []
 
     def to_flat(self) -> dict[str, Any]:
@@ -129,23 +101,24 @@ class NeoXConfig(Section):
         return dict(self._given)
 
     def updated(
-        self, changes: Mapping[str, Any], *, without: Collection[str] = (), source: str = "given"
+        self, changes: Mapping[str, Any], *, without: Collection[str] = (), source: Source = CODE
     ) -> NeoXConfig:
         """Return this configuration with other flat keys.
 
         Args:
             changes: Key -> new value.
             without: Keys that are left at their defaults. Aliases of both go too.
-            source: Where the new values came from.
+            source: Source of the new values.
         """
         replaced = {*changes, *without}
-        given = {
-            key: value
-            for key, value in self._given.items()
-            if not replaced & {key, alias_target(key).partition(".")[0]}
-        }
-        kept = {path: where for path, where in self._sources.items() if path.partition(".")[0] in given}
-        return NeoXConfig.from_flat(given | dict(changes), kept | dict.fromkeys(changes, source))
+        given: dict[str, Any] = {}
+        for key, value in self._given.items():
+            target = alias_target(key).partition(".")[0]
+            if not replaced & {key, target}:
+                given[key] = value
+        sources = {path: place for path, place in self._sources.items() if path.partition(".")[0] in given}
+        sources |= dict.fromkeys(changes, source)
+        return NeoXConfig.from_flat(given | dict(changes), sources)
 
     def given(self, key: str) -> bool:
         """Whether a flat key (or dotted path) was given rather than left at its default."""
@@ -164,47 +137,60 @@ class NeoXConfig(Section):
             value = getattr(value, name, None)
         return value
 
-    def source(self, key: str) -> str:
-        """Return where a flat key or dotted path came from: `configs/20B.yml:12`, `--set`, `default`."""
+    def source(self, key: str) -> Source:
+        """Return the source of a flat key or dotted path: its own, its alias's, or that of the block around it."""
         if not self.given(key):
-            aliases = (name for name, alias in ALIASES.items() if alias.target == key and name in self._given)
-            return next((self.source(name) for name in aliases), "default")
+            for name, alias in ALIASES.items():
+                if alias.target == key and name in self._given:
+                    return self.source(name)
+            return DEFAULT
         path = key
         while path:
             if path in self._sources:
                 return self._sources[path]
             path = path.rpartition(".")[0]
-        return "given"
+        return CODE
 
-    def sources(self) -> dict[str, str]:
+    def sources(self) -> dict[str, Source]:
         """Return every known source by key or dotted path."""
         return dict(self._sources)
-
-    def source_prefix(self, key: str) -> str:
-        """Return `file:line: ` of a key for the start of a message; nothing where its source is not known."""
-        source = self.source(key)
-        return "" if source in ("default", "given") else f"{source}: "
 
     def describe_setting(self, key: str, value: Any = None) -> str:
         """Return `key: value` with its source for the middle of a message.
 
         Args:
             key: Flat key or dotted path.
-            value: Value to show; the key's where None.
+            value: Value to show; the key's if None.
         """
         source = self.source(key)
-        shown = yaml_text(self.value(key) if value is None else value)
-        return f"`{key}: {shown}`" + ("" if source == "given" else f" ({source})")
+        shown = self._key_and_value(key, value)
+        return f"{shown} ({source})" if source != CODE else shown
 
-    def problem(self, key: str, text: str, value: Any = None) -> str:
-        """Return the message `file:line: key: value` and `text`.
+    def problem(self, key: str, rule: str, *others: str) -> Problem:
+        """Return the problem `key: value` with the rule that the value breaks.
 
         Args:
             key: Flat key or dotted path.
-            text: What is wrong with the value.
-            value: Value to show; the key's where None.
+            rule: What is wrong with the value and what to do, as the rest of a sentence that begins with the setting.
+            others: Further keys that the problem depends on.
         """
-        return f"{self.source_prefix(key)}`{key}: {yaml_text(self.value(key) if value is None else value)}` {text}"
+        return self.problem_about(f"{self._key_and_value(key)} {rule}", key, *others)
+
+    def problem_about(self, message: str, *keys: str) -> Problem:
+        """Return a problem with a whole message.
+
+        Args:
+            message: What is wrong and what to do.
+            keys: All keys that the problem depends on, the one to look at first.
+        """
+        return Problem(keys, message, self.source(keys[0]))
+
+    def note(self, message: str, *keys: str) -> Note:
+        """Return a note about keys; its message says where they are."""
+        return Note(keys, message)
+
+    def _key_and_value(self, key: str, value: Any = None) -> str:
+        return f"`{key}: {yaml_text(self.value(key) if value is None else value)}`"
 
 
 def for_inference(config: NeoXConfig) -> NeoXConfig:
@@ -212,23 +198,27 @@ def for_inference(config: NeoXConfig) -> NeoXConfig:
 
     The batch of training and `fp8` are left out, and `lora`: a checkpoint's adapters are added to the weights that are
     read.
-    `global_num_gpus` in a file counts the ranks of training and is left out too; given on the command line it counts
-    these.
+    `global_num_gpus` in a file counts the ranks of training and is left out too; on the command line it counts these.
     """
     without = ["train_batch_size", "gradient_accumulation_steps", "rampup_batch_size", "lora", "fp8"]
-    if config.source("global_num_gpus") != "--set":
+    if not config.source("global_num_gpus").is_command_line:
         without.append("global_num_gpus")
     micro = "train_micro_batch_size_per_gpu"
-    return config.updated({} if config.source(micro) != "default" else {micro: 1}, without=without)
+    missing = {micro: 1} if config.source(micro).is_default else {}
+    return config.updated(missing, without=without)
 
 
 def yaml_text(value: Any) -> str:
     """Return a value as YAML writes it."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, BaseModel):
         return str(value.model_dump(exclude_none=True))
-    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value)
 
 
 @cache
@@ -262,62 +252,3 @@ def is_text_key(key: str) -> bool:
     """Whether a flat key holds text, so that `--set vocab_file=007` stays text."""
     section = key_sections().get(key)
     return section is not None and section_classes()[section].model_fields[key].annotation in (str, str | None)
-
-
-def _unknown_key(key: str, flat: Mapping[str, Any], sources: Mapping[str, str]) -> Problem:
-    if key in OTHER_SYSTEMS:
-        text = f"{source_prefix(key, sources)}unknown key `{key}`, another system's; here it is {OTHER_SYSTEMS[key]}"
-        return Problem(text, (key,))
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
-    hint = f"; did you mean `{near[0]}`?" if near else "; configs/neox_arguments.md lists all keys"
-    meant = (alias_target(name) for name in near if name not in flat)
-    return Problem(f"{source_prefix(key, sources)}unknown key `{key}`{hint}", (key, *meant))
-
-
-def _type_problem(
-    cls: type[BaseModel], detail: Mapping[str, Any], sources: Mapping[str, str], values: Mapping[str, Any]
-) -> Problem:
-    """Turn one pydantic error into a message with source, key, value and rule."""
-    path = [str(part) for part in detail["loc"]]
-    key = ".".join(path)
-    if detail["type"] == "extra_forbidden":
-        there = _fields_beside(cls, path, values)
-        near = difflib.get_close_matches(path[-1], there, n=1, cutoff=0.6)
-        hint = f"; did you mean `{near[0]}`?" if near else _HINTS.get(key, f"; it has {', '.join(there)}")
-        block = ".".join(path[:-1])
-        text = f"{source_prefix(key, sources)}`{block}` has no key `{path[-1]}`{hint}"
-        return Problem(text, (key, *(f"{block}.{name}" for name in near)))
-    if detail["type"] == "missing":  # in a list that is too short, the number of its first missing item
-        key, rule = ".".join(path[:-1]), "has too few values" if path[-1].isdigit() else f"needs `{path[-1]}`"
-    else:
-        rule = _TYPE_ERRORS.get(detail["type"]) or str(detail["msg"]).removeprefix("Input ")
-    value = detail["input"]
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    shown = shown if len(shown) <= 100 else f"{shown[:97]}..."
-    text = f"{source_prefix(key, sources)}`{key}: {shown}` {rule}{_nearest_choice(detail) or _HINTS.get(key, '')}"
-    return Problem(text, (key,))
-
-
-def _nearest_choice(detail: Mapping[str, Any]) -> str:
-    """Return a suggestion for a misspelled choice."""
-    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
-        return ""
-    choices = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
-    near = [name for name in choices if name.lower() == detail["input"].lower()]
-    near = near or difflib.get_close_matches(detail["input"], choices, n=1, cutoff=0.6)
-    return f"; did you mean `{near[0]}`?" if near else ""
-
-
-def _fields_beside(cls: type[BaseModel], path: list[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the names allowed where `path` ends, beside the values that were given."""
-    for name in path[:-1]:
-        info = cls.model_fields.get(name)
-        if info is None:
-            return []
-        candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
-        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not inner:
-            return []
-        asked = OptimizerSettings.params_class(look_up(values, "optimizer.type")[1] or "Adam")
-        cls = inner[0] if len(inner) == 1 or asked is None else asked
-    return list(cls.model_fields)

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from neox.config.flat import Problem, texts
 from neox.errors import ConfigError
+from neox.problems import Problem, Source
 
 _MAX_BYTES = 1_000_000
 _MAX_NODES = 20_000
@@ -68,13 +68,17 @@ class ParsedFile:
         name: Its name in messages.
         values: Its mapping.
         lines: Dotted path -> line of the key, or of the item of a list (by its index), from 1.
-        problems: Keys given twice, tags.
+        problems: Keys given twice, and tags.
     """
 
     name: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+
+    def source(self, path: str) -> Source:
+        """Return the place of a dotted path that the file has."""
+        return Source.in_file(self.name, self.lines[path])
 
 
 def parse_scalar(text: str) -> Any:
@@ -93,59 +97,82 @@ def parse_scalar(text: str) -> Any:
 
 
 class _Builder:
-    """Turns YAML nodes into values, collecting lines and duplicate keys."""
+    """Turns YAML nodes into values, and collects the lines of keys and problems.
+
+    Args:
+        name: Name of the file in messages.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
-        self.nodes = 0
+        self._nodes = 0
 
     def build(self, node: yaml.Node, path: str = "", depth: int = 0) -> Any:
         """Return the value of a node with this dotted path."""
-        self.nodes += 1
-        if self.nodes > _MAX_NODES or depth > _MAX_DEPTH:
+        self._nodes += 1
+        if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
             raise _TooLargeError
         tag = str(node.tag)
         if tag not in _TAGS:
-            line = node.start_mark.line + 1
-            text = f"{self.name}:{line}: the tag {tag} is not allowed; write the plain value"
-            self.problems.append(Problem(text, (path,)))
+            self._report(path, f"the tag {tag} is not allowed; write the plain value", node)
             return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
-            for i, item in enumerate(node.value):
-                self.lines[f"{path}.{i}"] = item.start_mark.line + 1
-            return [self.build(item, f"{path}.{i}", depth + 1) for i, item in enumerate(node.value)]
+            return self._sequence(node, path, depth)
         assert isinstance(node, yaml.ScalarNode)
+        text = str(node.value)
         if node.style is None and tag != "!":
-            return parse_scalar(str(node.value))
-        return None if node.value == "None" else str(node.value)
+            return parse_scalar(text)
+        if text == "None":
+            return None
+        return text
+
+    def _sequence(self, node: yaml.SequenceNode, path: str, depth: int) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self.lines[f"{path}.{index}"] = _line(item)
+            items.append(self.build(item, f"{path}.{index}", depth + 1))
+        return items
 
     def _mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                text = f"{self.name}:{line}: a key must be a word, not a list or a mapping"
-                self.problems.append(Problem(text))
+                self._report("", "a key must be a word, not a list or a mapping", key_node)
                 continue
             written = str(key_node.value)
-            key = written.replace("-", "_") if not path else written
-            dotted = f"{path}.{key}" if path else key
+            if path:
+                key = written
+                dotted = f"{path}.{key}"
+            else:
+                key = written.replace("-", "_")
+                dotted = key
             if key in result:
-                twin = "" if spelled[key] == written else f" (written `{spelled[key]}` there; `-` and `_` are the same)"
-                text = (
-                    f"{self.name}:{line}: `{written}` is given twice, first at {self.name}:{self.lines[dotted]}{twin}"
-                )
-                self.problems.append(Problem(f"{text}; remove one", (dotted,)))
+                twice = f"`{written}` is given twice"
+                if self.name:
+                    twice += f", first at {self.name}:{self.lines[dotted]}"
+                if spelled[key] != written:
+                    twice += f" (written `{spelled[key]}` there; `-` and `_` are the same)"
+                self._report(dotted, f"{twice}; remove one", key_node)
                 continue
-            self.lines[dotted] = line
+            self.lines[dotted] = _line(key_node)
             spelled[key] = written
             result[key] = self.build(value_node, dotted, depth + 1)
         return result
+
+    def _report(self, path: str, message: str, node: yaml.Node) -> None:
+        """Add a problem with a dotted path (empty for none) at the place of a node."""
+        keys = (path,) if path else ()
+        self.problems.append(Problem(keys, message, Source.in_file(self.name, _line(node))))
+
+
+def _line(node: yaml.Node) -> int:
+    """Return the line of a node, from 1."""
+    return int(node.start_mark.line) + 1
 
 
 def parse_text(text: str, name: str) -> ParsedFile:
@@ -158,14 +185,15 @@ def parse_text(text: str, name: str) -> ParsedFile:
     try:
         node = _compose_fragment(text) or yaml.compose(text, Loader=_Loader)
         if node is None:
-            raise ConfigError(f"{name}: the file is empty; it should hold `key: value` pairs")
+            raise _error(name, "the file is empty; it should hold `key: value` pairs")
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{name}:{node.start_mark.line + 1}: {_not_a_mapping(node)}")
+            raise _error(name, _not_a_mapping(node), _line(node))
         values = builder.build(node)
     except yaml.YAMLError as error:
-        raise ConfigError(_syntax_problem(error, text, name)) from None
+        line, problem = _syntax_problem(error, text)
+        raise _error(name, problem, line) from None
     except _TooLargeError:
-        raise ConfigError(f"{name}: {_TOO_LARGE}") from None
+        raise _error(name, _TOO_LARGE) from None
     return ParsedFile(name, values, builder.lines, tuple(builder.problems))
 
 
@@ -181,17 +209,23 @@ def _compose_fragment(text: str) -> yaml.Node | None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as written in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text)."""
-    builder = _Builder("--set")
+    """Parse one value of the command line as written in a file (`1e-5`, `[1, 2]`, `{a: b}`, `None`, text).
+
+    Raises:
+        ConfigError: The value has a tag, a key twice, or too many values. Its problems have no place.
+    """
+    builder = _Builder("")
     try:
         node = yaml.compose(text, Loader=_Loader)
-        value = None if node is None else builder.build(node)
+        if node is None:
+            return None
+        value = builder.build(node)
     except yaml.YAMLError:
         return text
     except _TooLargeError:
-        raise ConfigError(f"--set {text[:40]}...: {_TOO_LARGE}") from None
+        raise ConfigError(_TOO_LARGE) from None
     if builder.problems:
-        raise ConfigError(texts(builder.problems))
+        raise ConfigError(problem.message for problem in builder.problems)
     return value
 
 
@@ -203,21 +237,26 @@ def read_file(path: Path) -> ParsedFile:
     """
     name = str(path)
     if path.is_dir():
-        raise ConfigError(f"{name}: is a directory; name the file in it")
+        raise _error(name, "is a directory; name the file in it")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+        raise _error(name, f"cannot be read: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{name}: is {len(data):,} bytes; a configuration has at most {_MAX_BYTES:,}")
+        raise _error(name, f"is {len(data):,} bytes; a configuration has at most {_MAX_BYTES:,}")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{name}:{line}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+        raise _error(name, f"is not UTF-8 (byte {error.start}); save it as UTF-8", line) from None
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON allows tabs between tokens and forbids them inside strings
     return parse_text(text, name)
+
+
+def _error(name: str, message: str, line: int = 0) -> ConfigError:
+    """Return the error for a file that cannot be read, at a line of it or (0) as a whole."""
+    return ConfigError(Problem((), message, Source.in_file(name, line)))
 
 
 def _not_a_mapping(node: yaml.Node) -> str:
@@ -226,21 +265,22 @@ def _not_a_mapping(node: yaml.Node) -> str:
     return f"should hold `key: value` pairs, but holds the text `{str(node.value)[:60]}`; is a `:` missing?"
 
 
-def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> str:
-    """Return a message on what is wrong with the syntax and what to do."""
+def _syntax_problem(error: yaml.YAMLError, text: str) -> tuple[int, str]:
+    """Return the line of a syntax error (0 if it is not known), and a message with what to do."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
-        return f"{name}: is not YAML: {str(error).splitlines()[0]}"
+        return 0, f"is not YAML: {str(error).splitlines()[0]}"
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     problem = getattr(error, "problem", None) or "cannot be read"
-    where = f"{name}:{mark.line + 1}"
     if "\\t" in problem or "\t" in line[: mark.column + 1]:
-        return f"{where}: a tab stands where YAML wants spaces; replace tabs by spaces"
-    if mark.index >= len(text.rstrip()) and ("{" in text or "[" in text):
-        return f"{where}: the file ends inside a bracket; a closing `}}` or `]` is missing"
-    if "another document" in problem:
-        return f"{where}: a second document begins with `---`; a configuration is one document, so remove the line"
-    if "expected ',' or" in problem:
-        return f"{where}: {problem}; a comma or a closing bracket is missing here or at the end of line {mark.line}"
-    return f"{where}: {problem} in `{line.strip()}`"
+        message = "a tab stands where YAML wants spaces; replace tabs by spaces"
+    elif mark.index >= len(text.rstrip()) and ("{" in text or "[" in text):
+        message = "the file ends inside a bracket; a closing `}` or `]` is missing"
+    elif "another document" in problem:
+        message = "a second document begins with `---`; a configuration is one document, so remove the line"
+    elif "expected ',' or" in problem:
+        message = f"{problem}; a comma or a closing bracket is missing here or at the end of line {mark.line}"
+    else:
+        message = f"{problem} in `{line.strip()}`"
+    return mark.line + 1, message

@@ -20,6 +20,7 @@ from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
 from neox.plan import RunPlan, resolve
+from neox.problems import Source, SourceKind
 
 _log = get_logger(__name__)
 
@@ -39,7 +40,7 @@ def plan_for_checkpoint(plan: RunPlan, checkpoint: Path) -> RunPlan:
             f"{checkpoint}: its vocabulary of {rows} rows cannot be divided over "
             f"{plan.config.describe_setting('model_parallel_size')}: use a divisor of {rows}, such as 1"
         )
-    config = plan.config.updated({"padded_vocab_size": rows}, source=str(checkpoint))
+    config = plan.config.updated({"padded_vocab_size": rows}, source=Source(SourceKind.CHECKPOINT, str(checkpoint)))
     return resolve(config, plan.grid.world_size, plan.vocab_size)
 
 

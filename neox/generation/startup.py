@@ -18,7 +18,7 @@ from neox.errors import CheckpointError, ConfigError
 from neox.launch.machine import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
-from neox.plan import Capabilities, RunPlan, decode_payload, load_config, resolve, saved_precision
+from neox.plan import Capabilities, RunPlan, config_from_files, decode_payload, resolve, saved_precision
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 # Keys of a training configuration that do not apply to a single process.
@@ -62,7 +62,7 @@ def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
     if not args.files:
         raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
     chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
-    config = one_process(load_config(args.files, conf_dir=args.conf_dir, overrides=[*args.set, *chosen]))
+    config = one_process(config_from_files(args.files, conf_dir=args.conf_dir, overrides=[*args.set, *chosen]))
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
     tokenizer = tokenizer_of(config)

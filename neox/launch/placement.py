@@ -14,11 +14,10 @@ from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, s
 from neox.launch.machine import visible_accelerators
 from neox.launch.spec import Host, SlotId
 from neox.plan import static_problems
+from neox.problems import DEFAULT, Source
 
 _RANKS_PER_CORE = 4
 _MAX_PLANNED_RANKS = 2**20
-COMMAND_LINE = "--set"
-"""Source of keys that flags or `--set` give."""
 ONE_CPU_RANK = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
 
 
@@ -90,7 +89,7 @@ def _imagine_hosts(count: int, gpus: int) -> Placement:
     return Placement(hosts, "--hosts and --gpus", 0, assumed=True)
 
 
-def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
+def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
     """Choose hosts and slots.
 
     The first of these that is given decides: the hostfile (of `-H`, else of `DLTS_HOSTFILE`, else of `hostfile` in a
@@ -99,7 +98,7 @@ def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
 
     Args:
         runner: The configuration's keys about hosts.
-        source: Where `hostfile` comes from.
+        source: Source of `hostfile`.
 
     Returns:
         The placement.
@@ -110,7 +109,7 @@ def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
     """
     visible = visible_accelerators()
     if (named := _hostfile(runner, source)) is not None:
-        path, source = named
+        path, what = named
         hosts = select_hosts(
             read_hostfile(path),
             include=runner.include,
@@ -118,7 +117,7 @@ def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
             num_nodes=runner.num_nodes,
             num_gpus=runner.num_gpus,
         )
-        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path} of {source}", len(visible))
+        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path} of {what}", len(visible))
         if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
             raise ConfigError(
                 f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
@@ -140,12 +139,14 @@ def place_ranks(runner: RunnerConfig, source: str = "hostfile") -> Placement:
     return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
 
 
-def _hostfile(runner: RunnerConfig, source: str) -> tuple[str, str] | None:
+def _hostfile(runner: RunnerConfig, source: Source) -> tuple[str, str] | None:
     """Return the hostfile and what names it; None without one."""
-    named = None if runner.hostfile is None else (runner.hostfile, "-H" if source == COMMAND_LINE else source)
-    if (variable := os.environ.get("DLTS_HOSTFILE")) and source != COMMAND_LINE:
+    variable = os.environ.get("DLTS_HOSTFILE")
+    if variable and not source.is_command_line:
         return variable, "DLTS_HOSTFILE"
-    return named
+    if runner.hostfile is None:
+        return None
+    return runner.hostfile, "-H" if source.is_command_line else str(source)
 
 
 def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:

@@ -35,11 +35,12 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
-from neox.launch.placement import COMMAND_LINE, Placement, place_ranks
+from neox.launch.placement import Placement, place_ranks
 from neox.launch.rendezvous import master_address, master_port, master_port_problem
 from neox.launch.run_lock import reserve
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
+from neox.problems import COMMAND_LINE
 
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _SECRETS_SECONDS = 15

@@ -10,7 +10,7 @@ from neox.plan.architecture import (
     yaml_keys,
 )
 from neox.plan.batch import BatchPlan
-from neox.plan.check import further_problems, load_config
+from neox.plan.check import check_config, check_run, config_from_files, decides_run
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.device import Device, gpu_device, host_device
 from neox.plan.fit import memory_problem
@@ -37,14 +37,16 @@ __all__ = [
     "architecture_keys",
     "architecture_of",
     "architecture_settings",
+    "check_config",
+    "check_run",
+    "config_from_files",
+    "decides_run",
     "decode_payload",
     "deepspeed_json",
     "encode_payload",
     "format_plan",
-    "further_problems",
     "gpu_device",
     "host_device",
-    "load_config",
     "memory_problem",
     "missing_for_training",
     "plan_as_dict",

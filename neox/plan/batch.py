@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.schedule import CurriculumSettings
+from neox.problems import Problem
 
 RAMP_KEY = "rampup_batch_size"
 
@@ -146,7 +147,11 @@ def _length(curriculum: CurriculumSettings, step: int) -> int:
     return min(max(length - length % multiple, -(-lowest // multiple) * multiple), highest)
 
 
-def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[str]:
+# Keys that decide the final batch.
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[Problem]:
     """Yield what is wrong with `rampup_batch_size` for a batch."""
     ramp = config.schedule.rampup_batch_size
     if ramp is None:
@@ -157,12 +162,15 @@ def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[str]:
         yield config.problem(RAMP_KEY, "must have three numbers above 0: first size, increment, samples of the ramp-up")
         return
     if start >= final:
-        yield config.problem(RAMP_KEY, f"starts at {start}, not below the batch of {final} that it should grow to")
+        yield config.problem(
+            RAMP_KEY, f"starts at {start}, not below the batch of {final} that it should grow to", *_SIZES
+        )
     elif (final - start) % increment:
         yield config.problem(
             RAMP_KEY,
             f"does not reach the batch of {final} from {start} in steps of {increment}; "
             f"use a divisor of {final - start}",
+            *_SIZES,
         )
     for value, name in ((start, "first size"), (increment, "increment")):
         if value % unit:
@@ -170,4 +178,5 @@ def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[str]:
                 RAMP_KEY,
                 f"has the {name} {value}, which is no multiple of {unit}: train_micro_batch_size_per_gpu {micro} x "
                 f"{unit // micro} data-parallel ranks; use {max(1, round(value / unit)) * unit}",
+                *_SIZES,
             )

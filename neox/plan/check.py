@@ -1,17 +1,16 @@
-"""Checks of a configuration: the problems of its keys together with those of the plan that follows from it."""
+"""Checks of a configuration: the problems of its keys together with those of the rules and of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from neox.config.loader import Draft, draft_config
-from neox.config.neox_config import NeoXConfig
+from neox.config import LoadedConfig, NeoXConfig, load_config
 from neox.errors import ConfigError
 from neox.plan.resolve import resolve
 from neox.plan.rules import static_problems
+from neox.problems import Problem, in_file_order
 
-# Where one of these has an unknown value, so has the number of ranks, the degrees or the vocabulary.
 _DECIDING = frozenset(
     {
         *("pipe_parallel_size", "model_parallel_size", "global_num_gpus", "num_gpus", "num_nodes", "hostfile"),
@@ -20,31 +19,48 @@ _DECIDING = frozenset(
 )
 
 
-def load_config(
+def config_from_files(
     files: Sequence[str | Path], *, conf_dir: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> NeoXConfig:
-    """Read configuration files and overrides into a NeoXConfig.
+    """Return the configuration of files and overrides.
 
     Args:
-        files: Configuration files, as `draft_config` takes them.
+        files: Configuration files, as `load_config` takes them.
         conf_dir: Directory prefixed to each file.
         overrides: `key=value`, which win over files.
 
     Raises:
-        ConfigError: Every problem found.
+        ConfigError: A key is unknown or has a wrong value; with every problem that can be found.
     """
-    draft = draft_config(files, conf_dir=conf_dir, overrides=overrides)
-    if draft.problems:
-        raise ConfigError([*draft.problems, *draft.certain(static_problems(draft.config))])
-    return draft.config
+    loaded = load_config(files, conf_dir=conf_dir, overrides=overrides)
+    if loaded.problems:
+        raise ConfigError(check_config(loaded))
+    return loaded.config
 
 
-def further_problems(draft: Draft, world_size: int, vocab_size: int) -> list[str]:
-    """Return the rules that the valid keys of a draft break, apart from what one of its bad keys may have caused."""
-    if draft.doubtful & _DECIDING:
-        return draft.certain(static_problems(draft.config))
+def check_config(loaded: LoadedConfig) -> list[Problem]:
+    """Return the problems of the keys, and the rules that the valid keys certainly break, in file order."""
+    broken = static_problems(loaded.config)
+    return in_file_order([*loaded.problems, *loaded.certain(broken)])
+
+
+def check_run(loaded: LoadedConfig, world_size: int, vocab_size: int) -> list[Problem]:
+    """Return what `check_config` returns, and the problems of a run, in file order.
+
+    Args:
+        loaded: The configuration with the problems of its keys.
+        world_size: Number of ranks.
+        vocab_size: Number of ids the tokenizer can produce.
+    """
+    if not decides_run(loaded):
+        return check_config(loaded)
     try:
-        resolve(draft.config, world_size, vocab_size)
+        resolve(loaded.config, world_size, vocab_size)
     except ConfigError as error:
-        return draft.certain(error.problems)
-    return []
+        return in_file_order([*loaded.problems, *loaded.certain(error.problems)])
+    return list(loaded.problems)
+
+
+def decides_run(loaded: LoadedConfig) -> bool:
+    """Return whether the number of ranks, the degrees and the vocabulary follow from keys that could be read."""
+    return not loaded.doubtful & _DECIDING

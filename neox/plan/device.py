@@ -29,7 +29,8 @@ class Device:
 
     Attributes:
         name: For messages: `a GPU of 80.0 GiB`.
-        source: Where its size comes from.
+        size_key: Key that sets its size.
+        source: Text that says where its size comes from.
         size: Its memory in bytes.
         usable: Bytes that it leaves to a rank.
         shared: Whether the ranks of a host share its memory, so that more ranks there do not help.
@@ -37,6 +38,7 @@ class Device:
     """
 
     name: str
+    size_key: str
     source: str
     size: int
     usable: int
@@ -49,11 +51,12 @@ def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
     config = plan.config
     if size is None:
         size = config.runner.gpu_memory_gib * GIB
-        source = config.source("gpu_memory_gib")
+        source = str(config.source("gpu_memory_gib"))
     else:
         source = "the smallest GPU of this machine"
     return Device(
         name=f"a GPU of {size / GIB:.1f} GiB",
+        size_key="gpu_memory_gib",
         source=f"gpu_memory_gib: {source}",
         size=int(size),
         usable=usable_bytes(size),
@@ -81,7 +84,7 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
     config = plan.config
     if config.runner.host_memory_gib is not None:
         size = int(config.runner.host_memory_gib * GIB)
-        source = config.source("host_memory_gib")
+        source = str(config.source("host_memory_gib"))
     elif available is not None:
         size = available
         source = "what is available now"
@@ -94,6 +97,7 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
     sharing = f", which {len(needs)} ranks share" if len(needs) > 1 else ""
     return Device(
         name=f"{host} with {amount}{sharing}",
+        size_key="host_memory_gib",
         source=f"host_memory_gib: {source}",
         size=size,
         usable=max(0, free * max(needs) // sum(needs)),

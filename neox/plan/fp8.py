@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from neox.architecture import ADAPTER, FP8_MULTIPLE, POSITIONS, LayerPlan, ParameterSpec
 from neox.plan.precision import Capabilities
 from neox.plan.run_plan import RunPlan
+from neox.problems import Problem
 
 
-def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[str]:
+def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]:
     """Yield why the blocks of a bf16 plan cannot multiply in fp8 where it asks for it.
 
     Args:

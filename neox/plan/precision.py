@@ -10,6 +10,7 @@ from typing import Any, Literal
 from neox.config.neox_config import NeoXConfig
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
+from neox.problems import Note, Problem
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
@@ -54,6 +55,8 @@ def _every(answers: Sequence[Mapping[str, Any]], name: str) -> bool | None:
 
 
 UNKNOWN_HOSTS = Capabilities()
+PRECISION_KEYS = ("precision", "fp16", "bf16")
+"""Keys that name the precision of a run."""
 
 
 def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[NeoXConfig, list[str]]:
@@ -73,7 +76,8 @@ def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[Ne
             return config, []
         asked = next((key for key in ("precision", "bf16", "fp16") if config.given(key)), "precision")
         emulated = f"{precision} is emulated in software on {known.devices}, which is slower than fp32"
-        return config, [f"{config.source_prefix(asked)}{emulated}; `precision: auto` chooses fp32 there"]
+        note = Note((asked,), f"{emulated}; `precision: auto` chooses fp32 there", config.source(asked))
+        return config, [str(note)]
     if known.saved is not None:
         chosen, why = known.saved, "as in the checkpoint"
         if known.saved == "bf16" and known.bf16 is False:
@@ -85,11 +89,11 @@ def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[Ne
     else:
         chosen, why = "fp32", f"bf16 is not native on {known.devices}"
     source = config.source("precision")
-    settled = config.updated({"precision": chosen}, source=f"{source} (auto)")
+    settled = config.updated({"precision": chosen}, source=source.derived("auto"))
     return settled, [f"`precision: auto` ({source}) is {chosen}: {why}"]
 
 
-def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | None:
+def choose_precision(config: NeoXConfig, problems: list[Problem]) -> Precision | None:
     """Return the number format that `precision`, `fp16` and `bf16` name; fp32 for `auto`, which is not settled yet.
 
     Args:
@@ -113,8 +117,8 @@ def choose_precision(config: NeoXConfig, problems: list[str]) -> Precision | Non
         claims["bf16"] = "bf16"
     if len(set(claims.values())) > 1:
         claimed = ", ".join(f"`{key}` ({config.source(key)}) says {value}" for key, value in claims.items())
-        last = list(claims)[-1]
-        problems.append(f"{config.source_prefix(last)}two precisions: {claimed}; keep one")
+        latest_first = reversed(claims)
+        problems.append(config.problem_about(f"two precisions: {claimed}; keep one", *latest_first))
         return None
     claim = next(iter(claims.values()), "fp32")
     return "fp16" if claim == "fp16" else "bf16" if claim == "bf16" else "fp32"

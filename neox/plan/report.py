@@ -314,8 +314,9 @@ def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
     """Return name -> (value, rule) of everything that follows from other values."""
     grid, batch, config = plan.grid, plan.batch, plan.config
     source, ranks = config.source, "global_num_gpus"
+    counted = str(source(ranks)) if getattr(config.runner, ranks) == grid.world_size else "the hosts"
     rules: dict[str, tuple[Any, str]] = {
-        "world": (grid.world_size, source(ranks) if getattr(config.runner, ranks) == grid.world_size else "the hosts"),
+        "world": (grid.world_size, counted),
         "pp": (grid.pp_size, f"pipe_parallel_size ({source('pipe_parallel_size')}); 0 and 1 are one stage"),
         "mp": (grid.tp_size, f"model_parallel_size ({source('model_parallel_size')})"),
         "dp": (grid.dp_size, f"world {grid.world_size} / (pp {grid.pp_size} x mp {grid.tp_size})"),
@@ -329,7 +330,7 @@ def derived_values(plan: RunPlan) -> dict[str, tuple[Any, str]]:
         STEPS: (batch.gradient_accumulation_steps, f"{TOTAL} / ({MICRO} x dp), or 1"),
     }
     for key, (value, rule) in missing.items():
-        rules[key] = (value, source(key) if source(key) != "default" else rule)
+        rules[key] = (value, rule if source(key).is_default else str(source(key)))
     if config.training.train_iters is not None:
         schedule = config.schedule
         asked = [key for key in ("lr_decay_iters", "lr_decay_fraction", "train_iters") if config.given(key)]
@@ -349,7 +350,7 @@ def all_values(config: NeoXConfig) -> Iterator[tuple[str, Any, str]]:
             yield (
                 key,
                 value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value,
-                config.source(key),
+                str(config.source(key)),
             )
 
 
@@ -366,10 +367,11 @@ def deepspeed_sources(plan: RunPlan) -> dict[str, str]:
     for path in _paths(plan.deepspeed):
         source = plan.config.source(path)
         if path in rules:
-            source = rules[path][1]
-        elif source == "default":
-            source = fixed.get(path, "default")
-        result[path] = source
+            result[path] = rules[path][1]
+        elif source.is_default:
+            result[path] = fixed.get(path, str(source))
+        else:
+            result[path] = str(source)
     return result
 
 
@@ -391,6 +393,6 @@ def _precision_rule(config: NeoXConfig) -> str:
 def _vocabulary_rule(plan: RunPlan) -> str:
     config = plan.config
     if config.given("padded_vocab_size"):
-        return config.source("padded_vocab_size")
+        return str(config.source("padded_vocab_size"))
     multiple = config.model.make_vocab_size_divisible_by
     return f"{plan.vocab_size} ids rounded up to a multiple of {multiple} x mp {plan.grid.tp_size}"

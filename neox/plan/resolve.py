@@ -16,7 +16,7 @@ from dataclasses import asdict
 from math import prod
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
-from neox.config.flat import in_file_order
+from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
 from neox.plan.architecture import architecture_of, attention_impls, padded_vocabulary, with_adapters
@@ -29,8 +29,10 @@ from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import StagePlan, plan_stages
 from neox.plan.topology import Topology
+from neox.problems import Problem, Source, in_file_order
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_BATCH_KEYS = (TOTAL, MICRO, STEPS)
 
 
 def resolve(
@@ -110,7 +112,7 @@ def derive_plan(
         memory=fullest_stage(layers, stages, setting),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
-        notes=(*notes, *translated, *notes_without_effect(config)),
+        notes=(*notes, *translated, *map(str, notes_without_effect(config))),
         attention=attention,
     )
 
@@ -119,56 +121,60 @@ def _adapter_notes(layers: LayerPlan, config: NeoXConfig) -> list[str]:
     """Return what `lora` trains. Raises ConfigError if no layer has an adapter."""
     trained, total = layers.trained_numel, layers.numel
     if layers.architecture.soft_prompt_tokens:
-        raise ConfigError(config.problem("lora", "and `soft_prompt_tuning` each train nothing else; give one of them"))
+        rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
+        raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
     if not trained:
         raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
     return [f"lora: {trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)"]
 
 
-def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[str]:
+def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Problem]:
     key, explicit = "padded_vocab_size", config.tokenizer.padded_vocab_size
     if vocab_size < 1:
-        yield f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one"
+        message = f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one"
+        yield config.problem_about(message, *TOKENIZER_KEYS)
     if explicit is not None and explicit < vocab_size:
-        yield config.problem(key, f"is smaller than the tokenizer's {vocab_size} ids; remove it")
+        yield config.problem(key, f"is smaller than the tokenizer's {vocab_size} ids; remove it", *TOKENIZER_KEYS)
     if explicit is not None and explicit % config.parallelism.model_parallel_size:
-        yield config.problem(key, f"is not a multiple of {config.describe_setting('model_parallel_size')}; remove it")
+        degree = "model_parallel_size"
+        yield config.problem(key, f"is not a multiple of {config.describe_setting(degree)}; remove it", degree)
 
 
 def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
     """Return the pipeline stages. Raises ConfigError if a stage would have nothing to train or half of a loss."""
     keys = config.parallelism
     stages = plan_stages(layers, grid.pp_size, keys.pipe_partition_method, keys.pipeline_schedule, grid.tp_size)
-    method = config.describe_setting("pipe_partition_method")
     last_head = len(layers) - 1
     if any(stage.holds(last_head) and not stage.holds(layers.head.index) for stage in stages):
-        raise ConfigError(f"{method} divides the heads of one loss over stages; use type:transformer")
+        rule = "divides the heads of one loss over stages; use type:transformer"
+        raise ConfigError(config.problem("pipe_partition_method", rule))
     for stage in stages:
         kinds = {layer.kind for layer in stage.entries(layers)}
         if stage.parameters == 0 or (layers.lora is not None and "block" not in kinds):
-            raise ConfigError(
-                f"{method} leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
-            )
+            rule = f"leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
+            raise ConfigError(config.problem("pipe_partition_method", rule))
     return stages
 
 
-def solve_grid(config: NeoXConfig, world_size: int, problems: list[str]) -> Topology | None:
+def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> Topology | None:
     """Return the degrees, with dp = world_size / (pp x mp); a world that cannot be divided goes to `problems`."""
     tp_size = config.parallelism.model_parallel_size
     pp_size = max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
     copy = pp_size * tp_size
     if world_size < 1 or world_size % copy:
         near = sorted({n for n in (world_size // copy * copy, -(-world_size // copy) * copy) if n > 0} or {copy})
-        degrees = " x ".join(map(config.describe_setting, ("pipe_parallel_size", "model_parallel_size")))
-        problems.append(
+        keys = ("pipe_parallel_size", "model_parallel_size")
+        degrees = " x ".join(map(config.describe_setting, keys))
+        message = (
             f"{world_size} GPUs cannot be divided into copies of the model on {copy}: {degrees}; "
             f"use {' or '.join(map(str, near))} GPUs, or other degrees"
         )
+        problems.append(Problem(keys, message))
         return None
     return Topology(pp_size, world_size // copy, tp_size, tp_size > 1 and config.parallelism.sequence_parallel)
 
 
-def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) -> BatchPlan | None:
+def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[Problem]) -> BatchPlan | None:
     """Return train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp, in samples.
 
     Any two of the keys give the third, one alone takes one accumulation step.
@@ -182,7 +188,7 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) ->
     ds = config.deepspeed
     total, micro, steps = ds.train_batch_size, ds.train_micro_batch_size_per_gpu, ds.gradient_accumulation_steps
     if total is None and micro is None:
-        problems.append(f"the batch size is missing: give {MICRO} (with {STEPS}), or {TOTAL}")
+        problems.append(Problem(_BATCH_KEYS, f"the batch size is missing: give {MICRO} (with {STEPS}), or {TOTAL}"))
         return None
     if dp_size is None:
         _check_without_ranks(config, problems)
@@ -196,7 +202,7 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) ->
             return BatchPlan(total, micro, steps)
         factors = f"{config.describe_setting(MICRO)} x {config.describe_setting(STEPS)} x {dp_size} data-parallel ranks"
         fits = f"{TOTAL} {product}, or {_nearest(total, micro * dp_size, STEPS)}"
-        problems.append(config.problem(TOTAL, f"is not {factors} = {product}; use {fits}"))
+        problems.append(config.problem(TOTAL, f"is not {factors} = {product}; use {fits}", MICRO, STEPS))
         return None
     given, value, missing = (MICRO, micro, STEPS) if micro is not None else (STEPS, steps or 1, MICRO)
     assert value is not None
@@ -204,14 +210,13 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[str]) ->
     if remainder or not rest:
         unit = config.describe_setting(given) if config.given(given) else f"{given} 1"
         fits = _nearest(total, value * dp_size, missing)
-        problems.append(
-            config.problem(TOTAL, f"is not a multiple of {unit} x {dp_size} data-parallel ranks; use {fits}")
-        )
+        rule = f"is not a multiple of {unit} x {dp_size} data-parallel ranks; use {fits}"
+        problems.append(config.problem(TOTAL, rule, MICRO, STEPS))
         return None
     return BatchPlan(total, value, rest) if given == MICRO else BatchPlan(total, rest, value)
 
 
-def _check_without_ranks(config: NeoXConfig, problems: list[str]) -> None:
+def _check_without_ranks(config: NeoXConfig, problems: list[Problem]) -> None:
     """Any number of data-parallel ranks needs train_batch_size to be a multiple of the other two."""
     total = config.deepspeed.train_batch_size
     given = [key for key in (MICRO, STEPS) if config.value(key) is not None]
@@ -219,7 +224,8 @@ def _check_without_ranks(config: NeoXConfig, problems: list[str]) -> None:
     if total is not None and total % unit:
         factors = " x ".join(map(config.describe_setting, given))
         nearest = max(1, round(total / unit)) * unit
-        problems.append(config.problem(TOTAL, f"is not a multiple of {factors} on any number of GPUs; use {nearest}"))
+        rule = f"is not a multiple of {factors} on any number of GPUs; use {nearest}"
+        problems.append(config.problem(TOTAL, rule, *given))
 
 
 def _nearest(total: int, unit: int, key: str) -> str:
@@ -232,7 +238,7 @@ def encode_payload(plan: RunPlan) -> str:
     """Encode a plan as base64, a few kilobytes whatever its size."""
     data = {
         "config": plan.config.to_flat(),
-        "sources": plan.config.sources(),
+        "sources": {key: source.to_json() for key, source in plan.config.sources().items()},
         "architecture": plan.architecture.to_dict(),
         "grid": asdict(plan.grid),
         "batch": asdict(plan.batch),
@@ -252,8 +258,9 @@ def decode_payload(text: str) -> RunPlan:
     """
     try:
         data = json.loads(zlib.decompress(base64.urlsafe_b64decode(text.encode())))
+        sources = {key: Source.from_json(source) for key, source in data["sources"].items()}
         plan = derive_plan(
-            NeoXConfig.from_flat(data["config"], data["sources"]),
+            NeoXConfig.from_flat(data["config"], sources),
             Architecture.from_dict(data["architecture"]),
             Topology(**data["grid"]),
             BatchPlan(**data["batch"]),

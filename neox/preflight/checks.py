@@ -29,6 +29,7 @@ from neox.plan import (
 )
 from neox.plan.device import gib, rank_memory
 from neox.plan.precision import newest_checkpoint
+from neox.problems import Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -43,10 +44,11 @@ _TOKENIZER_20B = (
     "20B_tokenizer.json",
     "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json",
 )
+_NVME_PATHS = ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path")
 _CHECKPOINT_CONFIG = "configs/config.yml"  # written by `neox.checkpoint.write_config` beside the weights
 
 
-def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
+def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[Problem]]:
     """Build the tokenizer.
 
     Returns:
@@ -73,12 +75,11 @@ def vocabulary(config: NeoXConfig) -> tuple[int, Tokenizer | None, list[str]]:
             problem += " (`python tools/train_tokenizer.py` makes one)"
     except ModuleNotFoundError as error:  # a plan needs pydantic and PyYAML alone
         problem = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
-    where = f"{config.source('vocab_file')}: " if config.given("vocab_file") else ""
     assumed = settings.padded_vocab_size or _ASSUMED_VOCABULARY.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
-    return assumed, None, [where + problem]
+    return assumed, None, [config.problem_about(problem, "vocab_file", "tokenizer_type")]
 
 
-def missing_packages(config: NeoXConfig) -> list[str]:
+def missing_packages(config: NeoXConfig) -> list[Problem]:
     """Return a sentence for each optional package that a key asks for and that is not installed."""
     keys = config.logging
     optimizer = config.optimizer.optimizer.kind.package
@@ -89,12 +90,12 @@ def missing_packages(config: NeoXConfig) -> list[str]:
         (bool(harness), "eval_tasks", "lm_eval", "requirements-eval.txt"),
         (bool(optimizer), "optimizer.type", optimizer, f"requirements-{optimizer}.txt"),
     )
-    return [
-        f"{config.source_prefix(key)}`{key}` needs the package {package}, which is not installed: "
-        f"{install_command(file)}, or unset {key}"
-        for asked, key, package, file in wanted
-        if asked and not _is_installed(package)
-    ]
+    problems = []
+    for asked, key, package, file in wanted:
+        if asked and not _is_installed(package):
+            missing = f"`{key}` needs the package {package}, which is not installed"
+            problems.append(config.problem_about(f"{missing}: {install_command(file)}, or unset {key}", key))
+    return problems
 
 
 def _is_installed(package: str) -> bool:
@@ -103,7 +104,7 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def login_problems(config: NeoXConfig, environment: Mapping[str, str]) -> list[str]:
+def login_problems(config: NeoXConfig, environment: Mapping[str, str]) -> list[Problem]:
     """Return why Weights & Biases would refuse the run for lack of a login on this machine.
 
     Args:
@@ -120,13 +121,11 @@ def login_problems(config: NeoXConfig, environment: Mapping[str, str]) -> list[s
             return []
     except (OSError, NetrcParseError):
         pass  # no login there
-    return [
-        f"{config.source_prefix('use_wandb')}`use_wandb` needs a login to {keys.wandb_host}: set WANDB_API_KEY, run "
-        "`wandb login`, or set WANDB_MODE=offline"
-    ]
+    advice = "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline"
+    return [config.problem_about(f"`use_wandb` needs a login to {keys.wandb_host}: {advice}", "use_wandb")]
 
 
-def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) -> list[str]:
+def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) -> list[Problem]:
     """Return why prompts, or evaluation tasks (in training, too), would be refused.
 
     Args:
@@ -146,7 +145,7 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
 
             check_file_tasks(config, tokenizer)
     except (GenerationError, EvaluationError) as error:
-        return str(error).splitlines()
+        return [Problem((), line) for line in str(error).splitlines()]
     return []
 
 
@@ -168,11 +167,13 @@ def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_
     return gpu_device(plan, smallest_memory() if here else None)
 
 
-def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[str]:
+def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Problem]:
     """Return why a run does not fit on its devices."""
     problem = memory_problem(plan, device, training=training)
-    key = device.source.partition(":")[0]
-    return [] if problem is None else [f"{problem} ({device.source}; with a larger {key} the run starts all the same)"]
+    if problem is None:
+        return []
+    key = device.size_key
+    return [Problem((key,), f"{problem} ({device.source}; with a larger {key} the run starts all the same)")]
 
 
 def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:
@@ -181,7 +182,9 @@ def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:
     return tuple({str(Path(path).absolute()): 0 for path in (zero.states_directory, zero.weights_directory) if path})
 
 
-def nvme_problems(plan: RunPlan, ranks: Sequence[int], host: str, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def nvme_problems(
+    plan: RunPlan, ranks: Sequence[int], host: str, states: Mapping[str, Mapping[str, Any]]
+) -> list[Problem]:
     """Return why ranks cannot offload to files of their host.
 
     Args:
@@ -192,18 +195,20 @@ def nvme_problems(plan: RunPlan, ranks: Sequence[int], host: str, states: Mappin
     """
     here = {path: states[path] for path in nvme_paths(plan.config)}
     if closed := [path for path, state in here.items() if not state["writable"]]:
-        return [f"{host}: nvme_path {path} is no directory that can be written; choose another" for path in closed]
+        problem = "is no directory that can be written; choose another"
+        return [Problem(_NVME_PATHS, f"{host}: nvme_path {path} {problem}") for path in closed]
     needed = sum(rank_memory(plan, rank, on_cpu=False).files for rank in ranks)
     free = sum(state["free"] for state in here.values())
     if not here or needed <= free:
         return []
-    return [
+    message = (
         f"{host}: {len(ranks)} ranks offload {gib(needed)} to files, but nvme_path {' and '.join(here)} has "
         f"{gib(free)} free; choose a larger disk, or use more hosts"
-    ]
+    )
+    return [Problem(_NVME_PATHS, message)]
 
 
-def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
+def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     """Return what is wrong with the checkpoint to load, as far as can be seen without reading weights.
 
     Training that resumes from its own `save` directory also starts there; other scripts read `save` where `load` is not
@@ -216,7 +221,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     keys = config.checkpoint
     directory, key = (keys.load, "load") if training or keys.load else (keys.save, "save")
     if directory is None:
-        return [] if training else ["neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"]
+        message = "neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"
+        return [] if training else [Problem(("load", "save"), message)]
     load = Path(directory)
     own = training and keys.save is not None and load.absolute() == Path(keys.save).absolute()  # a first start, maybe
     if not load.is_dir():
@@ -226,15 +232,16 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[str]:
     chosen = _chosen_checkpoint(load, keys.iteration)
     if keys.iteration is not None and not chosen.is_dir() and load.name != chosen.name:
         found = ", ".join(sorted(path.name for path in load.glob("global_step*"))) or "no checkpoint"
-        return [config.problem("iteration", f"is not in {load}, which has {found}")]
+        return [config.problem("iteration", f"is not in {load}, which has {found}", key)]
     saved = _saved_config(chosen)
     if training and (problem := _optimizer_problem(chosen, saved, config)) is not None:
-        return [f"{config.source_prefix(key)}{problem}"]
+        return [config.problem_about(problem, key, "optimizer.type")]
     differing = _differences(saved, config, finetune=False if training and keys.finetune else None)
     if not differing:
         return []
-    where, advice = config.source_prefix(key), "give the checkpoint's values, or another directory"
-    return [f"{where}{chosen} is of another model: {'; '.join(differing)}; {advice}"]
+    advice = "give the checkpoint's values, or another directory"
+    message = f"{chosen} is of another model: {'; '.join(differing.values())}; {advice}"
+    return [config.problem_about(message, key, *differing)]
 
 
 def finetune_notes(config: NeoXConfig) -> list[str]:
@@ -244,15 +251,15 @@ def finetune_notes(config: NeoXConfig) -> list[str]:
         return []
     chosen = _chosen_checkpoint(Path(keys.load), keys.iteration)
     differing = _differences(_saved_config(chosen), config, finetune=True)
-    return [f"finetune: {difference} ({chosen})" for difference in differing]
+    return [f"finetune: {difference} ({chosen})" for difference in differing.values()]
 
 
 def _chosen_checkpoint(load: Path, iteration: int | None) -> Path:
     return newest_checkpoint(load) if iteration is None else load / f"global_step{iteration}"
 
 
-def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool | None) -> list[str]:
-    """Return the settings of the network in which a checkpoint of this program differs.
+def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool | None) -> dict[str, str]:
+    """Return the settings of the network in which a checkpoint of this program differs, with both values as text.
 
     Args:
         saved: The checkpoint's configuration; None of another program's, whose tensors the ranks compare.
@@ -260,12 +267,12 @@ def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool
         finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
     """
     if saved is None:
-        return []
+        return {}
     try:
         found = setting_differences(architecture_settings(saved), config, finetune=finetune)
     except (ConfigError, TypeError):
-        return []
-    return [f"{key} is {value} there, {config.describe_setting(key)} here" for key, (value, _) in found.items()]
+        return {}
+    return {key: f"{key} is {value} there, {config.describe_setting(key)} here" for key, (value, _) in found.items()}
 
 
 def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXConfig) -> str | None:

@@ -109,7 +109,7 @@ class _Run:
         path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
         unable = launcher_problem(placement.hosts, self.runner, path)
         spec = self._spec(placement, script, plan, self._run_directory(), device)
-        warnings += [*missing, *([unable] if unable else [])]
+        warnings += [*map(str, missing), *([unable] if unable else [])]
         try:
             commands = self._commands(spec)
         except LaunchError as error:  # too long, for example

@@ -14,6 +14,7 @@ from neox.errors import DataError
 from neox.plan import missing_for_training
 from neox.plan.batch import BatchSchedule, ramp_problems
 from neox.plan.resolve import solve_batch, solve_grid
+from neox.problems import Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def _labelled_data(config: NeoXConfig) -> dict[str, str]:
     return dict(chain.from_iterable(pairs))
 
 
-def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: bool) -> list[str]:
+def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: bool) -> list[Problem]:
     """Return the keys and token files that training misses, and files that are broken or of another tokenizer.
 
     Args:
@@ -56,7 +57,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
 
         labelled, length = _labelled_data(config), config.model.seq_length
         found = sidecar.data_problems(prefixes, labelled, config.data, length, tokenizer, open_files=not dry_run)
-        problems += [f"{config.source(key)}: {key}: {problem}" for key, problem in found]
+        problems += [config.problem_about(f"{key}: {problem}", key) for key, problem in found]
         if _is_masked(config) and not found:
             problems += _masking_problems(config, tokenizer, prefixes)
     return problems
@@ -66,7 +67,7 @@ def _is_masked(config: NeoXConfig) -> bool:
     return config.model.objective == "masked_lm"
 
 
-def _masking_problems(config: NeoXConfig, tokenizer: Tokenizer, prefixes: Mapping[str, str]) -> list[str]:
+def _masking_problems(config: NeoXConfig, tokenizer: Tokenizer, prefixes: Mapping[str, str]) -> list[Problem]:
     """Return what masked language modelling misses: special tokens of the vocabulary, and sentences of the data."""
     from neox.data.indexed_dataset import IndexedDataset
     from neox.data.masking import MaskingVocabulary
@@ -74,18 +75,22 @@ def _masking_problems(config: NeoXConfig, tokenizer: Tokenizer, prefixes: Mappin
     try:
         MaskingVocabulary.of(tokenizer)
     except DataError as error:
-        return [config.problem("vocab_file", f"does not serve {config.describe_setting('objective')}: {error}")]
+        rule = f"does not serve {config.describe_setting('objective')}: {error}"
+        return [config.problem("vocab_file", rule, "objective")]
     if not config.model.bert_binary_head:
         return []
-    return [
-        f"{config.source(key)}: {key}: the documents of {prefix} are not divided into sentences, of which "
-        "`bert_binary_head` makes pairs: make the data with tools/preprocess_data.py --split-sentences"
-        for prefix, key in prefixes.items()
-        if Path(f"{prefix}.idx").is_file() and not IndexedDataset(prefix).has_sentences
-    ]
+    problems = []
+    for prefix, key in prefixes.items():
+        if Path(f"{prefix}.idx").is_file() and not IndexedDataset(prefix).has_sentences:
+            message = (
+                f"{key}: the documents of {prefix} are not divided into sentences, of which `bert_binary_head` makes "
+                "pairs: make the data with tools/preprocess_data.py --split-sentences"
+            )
+            problems.append(config.problem_about(message, key, "bert_binary_head"))
+    return problems
 
 
-def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, list[str], list[str]]:
+def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, list[str], list[Problem]]:
     """Return a configuration with the `train_iters` that its `num_train_epochs` means for its data.
 
     Args:
@@ -114,17 +119,15 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, l
         f"{config.describe_setting(key)} is train_iters {steps:,}: {samples:,} samples of {length:,} tokens, "
         f"{batch.train_batch_size:,} a step"
     )
-    return config.updated({"train_iters": steps}, without=(key,), source=f"{config.source(key)} ({key})"), [note], []
+    return config.updated({"train_iters": steps}, without=(key,), source=config.source(key).derived(key)), [note], []
 
 
-def missing_data(config: NeoXConfig) -> list[str]:
+def missing_data(config: NeoXConfig) -> list[Problem]:
     """Return a sentence for each `.bin/.idx` that training needs and that does not exist, with a command for it."""
     prefixes = data_prefixes(config)
     if not prefixes:
-        return [
-            "no training data is given: set data_path to the prefix of a .bin/.idx pair "
-            "(tools/preprocess_data.py writes them)"
-        ]
+        message = "no training data is given: set data_path to the prefix of a .bin/.idx pair"
+        return [Problem(("data_path", "train_data_paths"), f"{message} (tools/preprocess_data.py writes them)")]
     problems = []
     for prefix, key in prefixes.items():
         absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
@@ -135,10 +138,9 @@ def missing_data(config: NeoXConfig) -> list[str]:
             commands = [quickstart] if quickstart else _commands(config, prefix)
             if "label" in key:
                 commands = ["python tools/preprocess_chat.py"]
-            problems.append(
-                f"{config.source_prefix(key)}{key} is {prefix!r}, but {files} {verb} not exist; make them with "
-                + ", then ".join(f"`{command}`" for command in commands)
-            )
+            make = ", then ".join(f"`{command}`" for command in commands)
+            message = f"{key} is {prefix!r}, but {files} {verb} not exist; make them with {make}"
+            problems.append(config.problem_about(message, key))
     return problems
 
 

@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from neox.config import Draft, NeoXConfig, draft_config, for_inference
+from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.placement import Placement, choose_hosts
 from neox.launch.remote import path_state
 from neox.launch.rendezvous import master_port_problem
-from neox.plan import Capabilities, Device, RunPlan, further_problems, resolve, saved_precision
+from neox.plan import (
+    Capabilities,
+    Device,
+    RunPlan,
+    check_config,
+    check_run,
+    decides_run,
+    resolve,
+    saved_precision,
+)
 from neox.preflight.checks import (
     checkpoint_problems,
     device_of_ranks,
@@ -27,6 +36,7 @@ from neox.preflight.checks import (
     vocabulary,
 )
 from neox.preflight.data_checks import data_problems, with_train_iters
+from neox.problems import Problem, in_file_order
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:
@@ -40,22 +50,27 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     Raises:
         ConfigError: With every problem of keys, grid and batch.
     """
-    draft = draft_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=overrides(arguments))
+    loaded = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=overrides(arguments))
     if Path(arguments.script).stem in INFERENCE:
-        draft = replace(draft, config=for_inference(draft.config))
-    if draft.problems:
-        more_problems = [] if arguments.script == "doctor" else _other_problems(draft, arguments)
-        raise ConfigError([*draft.problems, *more_problems])
-    return draft.config
+        loaded = replace(loaded, config=for_inference(loaded.config))
+    if not loaded.problems:
+        return loaded.config
+    if arguments.script == "doctor":
+        raise ConfigError(loaded.problems)
+    raise ConfigError(_all_problems(loaded, arguments))
 
 
-def _other_problems(draft: Draft, arguments: argparse.Namespace) -> list[str]:
-    """Return the problems beside keys that cannot be read, so that one run shows everything."""
+def _all_problems(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems of keys that cannot be read with those of all others, so that one run shows everything."""
+    if not decides_run(loaded):
+        return check_config(loaded)
     try:
-        placement, _ = choose_hosts(draft.config, arguments)
-    except (LaunchError, ConfigError) as error:
-        return draft.certain(error.problems if isinstance(error, ConfigError) else [str(error)])
-    return further_problems(draft, placement.world_size, vocabulary(draft.config)[0])
+        placement, _ = choose_hosts(loaded.config, arguments)
+    except LaunchError as error:
+        return [*loaded.problems, Problem((), str(error))]
+    except ConfigError as error:
+        return in_file_order([*loaded.problems, *loaded.certain(error.problems)])
+    return check_run(loaded, placement.world_size, vocabulary(loaded.config)[0])
 
 
 def build_plan(
@@ -66,7 +81,7 @@ def build_plan(
     *,
     dry_run: bool,
     environment: Mapping[str, str] | None = None,
-) -> tuple[RunPlan, Device, list[str]]:
+) -> tuple[RunPlan, Device, list[Problem]]:
     """Resolve a configuration and check what the run needs.
 
     Args:
@@ -86,15 +101,14 @@ def build_plan(
     """
     size, tokenizer, problems = vocabulary(config)
     if tokenizer is None and dry_run:
-        problems = [f"{problem}; a vocabulary of {size:,} ids is assumed" for problem in problems]
+        assumed = f"a vocabulary of {size:,} ids is assumed"
+        problems = [replace(problem, message=f"{problem.message}; {assumed}") for problem in problems]
     asked, world = config.runner.global_num_gpus, placement.world_size
     if asked not in (None, world):
-        where = config.source("global_num_gpus")
-        problems.append(
-            f"{where}: `global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
-        )
+        message = f"`global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
+        problems.append(config.problem_about(message, "global_num_gpus"))
     if port_problem := master_port_problem(placement, config.runner):
-        problems.append(port_problem)
+        problems.append(config.problem_about(port_problem, "master_port"))
     training = script.stem == "train"
     runs_model = training or script.stem in INFERENCE
     if training:

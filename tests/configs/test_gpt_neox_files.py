@@ -13,7 +13,7 @@ from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.parallel import ParallelGrid
-from neox.plan import load_config, resolve
+from neox.plan import config_from_files, resolve
 from tests.losses import causal_lm_loss
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -76,7 +76,7 @@ def test_each_trains_with_two_small_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", GPT2)
 def test_gpt2_has_the_published_parameters_apart_from_padding(name: str) -> None:
-    config = load_config([f"gpt2/{name}"], conf_dir=CONFIGS)
+    config = config_from_files([f"gpt2/{name}"], conf_dir=CONFIGS)
     plan = resolve(config, config.parallelism.model_parallel_size, 50257)
     padding = (plan.padded_vocab_size - 50257) * plan.architecture.hidden_size
     assert plan.layers.numel - padding == GPT2[name]

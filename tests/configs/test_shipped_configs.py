@@ -11,7 +11,7 @@ import torch.distributed
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from neox.convert.to_hf import choose_family
-from neox.plan import load_config, resolve
+from neox.plan import config_from_files, resolve
 from neox.plan.rules import missing_for_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -107,7 +107,7 @@ def files_of(name: str, *overlays: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [1, 8, 96])
 def test_resolves_and_deepspeed_accepts(name, world):
-    config = load_config(files_of(name), conf_dir=CONFIGS)
+    config = config_from_files(files_of(name), conf_dir=CONFIGS)
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
     if world % copy:
         pytest.skip(f"{name} needs multiples of {copy} GPUs")
@@ -126,14 +126,14 @@ def test_resolves_and_deepspeed_accepts(name, world):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("overlay", ["slurm", "finetune", "text_generation"])
 def test_overlays_compose_with_every_model(name, overlay):
-    config = load_config(files_of(name, overlay), conf_dir=CONFIGS)
+    config = config_from_files(files_of(name, overlay), conf_dir=CONFIGS)
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
     resolve(config, copy, token_ids(config))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_everything_training_needs_and_explicit_dropouts(name):
-    config = load_config(files_of(name), conf_dir=CONFIGS)
+    config = config_from_files(files_of(name), conf_dir=CONFIGS)
     assert missing_for_training(config) == []
     assert config.data.data_path or config.data.train_data_paths
     assert config.tokenizer.vocab_file
@@ -143,7 +143,7 @@ def test_names_everything_training_needs_and_explicit_dropouts(name):
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_parameter_counts_are_the_published_ones(name):
-    config = load_config([name], conf_dir=CONFIGS)
+    config = config_from_files([name], conf_dir=CONFIGS)
     # Pythia's embeddings have 50,304 rows at every degree on the Hub; the files there were padded for two ranks at 6.9B
     # and four at 12B.
     copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
@@ -164,11 +164,11 @@ def test_parameter_counts_are_the_published_ones(name):
     ],
 )
 def test_a_model_of_a_family_has_its_form(name, family):
-    assert choose_family(load_config([name], conf_dir=CONFIGS)).model_type == family
+    assert choose_family(config_from_files([name], conf_dir=CONFIGS)).model_type == family
 
 
 def test_20b_is_as_published():
-    config = load_config(["20B.yml"], conf_dir=CONFIGS, overrides=["global_num_gpus=96"])
+    config = config_from_files(["20B.yml"], conf_dir=CONFIGS, overrides=["global_num_gpus=96"])
     plan = resolve(config, 96, 50277)
     assert (plan.grid.pp_size, plan.grid.tp_size, plan.grid.dp_size) == (4, 2, 12)
     assert plan.batch.train_batch_size == 1536
@@ -192,10 +192,10 @@ def test_20b_is_as_published():
 
 
 def test_quickstart_is_small_and_saves_on_the_way():
-    config = load_config(["quickstart"], conf_dir=CONFIGS)
+    config = config_from_files(["quickstart"], conf_dir=CONFIGS)
     plan = resolve(config, 2, 16384)
     assert plan.layers.numel <= 27_000_000
     assert len(plan.save_iterations) > 1
     assert config.training.eval_interval < config.training.train_iters
-    one = load_config(["quickstart"], conf_dir=CONFIGS, overrides=["pipe_parallel_size=1", "num_gpus=1"])
+    one = config_from_files(["quickstart"], conf_dir=CONFIGS, overrides=["pipe_parallel_size=1", "num_gpus=1"])
     assert resolve(one, 1, 16384).grid.pp_size == 1

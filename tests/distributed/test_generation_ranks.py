@@ -19,7 +19,7 @@ from neox.generation.completion import generate_all
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.parallel import ParallelGrid, Topology
-from neox.plan import load_config, resolve
+from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.unit.evaluation.local_tasks import write_tasks
@@ -58,7 +58,7 @@ def outputs(tasks: list[str], pp: int, dp: int, tp: int) -> list:
     }
     overrides = [f"{key}={value}" for key, value in degrees.items()]
     plan = resolve(
-        load_config([GOLDEN / NAME / f"{NAME}.yml"], overrides=overrides), pp * dp * tp, tokenizer.vocab_size
+        config_from_files([GOLDEN / NAME / f"{NAME}.yml"], overrides=overrides), pp * dp * tp, tokenizer.vocab_size
     )
     grid = ParallelGrid.build(Topology(pp, dp, tp)) if dist.is_initialized() else ParallelGrid.single()
     model = load_model(plan, GOLDEN / NAME / "global_step30", grid, torch.device("cpu"))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from neox.config import NeoXConfig
-from neox.plan import encode_payload, load_config, resolve
+from neox.plan import config_from_files, encode_payload, resolve
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_script
 from tests.end_to_end.launched_runs import DUMMY_RANK, ROOT, LaunchedRun, command_line
@@ -192,7 +192,7 @@ def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: 
     run = LaunchedRun(tmp_path, arguments, None, None, machines.inside([]), **machines.environment)
     output = run.output(240)
     assert run.process.returncode == 0, output
-    config = load_config([run.directory / "tiny.yml"])
+    config = config_from_files([run.directory / "tiny.yml"])
     one = {**config.to_flat(), **keys, "gradient_accumulation_steps": slots, "log_dir": str(tmp_path / "one")}
     vocabulary = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file).vocab_size
     payload = encode_payload(resolve(NeoXConfig.from_flat(one), 1, vocabulary))

@@ -21,7 +21,7 @@ from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.model import GPT
 from neox.parallel import ParallelGrid
-from neox.plan import load_config, yaml_keys
+from neox.plan import config_from_files, yaml_keys
 from neox.tokenizer import build_tokenizer
 from tests.losses import masked_lm_loss
 from tests.masked_batches import masked_batch
@@ -168,7 +168,7 @@ def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, model_type: str
     theirs = theirs_with(model_type).eval()
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     imported = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
-    loaded = load_config([imported.config_file])
+    loaded = config_from_files([imported.config_file])
     reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, SIZES["vocab_size"]).layers)
     assert imported.parameters == theirs.num_parameters()
     ours = load_reference_model(reader, loaded)
@@ -221,7 +221,7 @@ def test_a_vocabulary_of_words_alone_is_imported(tmp_path):
     theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.txt").write_text("\n".join(words) + "\n")
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
-    settings = load_config([imported.config_file]).tokenizer
+    settings = config_from_files([imported.config_file]).tokenizer
     assert settings.vocab_file is not None
     found = build_tokenizer(settings.tokenizer_type, settings.vocab_file, None)
     assert found.encode("some words") == [5, 6, 7]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from neox.architecture import LayerPlan
-from neox.config import NeoXConfig, load_config, resolve
+from neox.config import NeoXConfig
 from neox.model import GPT
 from neox.parallel import ParallelGrid
+from neox.plan import config_from_files, resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 RUNS = ("v2_pp1_mp1_dp1_fp32", "v2_pp2_mp1_dp1_fp32", "v2_pp2_mp2_dp1_fp32")
@@ -51,7 +52,7 @@ def golden_weights(run: str, layers: LayerPlan, tp_size: int) -> dict[str, torch
 @pytest.mark.parametrize("attention", ["global", "flash"])
 @pytest.mark.parametrize("run", RUNS)
 def test_logits_of_golden_weights(run: str, attention: str):
-    config = load_config([GOLDEN / run / f"{run}.yml"])
+    config = config_from_files([GOLDEN / run / f"{run}.yml"])
     tp_size = config.parallelism.model_parallel_size
     one_rank = {"pipe_parallel_size": 1, "model_parallel_size": 1, "global_num_gpus": 1, "num_gpus": 1}
     flat = config.to_flat() | one_rank | {"attention_config": [[[attention], "all"]]}

@@ -20,7 +20,7 @@ from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConfigError
 from neox.families import FAMILIES, ModelSettings
-from neox.plan import architecture_of, load_config
+from neox.plan import architecture_of, config_from_files
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOKENS = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -169,7 +169,7 @@ def check_both_ways(directory: Path, model_type: str, tp_size: int = 1, **config
     with torch.inference_mode():
         wanted = theirs(TOKENS).logits
     imported = from_hf(directory / "hf", directory / "neox", model_parallel_size=tp_size)
-    loaded = load_config([imported.config_file])
+    loaded = config_from_files([imported.config_file])
     reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, COMMON["vocab_size"]).layers)
     assert imported.parameters == sum(parameter.numel() for parameter in theirs.parameters())
     with torch.inference_mode():
@@ -210,7 +210,7 @@ def exports(tmp_path_factory) -> dict[str, Path]:
         directory = tmp_path_factory.mktemp(name)
         transformers_model(name.partition("-")[0], **config).save_pretrained(directory / "hf")
         imported = from_hf(directory / "hf", directory / "neox")
-        loaded = load_config([imported.config_file])
+        loaded = config_from_files([imported.config_file])
         made[name] = to_hf(imported.checkpoint, loaded, directory / "out", verify=False).output
     return made
 
@@ -249,7 +249,7 @@ def test_a_family_that_is_forced_refuses_what_it_cannot_express(tmp_path):
     transformers_model("qwen3", **CASES["qwen3"]).save_pretrained(tmp_path / "hf")
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
     with pytest.raises(ConfigError, match=r"Llama \(llama\) cannot express .*qk_norm: head"):
-        to_hf(imported.checkpoint, load_config([imported.config_file]), tmp_path / "out", hf_architecture="llama")
+        to_hf(imported.checkpoint, config_from_files([imported.config_file]), tmp_path / "out", hf_architecture="llama")
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_family_that_is_forced_refuses_what_it_cannot_express(tmp_path):
 def test_random_weights_of_a_published_shape_come_in(tmp_path, name, model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    published = load_config([name], conf_dir=CONFIGS)
+    published = config_from_files([name], conf_dir=CONFIGS)
     rows = published.tokenizer.padded_vocab_size
     assert rows is not None
     architecture = architecture_of(published)
@@ -266,7 +266,7 @@ def test_random_weights_of_a_published_shape_come_in(tmp_path, name, model_type)
     model.save_pretrained(tmp_path / "hf", max_shard_size="300MB")
     imported = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
     assert imported.parameters == single_rank_plan(published, rows).layers.numel == model.num_parameters()
-    loaded = load_config([imported.config_file])
+    loaded = config_from_files([imported.config_file])
     assert architecture_of(loaded) == architecture
     reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, rows).layers)
     up, gate = reader.full(2, "mlp.dense_h_to_4h.weight").chunk(2)

@@ -13,7 +13,7 @@ from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
-from neox.plan import load_config
+from neox.plan import config_from_files
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -57,7 +57,7 @@ def test_logits_of_an_export(tmp_path, mp, pp, parallel_residual, untied, tanh_g
     assert ours.std() > 0.05  # logits that say something
 
     back = from_hf(tmp_path / "hf", tmp_path / "back", model_parallel_size=3 - mp)
-    reader = CheckpointReader(back.checkpoint, single_rank_plan(load_config([back.config_file]), 96).layers)
+    reader = CheckpointReader(back.checkpoint, single_rank_plan(config_from_files([back.config_file]), 96).layers)
     assert set(reader.items()) == set(weights)
     for (index, name), value in weights.items():
         assert torch.equal(reader.full(index, name), value), name
@@ -65,7 +65,7 @@ def test_logits_of_an_export(tmp_path, mp, pp, parallel_residual, untied, tanh_g
 
 @pytest.mark.parametrize("run", RUNS)
 def test_exports_of_gpt_neox_checkpoints_give_its_logits(tmp_path, run):
-    config = load_config([GOLDEN / run / f"{run}.yml"])
+    config = config_from_files([GOLDEN / run / f"{run}.yml"])
     result = to_hf(
         find_checkpoint(GOLDEN / run),
         config,
@@ -120,7 +120,7 @@ def test_what_transformers_saves_itself_comes_in(tmp_path, tied):
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     result = from_hf(tmp_path / "hf", tmp_path / "neox", model_parallel_size=2)
-    config = load_config([result.config_file])
+    config = config_from_files([result.config_file])
     reader = CheckpointReader(result.checkpoint, single_rank_plan(config, 100).layers)
     tokens = torch.randint(0, 100, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

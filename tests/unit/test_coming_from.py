@@ -14,7 +14,7 @@ import yaml
 from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
 from neox.launch.command_line import parse_arguments
-from neox.plan import gpu_device, load_config, resolve
+from neox.plan import config_from_files, gpu_device, resolve
 from neox.plan.device import memory_on
 from neox.preflight.planning import read_config
 
@@ -74,7 +74,7 @@ def test_memory_beside_fleetx() -> None:
     asked |= {("flash", 0): [whole]}
     for (model, stage), overrides in asked.items():
         files = [ROOT / "configs" / name for name in ("gpt2/345M.yml", "local_setup.yml")]
-        config = load_config(files, overrides=[*overrides, f"zero_optimization.stage={stage}"])
+        config = config_from_files(files, overrides=[*overrides, f"zero_optimization.stage={stage}"])
         plan = resolve(config, 1, 50257)
         found = memory_on(plan, gpu_device(plan)).total / 2**30
         assert float({**shown, ("flash", 0): flash}[model, stage].split()[0]) == pytest.approx(found, rel=0.05), found

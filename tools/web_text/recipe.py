@@ -42,7 +42,7 @@ def read_recipe(path: Path, steps: Mapping[str, Step[Any]]) -> list[RecipeStep]:
     """
     parsed = read_file(path)
     if parsed.problems:
-        raise ConfigError([problem.text for problem in parsed.problems])
+        raise ConfigError(parsed.problems)
     values = parsed.values
     if unknown := [key for key in values if key not in _KEYS]:
         raise ConfigError([f"{_at(parsed, key)} is no key of a recipe; they are {', '.join(_KEYS)}" for key in unknown])

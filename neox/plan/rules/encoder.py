@@ -10,6 +10,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.data import SPLITS
 from neox.errors import ConfigError
 from neox.plan.architecture import FLASH, attention_kinds
+from neox.problems import Problem
 
 _DENSE = {"global", FLASH}
 _KEY = "objective"
@@ -31,7 +32,7 @@ _CAUSAL_ALONE = {
 }
 
 
-def encoder_problems(config: NeoXConfig) -> Iterator[str]:
+def encoder_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about the objective that are broken."""
     model, objective = config.model, config.describe_setting(_KEY)
     if model.objective != "masked_lm":
@@ -39,30 +40,34 @@ def encoder_problems(config: NeoXConfig) -> Iterator[str]:
         for key in [key for key, value in asked.items() if value] + ["norm_placement"] * (
             model.norm_placement == "post"
         ):
-            yield config.problem(key, f"does not exist with {objective}; remove it, or set objective: masked_lm")
+            yield config.problem(key, f"does not exist with {objective}; remove it, or set objective: masked_lm", _KEY)
         return
     for key, (off, why) in _CAUSAL_ALONE.items():
         if config.value(key) not in off:
-            yield config.problem(key, f"does not work with {objective}: {why}; remove it")
+            yield config.problem(key, f"does not work with {objective}: {why}; remove it", _KEY)
     for key, block in (
         ("soft_prompt_tuning", model.soft_prompt_tuning),
         ("curriculum_learning", config.schedule.curriculum_learning),  # cuts samples, and with them predictions
     ):
         if block is not None and block.enabled:
-            yield f"{config.source_prefix(key)}`{key}` does not work with {objective}; remove it"
+            yield config.problem_about(f"`{key}` does not work with {objective}; remove it", key, _KEY)
     if model.pos_emb in ("alibi", "rpe"):
         yield config.problem(
-            "pos_emb", f"counts distances to earlier tokens alone, so not with {objective}; use learned"
+            "pos_emb", f"counts distances to earlier tokens alone, so not with {objective}; use learned", _KEY
         )
     if ACTIVATIONS[model.activation].width_factor != 1:
-        yield config.problem("activation", f"halves its input, which the head of {objective} does not; use gelu")
+        rule = f"halves its input, which the head of {objective} does not; use gelu"
+        yield config.problem("activation", rule, _KEY)
     with suppress(ConfigError):  # reported with the attention
         wrong = set(attention_kinds(model.attention_config, model.num_layers or 0)) - _DENSE
         if wrong:
-            where, kinds = config.source_prefix("attention_config"), ", ".join(sorted(wrong))
-            yield f"{where}`attention_config` asks for {kinds}, which see earlier tokens alone; use global or flash"
+            kinds = ", ".join(sorted(wrong))
+            message = f"`attention_config` asks for {kinds}, which see earlier tokens alone; use global or flash"
+            yield config.problem_about(message, "attention_config", _KEY)
     least = _SHORTEST + (1 if model.bert_binary_head else 0)
     if model.seq_length and model.seq_length < least:
-        yield config.problem("seq_length", f"is too short for the samples of {objective}; give {least} or more")
+        rule = f"is too short for the samples of {objective}; give {least} or more"
+        yield config.problem("seq_length", rule, _KEY, "bert_binary_head")
     if model.seq_length and (model.max_preds_per_seq or 0) > model.seq_length:
-        yield config.problem("max_preds_per_seq", f"is more than {config.describe_setting('seq_length')}")
+        longest = config.describe_setting("seq_length")
+        yield config.problem("max_preds_per_seq", f"is more than {longest}", "seq_length")

@@ -14,7 +14,7 @@ from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
-from neox.plan import load_config
+from neox.plan import config_from_files
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 
@@ -59,7 +59,7 @@ def test_bin_files_with_old_buffers(exported, tmp_path, shards):
     reader = CheckpointReader(result.checkpoint, layers)
     assert (reader.tp_size, reader.iteration, result.parameters) == (2, 0, layers.numel)
     assert all(torch.equal(reader.full(*key), value) for key, value in weights.items())
-    config = load_config([result.config_file])
+    config = config_from_files([result.config_file])
     assert config.model.gpt_j_residual
     assert config.model.rotary_pct == 1.0
     assert config.checkpoint.finetune
@@ -71,7 +71,7 @@ def test_a_config_of_transformers_4(exported, tmp_path):
     config = json.loads((directory / "config.json").read_text())
     del config["rope_parameters"]
     (directory / "config.json").write_text(json.dumps({**config, "rotary_pct": 0.25, "rotary_emb_base": 500000}))
-    loaded = load_config([from_hf(directory, tmp_path / "back").config_file])
+    loaded = config_from_files([from_hf(directory, tmp_path / "back").config_file])
     assert (loaded.model.rotary_pct, loaded.model.rotary_emb_base) == (0.25, 500000)
 
 

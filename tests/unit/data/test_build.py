@@ -12,7 +12,7 @@ from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sid
 from neox.data.batches import BatchIterator
 from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
 from neox.errors import DataError
-from neox.plan import load_config, resolve
+from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -23,7 +23,7 @@ RUN_SIZES = {"seq_length": 8, "seed": 1, "vocab_size": 50}
 
 def golden_plan(*overrides):
     files = [f"data_path={GOLDEN}/data/small_text_document", f"vocab_file={GOLDEN}/data/tokenizer.json"]
-    return resolve(load_config([RUN], overrides=[*files, *overrides]), 1, 1000)
+    return resolve(config_from_files([RUN], overrides=[*files, *overrides]), 1, 1000)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.generation.startup import one_process
 from neox.parallel import ParallelGrid
-from neox.plan import load_config, resolve
+from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
 from tests.unit.evaluation.local_tasks import write_tasks
 
@@ -35,7 +35,7 @@ TOKENIZER_FILE = GOLDEN / "data" / "tokenizer.json"
 @pytest.fixture(scope="module")
 def scoring():
     tokenizer = build_tokenizer("HFTokenizer", TOKENIZER_FILE)
-    config = one_process(load_config([GOLDEN / NAME / f"{NAME}.yml"]))
+    config = one_process(config_from_files([GOLDEN / NAME / f"{NAME}.yml"]))
     plan = resolve(config, 1, tokenizer.vocab_size)
     model = load_model(plan, GOLDEN / NAME / "global_step30", ParallelGrid.single(), torch.device("cpu"))
     return Scorer(model, tokenizer, ParallelGrid.single(), 128)
@@ -55,7 +55,7 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
     ours = {result.task: result for result in harness_tasks(tasks, open_tasks(tasks), scoring)}
     to_hf(
         GOLDEN / NAME / "global_step30",
-        load_config([GOLDEN / NAME / f"{NAME}.yml"]),
+        config_from_files([GOLDEN / NAME / f"{NAME}.yml"]),
         tmp_path / "hf",
         tokenizer_file=TOKENIZER_FILE,
         verify=False,
@@ -114,7 +114,7 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
 
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
-    config = one_process(load_config([GOLDEN / NAME / f"{NAME}.yml"]))
+    config = one_process(config_from_files([GOLDEN / NAME / f"{NAME}.yml"]))
     with pytest.raises(EvaluationError, match=r"none\.yaml does not exist"):
         evaluate_tasks(
             [f"perplexity={tmp_path / 'text.jsonl'}", "none.yaml"],

@@ -15,7 +15,7 @@ from neox.generation.load import load_model, plan_for_checkpoint
 from neox.generation.request import SamplingParams
 from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
-from neox.plan import Topology, load_config, resolve
+from neox.plan import Topology, config_from_files, resolve
 from neox.tokenizer import build_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -28,7 +28,7 @@ TOKENIZER = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
 
 def golden_plan(name, **changes):
     overrides = [f"{key}={value}" for key, value in changes.items()]
-    config = one_process(load_config([GOLDEN / name / f"{name}.yml"], overrides=overrides))
+    config = one_process(config_from_files([GOLDEN / name / f"{name}.yml"], overrides=overrides))
     return resolve(config, 1, TOKENIZER.vocab_size)
 
 

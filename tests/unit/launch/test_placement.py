@@ -17,7 +17,6 @@ from neox.errors import ConfigError, LaunchError
 from neox.launch import machine, rendezvous
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.placement import (
-    COMMAND_LINE,
     Placement,
     check_local_devices,
     choose_hosts,
@@ -26,6 +25,7 @@ from neox.launch.placement import (
 from neox.launch.rendezvous import master_address, master_port, master_port_problem
 from neox.launch.spec import Host
 from neox.plan import Topology
+from neox.problems import COMMAND_LINE, Source
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +54,10 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_ranks(RunnerConfig()).why == f"hostfile {path} of DLTS_HOSTFILE"
     (tmp_path / "other").write_text("c slots=1\n")
     other = RunnerConfig(hostfile=str(tmp_path / "other"))
-    assert place_ranks(other, "model.yml:3").world_size == 8
+    assert place_ranks(other, Source.in_file("model.yml", 3)).world_size == 8
     assert place_ranks(other, COMMAND_LINE).why == f"hostfile {other.hostfile} of -H"
     monkeypatch.delenv("DLTS_HOSTFILE")
-    assert place_ranks(other, "model.yml:3").why.endswith("of model.yml:3")
+    assert place_ranks(other, Source.in_file("model.yml", 3)).why.endswith("of model.yml:3")
     monkeypatch.setenv("DLTS_HOSTFILE", str(path))
     devices(monkeypatch, 8)
     assert place_ranks(RunnerConfig()).world_size == 8
@@ -179,7 +179,7 @@ def test_a_launch_assumes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(dry_run=False, hostfile="none", hidden_size=63, num_attention_heads=2)
     assert "hidden_size: 63" in str(caught.value)
-    assert "hostfile none does not exist" in caught.value.problems[-1]
+    assert "hostfile none does not exist" in str(caught.value.problems[-1])
 
 
 def hosts_with(*slots: int) -> list[Host]:

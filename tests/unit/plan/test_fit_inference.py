@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.plan import format_plan, gpu_device, load_config, memory_problem, resolve
+from neox.plan import config_from_files, format_plan, gpu_device, memory_problem, resolve
 from neox.plan.inference import inference_bytes
 
 GIB = 2**30
@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def plan_20b(world, pp, mp, **keys):
     degrees = {"pipe_parallel_size": pp, "model_parallel_size": mp, "train_micro_batch_size_per_gpu": 1}
     overrides = [f"{key}={value}" for key, value in {**degrees, "maximum_tokens": 100, **keys}.items()]
-    return resolve(load_config(["20B.yml"], conf_dir=CONFIGS, overrides=overrides), world, 50257)
+    return resolve(config_from_files(["20B.yml"], conf_dir=CONFIGS, overrides=overrides), world, 50257)
 
 
 def problem_of(plan, size):

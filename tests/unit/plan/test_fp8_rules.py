@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from neox.config import NeoXConfig, draft_config
+from neox.config import NeoXConfig, load_config
 from neox.config.neox_config import for_inference
 from neox.errors import ConfigError
 from neox.plan import Capabilities, resolve
 from neox.plan.report import format_plan
-from tests.plans import SMALL, small_plan
+from tests.plans import SMALL, problem_keys, problems_of, small_plan
 
 FP8 = {"precision": "bf16", "fp8": "tensorwise"}
 
 
 @pytest.mark.parametrize("keys", [{}, {"precision": "fp32"}, {"precision": "fp16"}, {"fp16": {"enabled": True}}])
 def test_other_precisions_are_refused(keys: dict[str, Any]):
-    with pytest.raises(ConfigError, match=r"`fp8: tensorwise`.*bf16"):
-        small_plan(fp8="tensorwise", **keys)
+    (found,) = problem_keys(**SMALL, fp8="tensorwise", **keys)
+    assert found == ("fp8", "precision", "fp16", "bf16")
 
 
 @pytest.mark.parametrize(("bf16", "works"), [(True, True), (False, False)])
@@ -28,8 +28,9 @@ def test_an_automatic_precision_is_settled_first(bf16: bool, works: bool):
     if works:
         assert resolve(config, 1, 100, Capabilities(bf16=bf16)).precision == "bf16"
     else:
-        with pytest.raises(ConfigError, match=r"`fp8: rowwise`.*fp32"):
+        with pytest.raises(ConfigError) as caught:
             resolve(config, 1, 100, Capabilities(bf16=bf16))
+        assert caught.value.problems[0].keys[0] == "fp8"
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,9 @@ def test_an_automatic_precision_is_settled_first(bf16: bool, works: bool):
     ],
 )
 def test_uneven_matrices_are_named(keys: dict[str, Any], named: list[str]):
-    with pytest.raises(ConfigError, match="multiples of 16") as caught:
-        small_plan(keys.get("model_parallel_size", 1), **FP8, **keys)
-    (problem,) = caught.value.problems
-    assert all(name in problem for name in named)
+    (problem,) = problems_of(keys.get("model_parallel_size", 1), **SMALL, **FP8, **keys)
+    assert problem.keys[0] == "fp8"
+    assert all(name in problem.message for name in named)
     small_plan(keys.get("model_parallel_size", 1), precision="bf16", **keys)
 
 
@@ -52,8 +52,9 @@ def test_old_gpus_are_refused_and_hosts_that_nobody_asked_are_not():
     for fp8 in (True, None):
         resolve(config, 1, 100, Capabilities(fp8=fp8))
     answers = [{"devices": "GPUs", "bf16": True, "fp16": True, "fp8": found} for found in (True, False)]
-    with pytest.raises(ConfigError, match="the 2 hosts' GPUs"):
+    with pytest.raises(ConfigError) as caught:
         resolve(config, 2, 100, Capabilities.of_hosts(answers))
+    assert caught.value.problems[0].keys == ("fp8",)
 
 
 def test_only_training_has_it_and_the_plan_shows_it():
@@ -67,4 +68,4 @@ def test_only_training_has_it_and_the_plan_shows_it():
 @pytest.mark.parametrize("key", ["fp8_format", "use_fp8"])
 def test_other_systems_keys_are_answered(key: str, tmp_path):
     (tmp_path / "a.yml").write_text(f"{key}: true\n")
-    assert "fp8: tensorwise" in "".join(draft_config([tmp_path / "a.yml"]).problems)
+    assert "fp8: tensorwise" in load_config([tmp_path / "a.yml"]).problems[0].message

@@ -7,6 +7,7 @@ import pytest
 from neox.config import NeoXConfig, for_inference
 from neox.errors import ConfigError
 from neox.plan import resolve
+from neox.problems import COMMAND_LINE, Source
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "pos_emb": "rotary"}
 OF_96 = {**SIZES, "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
@@ -27,8 +28,9 @@ def test_a_batch_alone_is_enough_to_be_left_out():
 
 def test_a_files_count_of_ranks_is_trainings_and_the_command_lines_is_this_runs():
     flat = {**OF_96, "global_num_gpus": 96}
-    assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "a.yml:1"})).runner.global_num_gpus is None
-    assert for_inference(NeoXConfig.from_flat(flat, {"global_num_gpus": "--set"})).runner.global_num_gpus == 96
+    for source, counted in ((Source.in_file("a.yml", 1), None), (COMMAND_LINE, 96)):
+        config = NeoXConfig.from_flat(flat, {"global_num_gpus": source})
+        assert for_inference(config).runner.global_num_gpus == counted
 
 
 def test_aliases_of_what_is_left_out_go_too():

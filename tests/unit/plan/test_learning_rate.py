@@ -13,7 +13,7 @@ from neox.optim import LRSchedule
 from neox.plan import static_problems
 from neox.plan.rules import notes_without_effect
 from neox.plan.schedule import Annealing, schedule_of
-from tests.plans import SIZES, plan_of
+from tests.plans import SIZES, plan_of, problem_keys
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "loss_curves.json"
 
@@ -117,33 +117,33 @@ def test_learning_rates_and_betas_are_those_of_deepspeed(case):
         ours.step()
 
 
+GROWING_BETA = {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_mom_rate": 1, "decay_step_size": 100}
+
+
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("first", "keys"),
     [
-        ({"scheduler": {"type": "WarmupLR", "params": {"cycle_min_lr": 1.0}}}, ("cycle_min_lr", "OneCycle")),
-        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0}}}, ("cycle_max_lr",)),
+        ("scheduler.params.cycle_min_lr", {"scheduler": {"type": "WarmupLR", "params": {"cycle_min_lr": 1.0}}}),
+        ("scheduler.type", {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0}}}),
         (
+            "scheduler.params.cycle_min_lr",
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0, "cycle_max_lr": 0.1}}},
-            ("cycle_min_lr", "cycle_max_lr"),
         ),
         (
-            {
-                "train_iters": 5000,
-                "scheduler": {
-                    "type": "OneCycle",
-                    "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_mom_rate": 1, "decay_step_size": 100},
-                },
-            },
-            ("decay_mom_rate",),
+            "scheduler.params.decay_mom_rate",
+            {"train_iters": 5000, "scheduler": {"type": "OneCycle", "params": GROWING_BETA}},
         ),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 11}}}, ("warmup_num_steps",)),
-        ({"lr_decay_style": "WSD"}, ("lr_wsd_decay_iters",)),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "warmup": 0.2}, ("lr_wsd_decay_iters", "8")),
+        (
+            "scheduler.params.warmup_num_steps",
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 11}}},
+        ),
+        ("lr_decay_style", {"lr_decay_style": "WSD"}),
+        ("lr_wsd_decay_iters", {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "warmup": 0.2}),
     ],
 )
-def test_impossible_schedules_are_refused_by_name(keys, words):
-    (problem,) = static_problems(NeoXConfig.from_flat({**SIZES, **keys}))
-    assert all(word in problem for word in words), problem
+def test_impossible_schedules_are_refused_by_name(first, keys):
+    (found,) = problem_keys(**{**SIZES, **keys})
+    assert found[0] == first
 
 
 def test_keys_that_a_scheduler_replaces_are_named():
@@ -151,8 +151,7 @@ def test_keys_that_a_scheduler_replaces_are_named():
     config = NeoXConfig.from_flat({**SIZES, "scheduler": scheduler, "lr_decay_style": "cosine", "warmup": 0.1})
     assert not static_problems(config)
     (note,) = notes_without_effect(config)
-    assert "lr_decay_style" in note
-    assert "warmup" in note
+    assert note.keys == ("lr_decay_style", "warmup", "scheduler")
 
 
 def test_every_schedule_is_described():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neox.config import NeoXConfig
-from neox.plan import format_plan, gpu_device, host_device, load_config, memory_problem, plan_as_dict, resolve
+from neox.plan import config_from_files, format_plan, gpu_device, host_device, memory_problem, plan_as_dict, resolve
 from neox.plan.device import GIB, PROCESS_BYTES, host_problem, memory_on, rank_bytes, rank_memory, usable_bytes
 from neox.plan.fit import check_fit
 from neox.plan.report import figures, imbalance, memory_with, stage_ranks
@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def shipped(name, world, *overrides):
-    return resolve(load_config([name], conf_dir=CONFIGS, overrides=overrides), world, 50277)
+    return resolve(config_from_files([name], conf_dir=CONFIGS, overrides=overrides), world, 50277)
 
 
 class TestJson:

@@ -25,7 +25,7 @@ from neox.config.sections.deepspeed import (
     ZeroSettings,
 )
 from neox.errors import ConfigError, LaunchError
-from neox.plan import Capabilities, decode_payload, encode_payload, load_config, resolve, saved_precision
+from neox.plan import Capabilities, config_from_files, decode_payload, encode_payload, resolve, saved_precision
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("*/*.yml"))
@@ -38,7 +38,7 @@ def plan_of(flat, world=1, vocab=100):
 class TestV2Files:
     @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
     def test_golden_files_resolve_as_they_are(self, path):
-        config = load_config([path])
+        config = config_from_files([path])
         plan = resolve(config, config.runner.global_num_gpus, 1000)
         assert plan.batch.train_micro_batch_size_per_gpu in (4, 32)
         assert plan.batch.gradient_accumulation_steps == 2
@@ -235,7 +235,7 @@ class TestPayload:
     def test_round_trip(self, tiny, tmp_path):
         path = tmp_path / "a.yml"
         path.write_text("".join(f"{key}: {value}\n" for key, value in tiny.items()))
-        plan = resolve(load_config([path], overrides=["data_path=a b;$(c)"]), 4, 321)
+        plan = resolve(config_from_files([path], overrides=["data_path=a b;$(c)"]), 4, 321)
         text = encode_payload(plan)
         assert text.isascii()
         assert " " not in text

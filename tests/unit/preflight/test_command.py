@@ -20,6 +20,7 @@ from neox.preflight.command import run_directory, write_run_directory
 from neox.preflight.data_checks import with_train_iters
 from neox.preflight.planning import build_plan, read_config
 from neox.preflight.plot import _curves, draw_schedules
+from neox.problems import Source
 from tests.plans import SIZES, plan_of
 
 
@@ -41,7 +42,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "run" / "config.yml").read_text())["train_iters"] == 2
     assert (tmp_path / "run" / "command.txt").read_text().endswith("launch 'a b'\n# on here\nagent\n")
     (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match="choose another log_dir"):
+    with pytest.raises(LaunchError, match="log_dir"):
         write_run_directory(tmp_path / "file", plan, gpu_device(plan), commands)
 
 
@@ -70,7 +71,7 @@ def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
         plan, _, problems = build_plan(
             config, placement, find_script("train.py"), Capabilities.of_hosts(asked), dry_run=dry_run
         )
-        return plan.precision, any("precision: auto" in problem for problem in problems)
+        return plan.precision, ("precision",) in [problem.keys for problem in problems]
 
     modern, old = {"devices": "GPUs", "bf16": True, "fp16": True}, {"devices": "CPU", "bf16": False, "fp16": False}
     assert plan(dry_run=True) == ("bf16", False)
@@ -84,11 +85,11 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     prefix, keys = str(tmp_path / "text"), {**SIZES, "train_iters": None, "num_train_epochs": 1.5, "split": "1"}
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(np.arange(1000) % 50, [10] * 100)
-    config = NeoXConfig.from_flat({**keys, "data_path": prefix}, {"num_train_epochs": "a.yml:7"})
+    config = NeoXConfig.from_flat({**keys, "data_path": prefix}, {"num_train_epochs": Source.in_file("a.yml", 7)})
     counted, notes, problems = with_train_iters(config, 2)
     assert (counted.training.train_iters, problems) == (11, [])  # 1,499 // 32 = 46 samples, four a step
     assert "46 samples" in notes[0]
-    assert counted.source("train_iters") == "a.yml:7 (num_train_epochs)"
+    assert str(counted.source("train_iters")) == "a.yml:7 (num_train_epochs)"
     assert not counted.given("num_train_epochs")
     assert with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2)[2]
     one_step = config.updated({"num_train_epochs": 0.01})
@@ -106,5 +107,5 @@ def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
     assert (learning, batch) == ("learning rate", "batch size (samples)")
     assert [schedule_of(plan.config).lr(step) for step in at] == rates
     assert (sizes[0], sizes[-1]) == (2, 8)
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="--plot"):
         draw_schedules(plan, tmp_path / "plot.png" / "plot.png")

@@ -1,0 +1,457 @@
+"""Rules of a configuration: each violation is one problem with its keys and place, and all are listed together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from neox.config import NeoXConfig
+from neox.config.neox_config import section_classes
+from neox.errors import ConfigError
+from neox.plan import config_from_files, resolve
+from neox.plan.rules import missing_for_training
+from neox.problems import COMMAND_LINE, Problem
+from tests.plans import SIZES, plan_of, problem_keys, problems_of, small_plan
+
+
+def test_the_smallest_configuration_breaks_no_rule() -> None:
+    assert problems_of(**SIZES) == ()
+
+
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+ZERO = "zero_optimization"
+# The key that a problem points to, others that it must name, and the keys that cause it.
+VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("hidden_size", ("num_attention_heads",), {"hidden_size": 66}),
+    ("num_attention_heads", ("model_parallel_size",), {"num_attention_heads": 2, "model_parallel_size": 4}),
+    ("log_gradient_noise_scale", ("zero_optimization.stage",), {"log_gradient_noise_scale": True, ZERO: {"stage": 1}}),
+    (
+        "log_gradient_noise_scale",
+        ("pipe_parallel_size", "bf16"),
+        {"log_gradient_noise_scale": True, "pipe_parallel_size": 2, "bf16": {"enabled": True}},
+    ),
+    (
+        "log_gradient_noise_scale",
+        ("rampup_batch_size",),
+        {"log_gradient_noise_scale": True, "rampup_batch_size": [16, 16, 64], "train_batch_size": 32},
+    ),
+    ("log_style", (), {"log_style": "megatron"}),
+    ("no_recompute_layers", ("num_layers",), {"checkpoint_activations": True, "no_recompute_layers": [0, 4]}),
+    (
+        "checkpoint_num_layers",
+        ("recompute_granularity",),
+        {"checkpoint_activations": True, "recompute_granularity": "selective", "checkpoint_num_layers": 2},
+    ),
+    (
+        "checkpoint_in_cpu",
+        ("recompute_granularity",),
+        {"checkpoint_activations": True, "recompute_granularity": "full_attn", "checkpoint_in_cpu": True},
+    ),
+    (
+        "partition_activations",
+        ("hidden_size", "model_parallel_size"),
+        {
+            "checkpoint_activations": True,
+            "partition_activations": True,
+            "model_parallel_size": 4,
+            "hidden_size": 66,
+            "head_dim": 16,
+            "mlp_width": 64,
+        },
+    ),
+    (
+        "recompute_granularity",
+        ("attention_config",),
+        {"checkpoint_activations": True, "recompute_granularity": "full_attn", "attention_config": ["gmlp"] * 4},
+    ),
+    (
+        "compile_layers",
+        ("recompute_granularity",),
+        {"checkpoint_activations": True, "recompute_granularity": "full_attn", "compile_layers": True},
+    ),
+    ("recompute_granularity", (), {"recompute_granularity": "half"}),
+    ("num_train_epochs", ("train_iters",), {"num_train_epochs": 2}),
+    ("num_train_epochs", ("train_iters",), {"train_epochs": 2}),
+    ("num_layers", (), {"num_layers": None}),
+    ("seq_length", ("max_position_embeddings",), {"seq_length": 64, "max_position_embeddings": 32}),
+    ("pipe_parallel_size", ("num_layers",), {"pipe_parallel_size": 8}),
+    ("is_pipe_parallel", ("pipe_parallel_size",), {"is_pipe_parallel": True}),
+    ("pipe_partition_method", (), {"pipe_partition_method": "best"}),
+    ("pipe_partition_method", (), {"pipe_partition_method": "type:("}),
+    ("pipe_partition_method", (), {"pipe_partition_method": "type:conv"}),
+    ("rotary_pct", ("hidden_size", "num_attention_heads"), {"rotary_pct": 0.2}),
+    ("rotary_pct", ("head_dim",), {"rotary_pct": 0.05}),
+    ("norm", (), {"norm": "batchnorm"}),
+    ("pos_emb", (), {"pos_emb": "relative"}),
+    ("opt_pos_emb_offset", ("seq_length", "max_position_embeddings"), {"pos_emb": "learned", "opt_pos_emb_offset": 2}),
+    ("rope_scaling", (), {"rope_scaling": {"type": "dynamic", "factor": 2}}),
+    ("hidden_size", ("pos_emb",), {"pos_emb": "sinusoidal", "hidden_size": 65, "num_attention_heads": 5}),
+    ("rpe_max_distance", ("rpe_num_buckets",), {"pos_emb": "rpe", "rpe_num_buckets": 32, "rpe_max_distance": 16}),
+    ("activation", (), {"activation": "tanh"}),
+    ("bias_gelu_fusion", ("activation",), {"activation": "relu", "bias_gelu_fusion": True}),
+    ("num_kv_heads", ("num_attention_heads",), {"num_kv_heads": 3}),
+    ("num_kv_heads", ("model_parallel_size",), {"num_kv_heads": 2, "model_parallel_size": 4}),
+    ("expansion_factor", ("intermediate_size",), {"intermediate_size": 64, "expansion_factor": 2.0}),
+    ("mlp_width", ("mlp_multiple_of",), {"mlp_width": 64, "mlp_multiple_of": 8}),
+    ("mlp_width", ("model_parallel_size",), {"mlp_width": 63, "model_parallel_size": 2}),
+    ("norm_placement", ("gpt_j_residual",), {"norm_placement": "output", "gpt_j_residual": True}),
+    ("use_qk_layernorm", ("qk_norm",), {"use_qk_layernorm": True, "qk_norm": "head"}),
+    ("use_qk_layernorm", ("norm",), {"use_qk_layernorm": True, "norm": "scalenorm"}),
+    ("attention_config", ("sliding_window_width",), {"attention_config": ["sliding_window"] * 4}),
+    ("sliding_window_width", ("attention_config",), {"attention_config": ["global"] * 4, "sliding_window_width": 8}),
+    ("num_unique_layers", (), {"num_unique_layers": 2}),
+    ("attention_config", (), {"attention_config": [[["rwkv"], 4]]}),
+    ("attention_config", ("num_layers",), {"attention_config": [[["flash"], 3]]}),
+    ("attention_config", ("num_layers",), {"attention_config": [[["flash", "global", "flash"], "all"]]}),
+    ("attention_config", (), {"attention_config": [["flash", 4]]}),
+    ("moe_num_experts", (), {"moe_num_experts": 8}),
+    ("use_mup", ("mup_base_hidden_size",), {"use_mup": True}),
+    ("init_method", ("use_mup",), {"use_mup": True, "mup_base_hidden_size": 32, "init_method": "xavier_normal"}),
+    ("bf16", ("precision",), {"precision": "fp16", "bf16": {"enabled": True}}),
+    ("bf16", ("fp16",), {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
+    ("fp16", ("precision",), {"precision": "fp32", "fp16": {"enabled": True}}),
+    ("fp16", ("precision",), {"precision": "fp16", "fp16": {"enabled": False}}),
+    ("fp16", ("precision",), {"precision": "fp16", "fp16": {"type": "bfloat16", "enabled": True}}),
+    ("fp16.fp16", ("fp16.enabled",), {"fp16": {"enabled": True, "fp16": False}}),
+    ("dynamic_loss_scale", ("fp16.loss_scale",), {"fp16": {"enabled": True}, "dynamic_loss_scale": False}),
+    ("zero_optimization.stage", ("pipe_parallel_size",), {ZERO: {"stage": 3}, "pipe_parallel_size": 2}),
+    ("zero_optimization.cpu_offload", ("zero_optimization.stage",), {ZERO: {"stage": 0, "cpu_offload": True}}),
+    ("zero_optimization.offload_optimizer.device", ("zero_optimization.stage",), {ZERO: {"offload_optimizer": CPU}}),
+    (
+        "zero_optimization.offload_optimizer.device",
+        ("zero_optimization.stage",),
+        {ZERO: {"stage": 1, "offload_optimizer": NVME}},
+    ),
+    (
+        "zero_optimization.offload_optimizer.device",
+        ("zero_optimization.offload_optimizer.nvme_path",),
+        {ZERO: {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    ),
+    ("zero_optimization.offload_optimizer.fast_init", (), {ZERO: {"offload_optimizer": {"fast_init": True}}}),
+    (
+        "zero_optimization.offload_param.pin_memory",
+        ("zero_optimization.offload_param.device",),
+        {ZERO: {"stage": 3, "offload_optimizer": CPU, "offload_param": {**NVME, "pin_memory": True}}},
+    ),
+    (
+        "zero_optimization.cpu_offload",
+        ("zero_optimization.offload_optimizer",),
+        {ZERO: {"stage": 3, "cpu_offload": True, "offload_optimizer": NVME}},
+    ),
+    (
+        "zero_optimization.cpu_offload",
+        ("zero_optimization.offload_optimizer",),
+        {ZERO: {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        ("zero_optimization.stage",),
+        {ZERO: {"stage": 2, "offload_optimizer": CPU, "offload_param": CPU}},
+    ),
+    (
+        "zero_optimization.offload_param.nvme_path",
+        ("zero_optimization.offload_param.device",),
+        {ZERO: {"stage": 3, "offload_optimizer": CPU, "offload_param": {**CPU, "nvme_path": "/nvme"}}},
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        ("pipe_parallel_size", "fp16"),
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        ("zero_optimization.stage", "bf16"),
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    ("data_types.grad_accum_dtype", ("bf16",), {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
+    ("fp32_allreduce", ("communication_data_type",), {"fp32_allreduce": True, "communication_data_type": "bf16"}),
+    ("sparse_gradients", (), {"sparse_gradients": True}),
+    ("min_lr", ("optimizer.params.lr",), {"min_lr": 0.01}),
+    ("lr_decay_fraction", ("lr_decay_iters",), {"lr_decay_iters": 5, "lr_decay_fraction": 0.5}),
+    ("warmup", (), {"warmup": 1.0}),
+    ("warmup", ("lr_schedule_version",), {"warmup": 0.6, "lr_schedule_version": "v2.0"}),
+    ("checkpoint_factor", ("checkpoint_scale",), {"checkpoint_factor": 1, "checkpoint_scale": "log"}),
+    ("checkpoint_scale", ("checkpoint_factor",), {"checkpoint_scale": "log"}),
+    ("train_iters", (), {"train_iters": 10**20}),
+    ("seed", (), {"seed": 2**32}),
+    ("checkpoint_factor", ("train_iters",), {"checkpoint_factor": 1, "train_iters": 10**9}),
+    ("serve_model_weights", (), {"serve_model_weights": True}),
+    ("extra_save_iters", (), {"extra_save_iters": [3, -1]}),
+    ("finetune", ("load",), {"finetune": True}),
+    ("data_path", ("train_data_paths",), {"data_path": "a", "train_data_paths": ["b"]}),
+    ("train_data_weights", ("train_data_paths",), {"train_data_paths": ["a", "b"], "train_data_weights": [1]}),
+    ("train_data_weights", (), {"train_data_paths": ["a", "b"], "train_data_weights": [0, 0]}),
+    (
+        "train_data_weights",
+        ("weight_by_num_documents",),
+        {"train_data_paths": ["a"], "train_data_weights": [1], "weight_by_num_documents": True},
+    ),
+    (
+        "train_label_data_paths",
+        ("train_data_paths",),
+        {"train_data_paths": ["a"], "train_label_data_paths": ["b", "c"]},
+    ),
+    ("train_label_data_paths", ("train_data_paths",), {"data_path": "a", "train_label_data_paths": ["b"]}),
+    ("split", (), {"split": "a,b"}),
+    ("split", (), {"split": "0,0,0"}),
+    ("split", (), {"split": "9,1,1,1"}),
+    ("profile", ("log_dir",), {"profile": True}),
+    ("profile_step_start", ("profile_step_stop",), {"profile": True, "log_dir": "a", "profile_step_start": 12}),
+    ("num_nodes", (), {"num_nodes": 0}),
+    ("include", ("exclude",), {"include": "a:0", "exclude": "b"}),
+    ("world_size", (), {"world_size": 8}),
+    (
+        "train_batch_size",
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        {"train_micro_batch_size_per_gpu": None},
+    ),
+    ("autotuning", (), {"autotuning": {"enabled": True}}),
+    ("padded_vocab_size", ("vocab_file",), {"padded_vocab_size": 90}),
+    ("reset_attention_mask", ("pipe_parallel_size",), {"reset_attention_mask": True, "pipe_parallel_size": 2}),
+    (
+        "reset_attention_mask",
+        ("scaled_upper_triang_masked_softmax_fusion",),
+        {"reset_attention_mask": True, "scaled_upper_triang_masked_softmax_fusion": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "others", "change"), VIOLATIONS, ids=lambda value: str(value)[:50])
+def test_violation(key: str, others: tuple[str, ...], change: dict[str, Any]) -> None:
+    (keys,) = problem_keys(8, **{**SIZES, **change})
+    assert keys[0] == key
+    assert set(others) <= set(keys)
+
+
+OFF = [
+    {"curriculum_learning": {"enabled": False}},
+    {"autotuning": {"enabled": False}},
+    {"amp": {}},
+    {"moe_num_experts": 1},
+    {"gpt_j_tied": False},
+    {"rms_norm_epsilon": 1e-8},
+    {"deepspeed": True},
+    {"use_bias_in_mlp": True},
+    {"is_pipe_parallel": False},
+    {"fp16": {"enabled": False}},
+    {"zero_optimization": {"stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}}},
+]
+
+
+@pytest.mark.parametrize("change", OFF, ids=str)
+def test_features_that_are_off_load(tiny, change):
+    assert resolve(NeoXConfig.from_flat({**tiny, **change}), 1, 100).notes == ()
+
+
+NO_EFFECT: list[tuple[str, dict[str, Any]]] = [
+    ("moe_jitter_eps: 0.1", {"moe_jitter_eps": 0.1}),
+    ("moe_top_k: 2", {"moe_top_k": 2}),
+    ("mamba_use_bias_in_conv: false", {"mamba_use_bias_in_conv": False}),
+    ("fp16.hysteresis", {"hysteresis": 4}),
+    ("fp16.initial_scale_power", {"fp16": {"loss_scale": 0, "initial_scale_power": 12}}),
+    ("fp16.loss_scale", {"fp16": {"loss_scale": 0}, "precision": "bf16"}),
+    (f"{ZERO}.load_from_fp32_weights: true", {ZERO: {"stage": 1, "load_from_fp32_weights": True}}),
+    (f"{ZERO}.elastic_checkpoint: true", {ZERO: {"stage": 1, "elastic_checkpoint": True}}),
+]
+
+
+@pytest.mark.parametrize(("setting", "change"), NO_EFFECT, ids=str)
+def test_what_changes_nothing_is_noted(setting: str, change: dict[str, Any]) -> None:
+    assert len([note for note in plan_of(**{**SIZES, **change}).notes if setting in note]) == 1
+
+
+def test_every_violation_is_listed() -> None:
+    flat = {
+        **SIZES,
+        "hidden_size": 66,
+        "min_lr": 1.0,
+        "pos_emb": "learned",
+        "opt_pos_emb_offset": 2,
+        "split": "x",
+        "pipe_parallel_size": 3,
+    }
+    first = {keys[0] for keys in problem_keys(7, **flat)}
+    assert first == {"hidden_size", "min_lr", "opt_pos_emb_offset", "split", "pipe_parallel_size"}
+
+
+def problems_of_files(*files: Path, overrides: tuple[str, ...] = ()) -> dict[str, tuple[str, int]]:
+    """Return the first key of each problem of files, and the name and line of the file it points to."""
+    with pytest.raises(ConfigError) as caught:
+        config_from_files(files, overrides=overrides)
+    return {problem.keys[0]: place(problem) for problem in caught.value.problems}
+
+
+def place(problem: Problem) -> tuple[str, int]:
+    """Return the name of the file that a problem points to, and the line."""
+    return Path(problem.source.file).name, problem.source.line
+
+
+def test_deepspeed_extra_args_are_checked_like_all_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text(
+        "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 8\npos_emb: rotary\nbatch_size: 1\n"
+        "deepspeed_extra_args:\n  comms_logger: {enabled: true}\n"
+    )
+    config = config_from_files([path])
+    assert resolve(config, 1, 100).deepspeed["comms_logger"] == {"enabled": True}
+    assert config.source("comms_logger").line == 8
+    path.write_text(
+        "dump_state: true\ndeepspeed_extra_args: {dump_state: false, comms_loger: {}, elasticity: {enabled: true}}\n"
+    )
+    found = problems_of_files(path)
+    assert (
+        found.items() >= {"dump_state": ("a.yml", 1), "comms_loger": ("a.yml", 2), "elasticity": ("a.yml", 2)}.items()
+    )
+    path.write_text("deepspeed_extra_args: 5\n")
+    assert "deepspeed_extra_args" in problems_of_files(path)
+
+
+def test_a_wrong_type_does_not_hide_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text("num_layers: four\nhidden_size: 66\nnum_attention_heads: 4\nsed: 3\nmin_lr: 1\nseq_length: 8\n")
+    found = problems_of_files(path)
+    assert {key: line for key, (_, line) in found.items()} == {"num_layers": 1, "hidden_size": 2, "sed": 4, "min_lr": 5}
+
+
+def test_duplicates_and_bad_overrides_do_not_hide_the_rest(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.yml", tmp_path / "b.yml"
+    a.write_text("seed: 1\nseed: 2\nhidden_size: 66\nnum_attention_heads: 4\nzero_optimization: {stage: 3, x: 1}\n")
+    b.write_text("seed: 3\npipe_parallel_size: 2\nnum_layers: 4\nseq_length: 8\npos_emb: rotary\n")
+    with pytest.raises(ConfigError) as caught:
+        config_from_files([a, b], overrides=["nonsense", "min_lr=1"])
+    found = [(problem.keys[0], *place(problem)) for problem in caught.value.problems]
+    assert found == [
+        ("seed", "a.yml", 2),
+        ("hidden_size", "a.yml", 3),
+        (f"{ZERO}.x", "a.yml", 5),
+        (f"{ZERO}.stage", "a.yml", 5),
+        ("seed", "b.yml", 1),
+        ("nonsense", "", 0),
+        ("min_lr", "", 0),
+    ]
+    assert caught.value.problems[-1].source == COMMAND_LINE
+
+
+def test_messages_name_the_places_of_all_values(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("hidden_size: 66\nnum_layers: 2\nseq_length: 8\npos_emb: rotary\nbatch_size: 1\n")
+    (tmp_path / "b.yml").write_text("\nnum_attention_heads: 4\n")
+    config = config_from_files(["a", "b"], conf_dir=tmp_path, overrides=["model_parallel_size=3"])
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, 3, 100)
+    text = str(caught.value)
+    assert f"{tmp_path}/a.yml:1: `hidden_size: 66`" in text
+    assert f"`num_attention_heads: 4` ({tmp_path}/b.yml:2)" in text
+    assert "`model_parallel_size: 3` (--set)" in text
+
+
+class TestGridAndBatch:
+    @pytest.mark.parametrize(("world", "degrees", "nearest"), [(6, (2, 2), "4 or 8 GPUs"), (1, (2, 1), "2 GPUs")])
+    def test_world_must_divide(self, tiny, world, degrees, nearest):
+        keys = dict(zip(("pipe_parallel_size", "model_parallel_size"), degrees, strict=True))
+        (problem,) = problems_of(world, **{**tiny, **keys})
+        assert problem.keys == tuple(keys)
+        assert nearest in problem.message
+
+    @pytest.mark.parametrize("asked", [0, 1])
+    def test_zero_and_one_are_one_stage(self, tiny, asked):
+        assert resolve(NeoXConfig.from_flat({**tiny, "pipe_parallel_size": asked}), 2, 100).grid.pp_size == 1
+
+    @pytest.mark.parametrize(
+        ("total", "micro", "steps", "expected"),
+        [
+            (None, 2, 3, (24, 2, 3)),
+            (None, 2, None, (8, 2, 1)),
+            (24, 2, None, (24, 2, 3)),
+            (24, None, 3, (24, 2, 3)),
+            (24, None, None, (24, 6, 1)),
+            (24, 2, 3, (24, 2, 3)),
+        ],
+    )
+    def test_any_two_give_the_third(self, tiny, total, micro, steps, expected):
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        plan = resolve(NeoXConfig.from_flat({**tiny, **dict(zip(keys, (total, micro, steps), strict=True))}), 4, 100)
+        batch = plan.batch
+        assert tuple(getattr(batch, key) for key in keys) == expected
+        assert tuple(plan.deepspeed[key] for key in keys) == expected
+
+    @pytest.mark.parametrize(
+        ("total", "micro", "steps", "nearest"),
+        [
+            (25, 2, 3, "train_batch_size 24"),
+            (25, 2, None, "train_batch_size 24 with gradient_accumulation_steps 3"),
+            (2, 2, None, "train_batch_size 8 with gradient_accumulation_steps 1"),
+            (3, None, None, "train_batch_size 4"),
+        ],
+    )
+    def test_contradictions_name_the_nearest(self, tiny, total, micro, steps, nearest):
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        (problem,) = problems_of(4, **{**tiny, **dict(zip(keys, (total, micro, steps), strict=True))})
+        assert problem.keys == keys
+        assert nearest in problem.message
+
+    def test_aliases_set_what_they_name(self, tiny):
+        del tiny["train_micro_batch_size_per_gpu"]
+        config = NeoXConfig.from_flat({**tiny, "batch_size": 3, "gas": 2, "clip_grad": 0.5, "zero_stage": 1, "lr": 0.1})
+        plan = resolve(config, 2, 100)
+        assert plan.batch.train_batch_size == 12
+        assert plan.deepspeed["gradient_clipping"] == 0.5
+        assert plan.deepspeed["zero_optimization"]["stage"] == 1
+        assert config.optimizer.optimizer.params.lr == 0.1
+
+    def test_contradicting_aliases_are_refused(self, tiny):
+        assert problem_keys(**{**tiny, "batch_size": 3}) == [("batch_size", "train_micro_batch_size_per_gpu")]
+        contradiction = {"deepspeed_slurm": True, "launcher": "pdsh"}
+        assert problem_keys(**{**tiny, **contradiction}) == [("deepspeed_slurm", "launcher")]
+
+    def test_launcher_from_v2_flags(self, tiny):
+        assert NeoXConfig.from_flat({**tiny, "deepspeed_slurm": True}).runner.launcher == "slurm"
+        assert NeoXConfig.from_flat({**tiny, "deepspeed_mpi": True}).runner.launcher == "openmpi"
+
+
+def test_padded_vocabulary(tiny):
+    plan = resolve(NeoXConfig.from_flat({**tiny, "model_parallel_size": 2}), 2, 300)
+    assert (plan.vocab_size, plan.padded_vocab_size) == (300, 512)
+    plan = resolve(NeoXConfig.from_flat({**tiny, "padded_vocab_size": 304}), 1, 300)
+    assert plan.padded_vocab_size == 304
+    assert plan.layers.padded_vocab_size == 304
+
+
+def test_missing_for_training(tiny):
+    del tiny["train_iters"]
+    missing = missing_for_training(NeoXConfig.from_flat(tiny))
+    assert [problem.keys[0] for problem in missing] == ["train_iters"]
+
+
+def test_every_key_is_read_somewhere():
+    """No setting is ignored in silence: each key of a section is named by code outside the sections themselves.
+
+    A key that accepts a single value decides nothing.
+    """
+    root = Path(__file__).parents[3]
+    files = [root / "deepy.py", root / "train.py", *root.glob("neox/**/*.py"), *root.glob("tools/*.py")]
+    declaring = {"sections", "rules"}
+    described = {"reference.py", "keys.py"}
+    text = "\n".join(
+        file.read_text()
+        for file in files
+        if not (file.parent.name in declaring or (file.parent.name == "config" and file.name in described))
+    )
+    sections = "\n".join(file.read_text() for file in root.glob("neox/config/sections/*.py"))
+    words = set(re.findall(r"\w+", text)) | set(re.findall(r"self\.(\w+)", sections))
+    keys = {
+        key
+        for section in section_classes().values()
+        for key, info in section.model_fields.items()
+        if not (get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1)
+    }
+    assert keys - words == set()
+
+
+def test_num_layers_alone_shortens_a_network_of_one_kind() -> None:
+    plan = small_plan(num_layers=2, attention_config=[[["flash"], 80]])
+    assert len(plan.architecture.attention) == 2
+    assert any("80 layers" in note for note in plan.notes)
