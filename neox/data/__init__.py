@@ -1,4 +1,4 @@
-"""Token datasets: files, samples and blends; `batches` and `build` (with torch) make batches of them."""
+"""Token datasets: files, samples and blends. `batches` and `build` turn them into batches (they import torch)."""
 
 from neox.data.blend import BlendedDataset
 from neox.data.builder import BuilderState, IndexedDatasetBuilder, merge_datasets

@@ -19,28 +19,38 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """Source of a batch's samples: `GPTDataset`, `SentencePairDataset`, or a `BlendedDataset` of them."""
+    """Source of samples: a `GPTDataset`, a `SentencePairDataset`, or a `BlendedDataset` of them.
+
+    Attributes:
+        seq_length: Number of tokens of a sample's input.
+        num_samples: Number of samples.
+    """
 
     seq_length: int
     num_samples: int
 
     @property
     def has_labels(self) -> bool:
-        """Whether some tokens are not to be predicted, as `read_labels` says."""
+        """Whether some tokens are not predicted, so that the labels differ from the tokens."""
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return labels [len(indices), seq_length + 1] at the places of their tokens, below 0 where left out."""
+        """Return the label of each token [len(indices), seq_length + 1], negative if the token is not predicted."""
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return samples `indices`: [len(indices), seq_length + 1], or rows of `SentencePairDataset`."""
+        """Return samples: token ids [len(indices), seq_length + 1], or rows of a `SentencePairDataset`."""
 
 
 class BatchIterator:
     """Endless iterator over the micro batches of one data-parallel rank.
 
-    Micro batch n of all ranks together is the samples [n * B * dp_size, (n + 1) * B * dp_size), of which rank r takes
-    the r-th B (gpt-neox's order). A step with gradient accumulation takes several micro batches in a row. After the
-    last sample it starts again, with a warning.
+    The ranks divide the samples in gpt-neox's order, here for B = 2 samples and two ranks:
+
+        samples       0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...
+        rank           0     1     0     1     0
+        micro batch    0     0     1     1     2
+
+    A micro batch is a function of its number, so an iterator needs no saved state. A step with gradient accumulation
+    takes several micro batches in a row. After the last sample the iterator starts again, with a warning.
 
     Attributes:
         position: Number of the next micro batch.
@@ -64,34 +74,37 @@ class BatchIterator:
 
         Args:
             dataset: Source of the samples.
-            micro_batch_size: B, samples of one micro batch on one rank.
-            dp_rank: This data-parallel rank.
+            micro_batch_size: B, number of samples of one micro batch on one rank.
+            dp_rank: Number of this data-parallel rank.
             dp_size: Number of data-parallel ranks.
-            start: First micro batch, so that a resumed run reads what an uninterrupted one would.
-            num_workers: Threads that read ahead, each up to two batches; 0 reads on demand.
+            start: Number of the first micro batch. A resumed run continues where the interrupted one stopped.
+            num_workers: Number of threads that read ahead, each up to two batches. With 0, batches are read on demand.
             eod: End-of-document id.
             eod_mask_loss: Whether positions whose input is `eod` are left out of the loss.
-            vocab_size: Limit of the ids, which are checked in each batch.
-            mark_documents: Whether batches hold `document_starts`.
+            vocab_size: Number of ids. Each batch is checked for other ids.
+            mark_documents: Whether batches have `document_starts`.
 
         Raises:
-            DataError: If the data give less than one micro batch, or `eod` is needed and missing.
+            DataError: If there are fewer samples than one micro batch of all ranks, or `eod` is needed and missing.
         """
-        if (eod_mask_loss or mark_documents) and eod is None:
-            key = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask"
-            raise DataError(f'"{key}" needs the id of the end-of-document token')
+        if eod is None and eod_mask_loss:
+            raise DataError('"eod_mask_loss" needs the id of the end-of-document token')
+        if eod is None and mark_documents:
+            raise DataError('"reset_attention_mask" needs the id of the end-of-document token')
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.masked_id = eod if eod_mask_loss else None
-        self.closing_id = eod if mark_documents else None
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.eod = eod
+        self.eod_mask_loss = eod_mask_loss
+        self.mark_documents = mark_documents
         self.vocab_size = vocab_size
         self.position = start
         self._global_size = micro_batch_size * dp_size
         self._batches = dataset.num_samples // self._global_size
         if self._batches == 0:
             raise DataError(
-                f"the data gives {dataset.num_samples} samples, fewer than one micro batch of all ranks "
+                f"the data has {dataset.num_samples} samples, fewer than one micro batch of all ranks "
                 f"({self._global_size})"
             )
         self._workers = num_workers
@@ -102,11 +115,11 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro batch, on the CPU.
+        """Return the next micro batch, in CPU memory.
 
         Returns:
-            `tokens` and `labels` (int64), `loss_mask` (float32) and, if asked for, `document_starts` (int64), each
-            [B, S].
+            Tensors [B, S]: `tokens` and `labels` (int64), `loss_mask` (float32) and, with `mark_documents`,
+            `document_starts` (int64).
         """
         position = self.position
         if position and position % self._batches == 0:
@@ -114,15 +127,20 @@ class BatchIterator:
         if self._workers == 0:
             batch = self.read(position)
         else:
-            self._pool = self._pool or ThreadPoolExecutor(self._workers, thread_name_prefix="batches")
-            while len(self._ahead) <= 2 * self._workers:
-                self._ahead.append(self._pool.submit(self.read, position + len(self._ahead)))
+            self._read_ahead(position)
             batch = self._ahead.popleft().result()
         self.position = position + 1
         return batch
 
+    def _read_ahead(self, position: int) -> None:
+        """Start reading of micro batches from `position` on, which the queue does not hold yet."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="batches")
+        while len(self._ahead) <= 2 * self._workers:
+            self._ahead.append(self._pool.submit(self.read, position + len(self._ahead)))
+
     def sample_numbers(self, position: int) -> np.ndarray:
-        """Return the samples of micro batch `position` of this rank, int64 [B]."""
+        """Return the sample numbers of micro batch `position` on this rank, int64 [B]."""
         first = (position % self._batches) * self._global_size + self.dp_rank * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size)
 
@@ -132,7 +150,9 @@ class BatchIterator:
         rows = self.dataset.read(samples)  # [B, S + 1], in the file's dtype
         self._check_ids(rows)
         tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
-        loss_mask = torch.ones(tokens.shape) if self.masked_id is None else (tokens != self.masked_id).float()
+        loss_mask = torch.ones(tokens.shape)
+        if self.eod_mask_loss:
+            loss_mask[tokens == self.eod] = 0
         if self.dataset.has_labels:
             rows = self.dataset.read_labels(samples)
             loss_mask *= torch.from_numpy(rows[:, 1:] >= 0)
@@ -140,15 +160,21 @@ class BatchIterator:
             self._check_ids(rows)
         labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
         batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        if self.closing_id is not None:
-            batch["document_starts"] = document_starts(tokens, self.closing_id)
+        if self.mark_documents:
+            assert self.eod is not None
+            batch["document_starts"] = document_starts(tokens, self.eod)
         return batch
 
     def _check_ids(self, rows: np.ndarray) -> None:
-        if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
+        """Raise DataError for ids outside the vocabulary."""
+        if self.vocab_size is None:
+            return
+        low = rows.min()
+        high = rows.max()
+        if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"the data holds token ids from {rows.min()} to {rows.max()}, but the tokenizer has {self.vocab_size} "
-                "ids: it was made with another tokenizer; preprocess it again, or set the tokenizer it was made with"
+                f"the data holds token ids from {low} to {high}, but the tokenizer has {self.vocab_size} ids: it was "
+                "made with another tokenizer; preprocess it again, or set the tokenizer it was made with"
             )
 
     def close(self) -> None:
@@ -160,7 +186,7 @@ class BatchIterator:
 
 
 class MaskedBatchIterator(BatchIterator):
-    """Endless iterator over the micro batches of masked language modelling: the fields of `MaskedLMBatch` by name."""
+    """Endless iterator over the micro batches of masked language modelling, with the fields of `MaskedLMBatch`."""
 
     def __init__(
         self,
@@ -172,10 +198,10 @@ class MaskedBatchIterator(BatchIterator):
         """Set up the iterator.
 
         Args:
-            split_rows: Takes the rows of samples apart.
+            split_rows: Function that splits the rows of samples into fields.
             dataset: Source of the samples.
-            args: As of `BatchIterator`.
-            kwargs: As of `BatchIterator`.
+            args: Further arguments of `BatchIterator`.
+            kwargs: Keyword arguments of `BatchIterator`.
         """
         super().__init__(dataset, *args, **kwargs)
         self.split_rows = split_rows
@@ -185,18 +211,19 @@ class MaskedBatchIterator(BatchIterator):
         fields = self.split_rows(self.dataset.read(self.sample_numbers(position)))
         self._check_ids(np.concatenate([fields["tokens"], fields["masked_ids"]], axis=1))
         batch = {name: torch.from_numpy(np.ascontiguousarray(field)) for name, field in fields.items()}
-        return {**batch, "masked_weights": batch["masked_weights"].float()}
+        batch["masked_weights"] = batch["masked_weights"].float()
+        return batch
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
-    """Return the position in its row of the first token of each token's document.
+    """Return, for each token, the position in the row where its document starts.
 
     Args:
         tokens: Token ids [B, S].
-        eod: End-of-document id, which belongs to the document it ends.
+        eod: End-of-document id. It belongs to the document that it ends.
 
     Returns:
-        Positions, int64 [B, S]; 0 for a document that began before the row.
+        Positions, int64 [B, S]. They are 0 for a document that starts before the row.
     """
     after_end = torch.zeros_like(tokens)
     positions = torch.arange(1, tokens.shape[1])

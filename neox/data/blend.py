@@ -16,24 +16,26 @@ from neox.errors import DataError
 
 Samples = GPTDataset | SentencePairDataset
 
-_LANES = 1024
-_WARM_UP = 512
-_SERIAL = 20_000  # below this many samples, starting the lanes costs more than they save
-_SURPLUS = 1.005  # gpt-neox's: a blend is only as even as whole samples allow, so each dataset gets half a percent more
+_LANES = 1024  # stretches of the order that are computed at once
+_WARM_UP = 512  # steps before a stretch in which its guessed start becomes exact
+_MIN_SAMPLES_FOR_LANES = 20_000  # below, starting the lanes takes longer than they save
+_SURPLUS = 1.005  # as in gpt-neox; shares are only as even as whole samples allow
 
 
 class BlendedDataset:
-    """Samples of several datasets in fixed proportions, in gpt-neox's order, which follows from the weights alone.
+    """Samples of several datasets in fixed proportions, in gpt-neox's order.
 
-    At every sample, each dataset has given its share as nearly as whole samples allow. The length is the sum of the
-    datasets' lengths, as in gpt-neox; a dataset with a larger weight than its share of the samples starts again.
+    The order depends on the weights only. After every sample, each dataset has given its share as nearly as whole
+    samples allow. The length is the sum of the lengths of the datasets, as in gpt-neox. A dataset that ends too early
+    for its weight starts again.
 
     Attributes:
-        datasets: The datasets.
-        seq_length: Tokens of a sample's input.
-        row_width: Numbers of a row of `read`.
+        datasets: Blended datasets.
+        seq_length: Number of tokens of a sample's input.
+        row_width: Number of values in a row of `read`.
+        dtype: Dtype of the rows of `read`.
         num_samples: Number of samples that can be read.
-        dataset_index: Dataset of each sample, uint8 [num_samples].
+        dataset_index: Number of the dataset of each sample, uint8 [num_samples].
         dataset_sample_index: Number of each sample in its dataset, int64 [num_samples].
     """
 
@@ -43,16 +45,17 @@ class BlendedDataset:
         """Build or load the order of samples.
 
         Args:
-            datasets: 1 to 254 datasets of one `seq_length`.
-            weights: Share of each dataset, normalized here.
-            cache_dir: Directory where the order is kept between runs; None builds it in memory.
+            datasets: 1 to 254 datasets with the same `seq_length`.
+            weights: Weight of each dataset. Their sum need not be 1.
+            cache_dir: Directory that keeps the order between runs; None builds it in memory.
 
         Raises:
-            DataError: If datasets and weights do not fit together.
+            DataError: If there are too few or too many datasets, or weights or `seq_length` do not fit.
         """
         if len(datasets) != len(weights) or not datasets or len(datasets) >= 255:
             raise DataError(
-                f"a blend needs 1 to 254 datasets and a weight for each, not {len(datasets)}, {len(weights)}"
+                f"a blend needs 1 to 254 datasets and a weight for each, not {len(datasets)} datasets and "
+                f"{len(weights)} weights"
             )
         lengths = {dataset.seq_length for dataset in datasets}
         if len(lengths) > 1:
@@ -61,33 +64,36 @@ class BlendedDataset:
         self.seq_length = datasets[0].seq_length
         self.row_width = datasets[0].row_width
         self.dtype = np.result_type(*(dataset.dtype for dataset in datasets))
-        shares, size = np.asarray(weights, dtype=np.float64), sum(len(dataset) for dataset in datasets)
-        key = hashlib.sha256(f"neox blend 1 {shares.tolist()} {size}".encode()).hexdigest()[:32]
-        names = ("dataset_index", "dataset_sample_index")
-        arrays = load_or_build(
-            cache_dir, key, names, lambda: dict(zip(names, blend_indices(shares, size), strict=True))
-        )
-        self.dataset_index, self.dataset_sample_index = (arrays[name] for name in names)
-        self.num_samples = size
+        self.num_samples = sum(len(dataset) for dataset in datasets)
+        shares = np.asarray(weights, dtype=np.float64)
+
+        def build() -> dict[str, np.ndarray]:
+            dataset_index, dataset_sample_index = blend_indices(shares, self.num_samples)
+            return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+
+        key = hashlib.sha256(f"neox blend 1 {shares.tolist()} {self.num_samples}".encode()).hexdigest()[:32]
+        arrays = load_or_build(cache_dir, key, ("dataset_index", "dataset_sample_index"), build)
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index`, int64 [seq_length + 1]."""
+        """Return one sample, int64 [seq_length + 1]."""
         return np.asarray(self.read([index])[0], dtype=np.int64)
 
     @property
     def has_labels(self) -> bool:
-        """Whether a dataset has tokens that are not to be predicted."""
+        """Whether a dataset has tokens that are not predicted."""
         return any(dataset.has_labels for dataset in self.datasets)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return samples `indices` [len(indices), row_width], in a dtype that holds every dataset's ids."""
+        """Return samples [len(indices), row_width], in a dtype that can hold the ids of every dataset."""
         return self._rows(indices, lambda dataset, samples: dataset.read(samples), self.dtype)
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return labels of samples, int64 [len(indices), seq_length + 1], as `GPTDataset.read_labels`."""
+        """Return the label of each token of samples, int64 [len(indices), seq_length + 1]; see `GPTDataset`."""
         return self._rows(indices, lambda dataset, samples: dataset.read_labels(samples), np.dtype(np.int64))
 
     def _rows(
@@ -96,79 +102,109 @@ class BlendedDataset:
         read: Callable[[Samples, np.ndarray], np.ndarray],
         dtype: np.dtype,
     ) -> np.ndarray:
-        chosen, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
+        """Return rows of samples. `read` reads samples of one dataset."""
+        chosen = self.dataset_index[indices]
+        samples = self.dataset_sample_index[indices]
         rows = np.empty((len(chosen), self.row_width), dtype=dtype)
         for number in np.unique(chosen):
-            dataset, where = self.datasets[number], chosen == number
-            wanted = samples[where]
-            rows[where] = read(dataset, np.where(wanted < dataset.num_samples, wanted, wanted % max(1, len(dataset))))
+            dataset = self.datasets[number]
+            from_this = chosen == number
+            wanted = samples[from_this]
+            repeated = wanted % max(1, len(dataset))
+            rows[from_this] = read(dataset, np.where(wanted < dataset.num_samples, wanted, repeated))
         return rows
 
 
 def blend_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Compute gpt-neox's order of a blend.
 
-    Sample i comes from the dataset with the largest weight * max(i, 1) - samples given so far; the first of equals. The
-    result equals that of one step after another, but many stretches of it are computed at once: two runs of the rule
-    that start differently soon agree, so each stretch starts a little early from a guess, and is kept only if it starts
-    exactly as the one before it ended (otherwise it is computed step by step).
+    Sample i comes from the dataset with the largest value of weight * max(i, 1) - number of samples given so far. Among
+    equal values the first dataset is chosen.
+
+    The result is the same as if all steps were computed one after another, but many stretches are computed at once. Two
+    computations that start with different counts soon agree. So each stretch starts a little early with a guess. It is
+    kept only if its counts at its start equal those at the end of the stretch before it. Otherwise it is computed again
+    step by step.
 
     Args:
-        weights: Share of each dataset, normalized here [datasets].
+        weights: Weight of each dataset [datasets]. Their sum need not be 1.
         size: Number of samples.
 
     Returns:
-        Dataset of each sample, uint8 [size], and its number in that dataset, int64 [size].
+        Dataset of each sample, uint8 [size], and number of the sample in that dataset, int64 [size].
     """
     weights = weights / weights.sum()
     chosen = np.zeros(size, dtype=np.uint8)
     counts = np.zeros(len(weights))
-    if size < _SERIAL:
-        _walk(weights, chosen, counts, 0, size)
+    if size < _MIN_SAMPLES_FOR_LANES:
+        _choose_one_by_one(weights, chosen, counts, 0, size)
     else:
-        _walk(weights, chosen, counts, 0, size % _LANES + _WARM_UP)
-        _walk_lanes(weights, chosen, counts, size % _LANES + _WARM_UP)
+        start = size % _LANES + _WARM_UP
+        _choose_one_by_one(weights, chosen, counts, 0, start)
+        _choose_in_lanes(weights, chosen, counts, start)
     return chosen, _numbered(chosen, len(weights))
 
 
-def _walk(weights: np.ndarray, chosen: np.ndarray, counts: np.ndarray, start: int, stop: int) -> None:
-    """Compute steps [start, stop) one by one; updates `counts` [datasets]."""
+def _choose_one_by_one(weights: np.ndarray, chosen: np.ndarray, counts: np.ndarray, start: int, stop: int) -> None:
+    """Compute steps [start, stop) one after another.
+
+    Args:
+        weights: Weight of each dataset [datasets]; their sum is 1.
+        chosen: Dataset of each step, written from `start` to `stop` [steps].
+        counts: Samples given by each dataset before `start`, which become those before `stop` [datasets].
+        start: First step.
+        stop: End of the steps.
+    """
     for i in range(start, stop):
         best = int(np.argmax(weights * max(i, 1) - counts))
         chosen[i] = best
         counts[best] += 1
 
 
-def _walk_lanes(weights: np.ndarray, chosen: np.ndarray, counts: np.ndarray, start: int) -> None:
-    """Compute all steps from `start` on in _LANES stretches of equal length at once (the last may be shorter)."""
+def _choose_in_lanes(weights: np.ndarray, chosen: np.ndarray, counts: np.ndarray, start: int) -> None:
+    """Compute all steps from `start` on, in _LANES stretches at once. Arguments as for `_choose_one_by_one`.
+
+    The stretches have the same length; the last one may be shorter.
+    """
     length: int = -(-(len(chosen) - start) // _LANES)
-    firsts = np.arange(start, len(chosen), length)
-    lane_counts = _guess(weights, firsts - _WARM_UP)  # [lanes, datasets]
-    steps = (firsts - _WARM_UP).astype(np.float64)
-    rows = np.arange(len(firsts))
-    picks = np.empty((length, len(firsts)), dtype=np.uint8)
-    begins = lane_counts
+    lane_starts = np.arange(start, len(chosen), length)  # [lanes]
+    lanes = np.arange(len(lane_starts))
+    steps = (lane_starts - _WARM_UP).astype(np.float64)
+    lane_counts = _guessed_counts(weights, steps)  # [lanes, datasets]
+    counts_at_start = lane_counts
+    lane_choices = np.empty((length, len(lanes)), dtype=np.uint8)
     for step in range(-_WARM_UP, length):
         if step == 0:
-            begins = lane_counts.copy()
+            counts_at_start = lane_counts.copy()
         error = weights * np.maximum(steps, 1.0)[:, None]
         error -= lane_counts
         best = error.argmax(axis=1)
-        lane_counts[rows, best] += 1
+        lane_counts[lanes, best] += 1
         steps += 1
         if step >= 0:
-            picks[step] = best
-    for lane, first in enumerate(firsts.tolist()):
+            lane_choices[step] = best
+    for lane, first in enumerate(lane_starts.tolist()):
         stop = min(first + length, len(chosen))
-        if np.array_equal(begins[lane], counts):
-            chosen[first:stop] = picks[: stop - first, lane]
+        if np.array_equal(counts_at_start[lane], counts):
+            chosen[first:stop] = lane_choices[: stop - first, lane]
             counts += np.bincount(chosen[first:stop], minlength=len(counts))
         else:
-            _walk(weights, chosen, counts, first, stop)
+            _choose_one_by_one(weights, chosen, counts, first, stop)
 
 
-def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return counts [lanes, datasets] near the shares that add up to `steps`: floors, then the largest remainders."""
+def _guessed_counts(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return likely counts of samples before given steps.
+
+    Each count is its share of the steps, rounded down; those with the largest remainders are then raised by 1, so that
+    the sum is right.
+
+    Args:
+        weights: Weight of each dataset [datasets]; their sum is 1.
+        steps: Number of samples given so far in each lane [lanes].
+
+    Returns:
+        Counts [lanes, datasets].
+    """
     shares = steps[:, None] * weights
     counts: np.ndarray = np.floor(shares)
     missing = steps - counts.sum(axis=1)
@@ -178,16 +214,16 @@ def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _numbered(chosen: np.ndarray, datasets: int) -> np.ndarray:
-    """Number the samples of each dataset in the order in which they are taken."""
+    """Return the number of each sample in its dataset. The samples of a dataset are numbered in their order."""
     numbers = np.empty(len(chosen), dtype=np.int64)
     for dataset in range(datasets):
-        where = np.flatnonzero(chosen == dataset)
-        numbers[where] = np.arange(len(where))
+        steps = np.flatnonzero(chosen == dataset)
+        numbers[steps] = np.arange(len(steps))
     return numbers
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Scale weights to add up to 1. Raises DataError for a negative one, or if none is above 0."""
+    """Scale weights so that their sum is 1. Raises DataError if one is negative or none is positive."""
     total = sum(weights)
     if not weights or min(weights) < 0 or not 0 < total < math.inf:
         raise DataError(f"weights of a blend must not be negative and not all be 0: {list(weights)}")
@@ -195,18 +231,19 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return how many samples each dataset must have for `num_samples` of a blend (weights add up to 1)."""
+    """Return the number of samples that each dataset must have for `num_samples` of a blend. Weights have sum 1."""
     return [math.ceil(num_samples * weight * _SURPLUS) for weight in weights]
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return NeoX's `weight_by_num_documents`: p ~ n ** alpha, times 1 - n / sum(n), normalized.
+    """Return the weights of NeoX's `weight_by_num_documents`.
 
-    The first factor raises the share of small datasets (https://arxiv.org/abs/1911.02116); the second is NeoX's own.
+    With the share p of a dataset in all documents, its weight is proportional to p ** alpha / sum(p ** alpha) times
+    (1 - p). The first factor raises small shares (https://arxiv.org/abs/1911.02116). The second is NeoX's own.
 
     Args:
-        documents: Documents of each dataset. One alone has weight 1 (NeoX's formula divides by zero there).
-        alpha: NeoX's `weighted_sampler_alpha`.
+        documents: Number of documents of each dataset. A single dataset has weight 1. (NeoX divides by zero there.)
+        alpha: Exponent, NeoX's `weighted_sampler_alpha`.
 
     Raises:
         DataError: If the datasets have no documents.
@@ -217,6 +254,6 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
     if total == 0:
         raise DataError("weight_by_num_documents needs documents, and the datasets have none")
     shares = [n / total for n in documents]
-    lifted = [share**alpha for share in shares]
-    scale = sum(lifted)
-    return normalized([lift / scale * (1 - share) for lift, share in zip(lifted, shares, strict=True)])
+    raised = [share**alpha for share in shares]
+    scale = sum(raised)
+    return normalized([power / scale * (1 - share) for power, share in zip(raised, shares, strict=True)])

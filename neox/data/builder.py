@@ -1,4 +1,4 @@
-"""Resumable writing and merging of token datasets."""
+"""Resumable writing of token datasets, and merging."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from neox.log import get_logger
 from neox.resume import open_at
 
 _log = get_logger(__name__)
-_DOCUMENTS = 1 << 16  # of several sequences, merged at once
+_MERGED_DOCUMENTS = 1 << 16  # documents of several sequences that are merged at once
 
 
 class Totals(TypedDict):
-    """Amount of data of a dataset.
+    """Amount of data in a dataset.
 
     Attributes:
         documents: Number of documents.
         tokens: Number of tokens.
-        max_id: Largest id, -1 before the first.
-        crc32: Checksum of the bytes of the ids, in the end of the `.bin`.
+        max_id: Largest id; -1 if there is none.
+        crc32: Checksum of the bytes of all ids. At the end it is the checksum of the `.bin` file.
     """
 
     documents: int
@@ -49,20 +49,22 @@ class Totals(TypedDict):
 
 
 class BuilderState(Totals):
-    """Amount of data written, as plain JSON; part of resumable state on disk.
+    """Amount of data written. It is stored as JSON in the saved state of a run.
 
     Attributes:
-        sequences: Number of sequences, where documents have several; else absent.
+        sequences: Number of sequences; absent if each document is one sequence.
     """
 
     sequences: NotRequired[int]
 
 
 class IndexedDatasetBuilder:
-    """Writer of a token dataset: append documents, then `finalize`; until then only `PREFIX.*.partial` files exist.
+    """Writer of a token dataset.
 
-    Document lengths are streamed to a file too, so that memory does not grow with the number of documents. As a context
-    manager it finalizes, or keeps the partial files after an exception, so that a later run can resume.
+    Documents are appended, and `finalize` completes the dataset. Until then all data are in `PREFIX.*.partial` files.
+    The lengths of documents are written to a file too, so memory does not grow with their number. Used as a context
+    manager, the builder finalizes at the end. After an exception it keeps the partial files, so that a later run can
+    resume.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class IndexedDatasetBuilder:
 
         Args:
             prefix: Path without `.bin` and `.idx`.
-            dtype: Of the stored ids (see `best_dtype`).
-            impl: Layout; `cached` and `lazy` are one.
-            resume: A `state()` of an interrupted builder of the same prefix and dtype; later data are dropped.
+            dtype: Dtype of the stored ids (see `best_dtype`).
+            impl: Layout of the index. `cached` and `lazy` are two names of one layout.
+            resume: A `state()` of an interrupted builder with the same prefix and dtype. Data added after it are
+                dropped.
             sentences: Whether documents consist of several sequences.
 
         Raises:
@@ -88,18 +91,24 @@ class IndexedDatasetBuilder:
         """
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
-        dtype_code(self.dtype)
+        dtype_code(self.dtype)  # raises DataError for a dtype that cannot be stored
         self.layout: Layout = "mmap" if impl == "mmap" else "cached"
         self.sentences = sentences
-        names = ("bin", "sizes", "idx", "counts")
-        self._bin, self._sizes, self._idx, self._counts = (Path(f"{prefix}.{end}.partial") for end in names)
-        self._state = BuilderState(**resume) if resume else BuilderState(documents=0, tokens=0, max_id=-1, crc32=0)
+        self._state = BuilderState(documents=0, tokens=0, max_id=-1, crc32=0)
         if sentences:
-            self._state.setdefault("sequences", 0)
+            self._state["sequences"] = 0
+        if resume is not None:
+            self._state.update(resume)
+        self._bin = Path(f"{prefix}.bin.partial")
+        self._idx = Path(f"{prefix}.idx.partial")
+        self._sizes = Path(f"{prefix}.sizes.partial")  # tokens of each sequence
+        self._counts = Path(f"{prefix}.counts.partial")  # sequences of each document
         self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._ids_file = open_at(self._bin, self._state["tokens"] * self.dtype.itemsize)
         self._sizes_file = open_at(self._sizes, self.num_sequences * 4)
-        self._counts_file = open_at(self._counts, self._state["documents"] * 4) if sentences else None
+        self._counts_file: BinaryIO | None = None
+        if sentences:
+            self._counts_file = open_at(self._counts, self._state["documents"] * 4)
 
     @property
     def num_documents(self) -> int:
@@ -108,7 +117,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences added: documents, or their sentences."""
+        """Number of sequences added. A sequence is a document, or a sentence of one."""
         return self._state.get("sequences", self._state["documents"])
 
     @property
@@ -118,12 +127,12 @@ class IndexedDatasetBuilder:
 
     @property
     def progress(self) -> BuilderState:
-        """Amount of data added, not necessarily on disk; valid as `resume` once a later `state()` has returned."""
+        """Amount of data added. It may not be on disk yet; it can be given as `resume` after a later `state()`."""
         return BuilderState(**self._state)
 
     @property
     def totals(self) -> Totals:
-        """Amount of data added, for a sidecar."""
+        """Amount of data added, for the sidecar."""
         state = self._state
         return Totals(
             documents=state["documents"], tokens=state["tokens"], max_id=state["max_id"], crc32=state["crc32"]
@@ -131,8 +140,10 @@ class IndexedDatasetBuilder:
 
     def add_document(self, ids: np.ndarray | Sequence[int]) -> None:
         """Append one document, which may be empty."""
-        ids = np.asarray(ids) if len(ids) else np.empty(0, self.dtype)
-        self.add_documents(ids, [len(ids)], [1])
+        array = np.empty(0, self.dtype)
+        if len(ids):
+            array = np.asarray(ids)
+        self.add_documents(array, [len(array)], [1])
 
     def add_documents(
         self,
@@ -143,12 +154,13 @@ class IndexedDatasetBuilder:
         """Append many documents.
 
         Args:
-            flat_ids: Ids of all documents in order, any integer dtype [sum of the lengths].
-            lengths: Tokens of each document [documents], or of each sentence [sum of the counts].
-            counts: Sentences of each document [documents], for a builder of sentences.
+            flat_ids: Ids of all documents in order, of any integer dtype [sum of the lengths].
+            lengths: Number of tokens of each document [documents], or of each sentence [sum of the counts].
+            counts: Number of sentences of each document [documents]. Needed by a builder of sentences only.
 
         Raises:
-            DataError: If the dtype cannot hold an id, the lengths do not add up, or the disk is full.
+            DataError: If the dtype cannot hold an id, the sum of the lengths is not the number of ids, or the disk is
+                full.
         """
         flat = np.asarray(flat_ids)
         sizes = np.asarray(lengths, dtype=np.int64)
@@ -164,56 +176,69 @@ class IndexedDatasetBuilder:
             _write_all(self._ids_file, stored)
             self._state["crc32"] = zlib.crc32(stored.data, self._state["crc32"])
         _write_all(self._sizes_file, sizes.astype("<i4"))
-        self._state["documents"] += len(sizes) if self._counts_file is None else self._add_counts(len(sizes), counts)
+        if self._counts_file is None:
+            self._state["documents"] += len(sizes)
+        else:
+            assert counts is not None
+            self._add_counts(self._counts_file, len(sizes), np.asarray(counts).astype("<i4"))
         self._state["tokens"] += len(flat)
 
-    def _add_counts(self, sentences: int, counts: Sequence[int] | np.ndarray | None) -> int:
-        """Append the number of sentences of each document; return the number of documents."""
-        assert self._counts_file is not None
-        assert counts is not None
-        each = np.asarray(counts).astype("<i4")
-        if each.sum(dtype=np.int64) != sentences or each.min(initial=0) < 0:
-            raise DataError(f"{self.prefix}: documents have {each.sum()} sentences, but {sentences} were given")
-        _write_all(self._counts_file, each)
+    def _add_counts(self, file: BinaryIO, sentences: int, counts: np.ndarray) -> None:
+        """Append the number of sentences of each document. Raises DataError if their sum is not `sentences`."""
+        if counts.sum(dtype=np.int64) != sentences or counts.min(initial=0) < 0:
+            raise DataError(f"{self.prefix}: documents have {counts.sum()} sentences, but {sentences} were given")
+        _write_all(file, counts)
         self._state["sequences"] += sentences
-        return len(each)
+        self._state["documents"] += len(counts)
 
     def merge(self, prefix: str | Path) -> None:
-        """Append every document of another dataset. Raises DataError for sentences if this is no builder of them."""
+        """Append all documents of another dataset.
+
+        Raises:
+            DataError: If its documents have several sequences, and this is not a builder of sentences.
+        """
         other = IndexedDataset(prefix)
-        if not self.sentences:
-            if other.has_sentences:
-                raise DataError(f"{prefix} has documents of several sequences, and this dataset has not")
-            for _, sizes, tokens in other.pieces():
-                self.add_documents(tokens, sizes)
-            return
-        for first in range(0, other.num_documents, _DOCUMENTS):
-            starts = np.asarray(other.document_index[first : first + _DOCUMENTS + 1])
-            sizes = other.sizes[int(starts[0]) : int(starts[-1])]
-            begin = int(other.starts(starts[:1])[0]) if len(sizes) else 0
-            tokens = other.tokens[begin : begin + int(sizes.sum(dtype=np.int64))]
-            self.add_documents(tokens, sizes, np.diff(starts))
+        if self.sentences:
+            self._merge_sentences(other)
+        elif other.has_sentences:
+            raise DataError(f"{prefix} has documents of several sequences, and this dataset has not")
+        else:
+            for piece in other.pieces():
+                self.add_documents(piece.tokens, piece.sizes)
+
+    def _merge_sentences(self, other: IndexedDataset) -> None:
+        for first in range(0, other.num_documents, _MERGED_DOCUMENTS):
+            document_starts = np.asarray(other.document_index[first : first + _MERGED_DOCUMENTS + 1])
+            sizes = other.sizes[int(document_starts[0]) : int(document_starts[-1])]
+            tokens = other.tokens[:0]
+            if len(sizes):
+                begin = int(other.starts(document_starts[:1])[0])
+                tokens = other.tokens[begin : begin + int(sizes.sum(dtype=np.int64))]
+            self.add_documents(tokens, sizes, np.diff(document_starts))
 
     def state(self) -> BuilderState:
-        """Wait until all added data are on disk; return their amount, which can be given as `resume`."""
+        """Wait until all added data are on disk, and return their amount, which can be given as `resume`."""
         with os_errors(DataError, f"{self.prefix} cannot be written"):
             for file in self._files():
                 fsync_file(file)
         return self.progress
 
     def finalize(self) -> None:
-        """Write the index and rename both files; the `.idx` comes last and marks the dataset as complete."""
+        """Write the index and rename both files. The `.idx` comes last, so its existence marks a complete dataset."""
         self.state()
         self._close()
-        sizes = _mapped(self._sizes, self.num_sequences)
-        counts = _mapped(self._counts, self.num_documents) if self.sentences else None
+        sizes = _map_int32(self._sizes, self.num_sequences)
+        counts = None
+        if self.sentences:
+            counts = _map_int32(self._counts, self.num_documents)
         with os_errors(DataError, f"{self.prefix} cannot be written"):
             with open(self._idx, "wb") as file:
                 for part in index_parts(self.layout, self.dtype, sizes, counts):
                     file.write(part)
                 fsync_file(file)
-            for old in (idx_path(self.prefix), json_path(self.prefix)):  # they must never describe the new data
-                old.unlink(missing_ok=True)
+            # The old index and sidecar must never describe the new data.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            json_path(self.prefix).unlink(missing_ok=True)
             replace_file(self._bin, bin_path(self.prefix))
             replace_file(self._idx, idx_path(self.prefix))
             self._sizes.unlink()
@@ -236,23 +261,33 @@ class IndexedDatasetBuilder:
                 self._close()
 
     def _files(self) -> list[BinaryIO]:
-        return [self._ids_file, self._sizes_file, *([] if self._counts_file is None else [self._counts_file])]
+        """Return the open files."""
+        files = [self._ids_file, self._sizes_file]
+        if self._counts_file is not None:
+            files.append(self._counts_file)
+        return files
 
     def _close(self) -> None:
         for file in self._files():
             file.close()
 
     def _check_range(self, flat: np.ndarray) -> None:
-        low, high = int(flat.min()), int(flat.max())
+        """Raise DataError if the dtype cannot hold an id; note the largest id."""
+        low = int(flat.min())
+        high = int(flat.max())
         limit = np.iinfo(self.dtype)
-        if low < max(IGNORED, limit.min) or high > limit.max:
-            raise DataError(f"{self.prefix}: token id {low if low < 0 else high} does not fit {self.dtype}")
+        if low < max(IGNORED, limit.min):
+            raise DataError(f"{self.prefix}: token id {low} does not fit {self.dtype}")
+        if high > limit.max:
+            raise DataError(f"{self.prefix}: token id {high} does not fit {self.dtype}")
         self._state["max_id"] = max(self._state["max_id"], high)
 
 
-def _mapped(path: Path, count: int) -> np.ndarray:
-    """Map a file of int32 numbers; an empty file cannot be mapped."""
-    return np.memmap(path, dtype="<i4", mode="r") if count else np.empty(0, "<i4")
+def _map_int32(path: Path, count: int) -> np.ndarray:
+    """Map a file of `count` int32 numbers."""
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, "<i4")
+    return np.memmap(path, dtype="<i4", mode="r")
 
 
 def _write_all(file: BinaryIO, array: np.ndarray) -> None:
@@ -261,11 +296,11 @@ def _write_all(file: BinaryIO, array: np.ndarray) -> None:
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Concatenate datasets; the result has the bytes of one preprocessing run over all inputs.
+    """Join datasets. The result has the same bytes as one preprocessing run over all inputs.
 
     Args:
-        prefixes: Datasets of one layout, dtype and tokenizer, in order.
-        output: Prefix of the result, which has a sidecar if every input has one.
+        prefixes: Datasets with the same layout, dtype and tokenizer, in order.
+        output: Prefix of the result. It gets a sidecar if every input has one.
 
     Raises:
         DataError: If there is no input, the output is an input, or layouts, dtypes or tokenizers differ.
@@ -273,19 +308,26 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     if not parts:
         raise DataError("nothing to merge: give at least one prefix")
-    if str(output) in {part.prefix for part in parts}:
+    if any(part.prefix == str(output) for part in parts):
         raise DataError(f"{output} is both an input and the output of the merge; write to another prefix")
     if len({(part.layout, part.dtype) for part in parts}) > 1:
         listed = "; ".join(f"{part.prefix}: {part.layout} {part.dtype}" for part in parts)
-        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them alike")
-    sidecars = [read_sidecar(prefix) for prefix in prefixes]
-    known = [sidecar for sidecar in sidecars if sidecar is not None]
-    joined = joined_sidecar(known) if known else None  # checks the tokenizers before anything is written
+        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them in the same way")
+    sidecars = []
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is not None:
+            sidecars.append(sidecar)
+    joined = None
+    if sidecars:
+        joined = joined_sidecar(sidecars)  # checks the tokenizers before anything is written
     sentences = any(part.has_sentences for part in parts)
     with IndexedDatasetBuilder(output, parts[0].dtype, impl=parts[0].layout, sentences=sentences) as builder:
         for prefix in prefixes:
             builder.merge(prefix)
-    if joined is not None and len(known) == len(sidecars):
-        write_sidecar(output, replace(joined, crc32=builder.progress["crc32"]))
-    elif known:
+    if joined is None:
+        return
+    if len(sidecars) < len(parts):
         _log.warning("%s has no .json, because some inputs have none: its tokenizer cannot be checked", output)
+        return
+    write_sidecar(output, replace(joined, crc32=builder.progress["crc32"]))

@@ -1,8 +1,9 @@
-"""Length of an epoch: the samples of all training documents. No torch: a dry run imports this."""
+"""Number of samples in an epoch, one pass over all training documents. A dry run imports this, so no torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -14,31 +15,44 @@ from neox.data.packing import samples_of_pass, usable_documents
 
 
 def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
-    """Count the samples of so many passes over the training documents, as `GPTDataset` cuts them.
+    """Return the number of samples that `GPTDataset` makes in a number of passes over the training documents.
 
-    An epoch of a blend is one of all its datasets together, whatever their weights. With `pack_until_overflow` the
-    number depends on the order of documents: it is that of the files.
+    An epoch of a blend is one pass over each of its datasets, whatever their weights. With `pack_until_overflow` the
+    number depends on the order of documents; here it is the order of the files.
 
     Args:
         data: Data section of the configuration.
-        seq_length: Tokens of a sample's input.
-        epochs: Passes, also a fraction.
+        seq_length: Number of tokens of a sample's input.
+        epochs: Number of passes, which may be a fraction.
 
     Raises:
         DataError: If token files are missing or damaged.
     """
-    paths = data.train_data_paths or ((data.data_path,) if data.data_path is not None else ())
-    labels = data.train_label_data_paths or (None,) * len(paths)
-    return sum(_samples(path, label, data, seq_length, epochs) for path, label in zip(paths, labels, strict=True))
+    if data.train_data_paths:
+        labels: Sequence[str | None] = data.train_label_data_paths or [None] * len(data.train_data_paths)
+        samples = 0
+        for prefix, label in zip(data.train_data_paths, labels, strict=True):
+            indexed = IndexedDataset(prefix, data.data_impl)
+            samples += _samples(indexed, range(len(indexed)), label, data, seq_length, epochs)
+        return samples
+    if data.data_path is not None:
+        indexed = IndexedDataset(data.data_path, data.data_impl)
+        documents = split_documents(data.split, len(indexed))[0]
+        return _samples(indexed, documents, None, data, seq_length, epochs)
+    return 0
 
 
-def _samples(prefix: str, labels: str | None, data: DataConfig, seq_length: int, epochs: float) -> int:
-    indexed = IndexedDataset(prefix, data.data_impl)
-    documents = range(len(indexed)) if data.train_data_paths else split_documents(data.split, len(indexed))[0]
-    passes = Fraction(str(epochs))  # in whole numbers, so that 3 x 0.1 epochs are what they look like
+def _samples(
+    indexed: IndexedDataset, documents: range, labels: str | None, data: DataConfig, seq_length: int, epochs: float
+) -> int:
+    """Return the number of samples of documents of one dataset. `labels` is the prefix of their labels."""
+    passes = Fraction(str(epochs))  # exact, so that 3 times 0.1 epochs are 0.3 epochs
     sizes = indexed.sizes[documents.start : documents.stop]
-    if data.pack_impl == "packed":  # one token more than a multiple of the length
-        return max(0, math.floor(passes * int(sizes.sum(dtype=np.int64))) - 1) // seq_length
-    opened = None if labels is None else IndexedDataset(labels, data.data_impl)
-    usable = usable_documents(indexed, opened, documents, seq_length, allow_chopped=data.allow_chopped)
+    if data.pack_impl == "packed":
+        tokens = math.floor(passes * int(sizes.sum(dtype=np.int64)))
+        return max(0, tokens - 1) // seq_length  # samples share tokens; only the last one has its last token to itself
+    opened_labels = None
+    if labels is not None:
+        opened_labels = IndexedDataset(labels, data.data_impl)
+    usable = usable_documents(indexed, opened_labels, documents, seq_length, allow_chopped=data.allow_chopped)
     return math.floor(passes * samples_of_pass(sizes[usable], data.pack_impl, seq_length))

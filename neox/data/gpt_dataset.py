@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ import numpy as np
 from neox.config.sections.data import split_shares
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
-from neox.data.packing import Packing, build_padded_maps, usable_documents
+from neox.data.packing import Packing, build_padded_maps, padded_rows, usable_documents
 from neox.errors import DataError
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
-    """Divide documents [0, documents) by NeoX's `split`, with its rounding. Raises ConfigError as `split_shares`."""
+    """Divide the documents [0, documents) by NeoX's `split` and its rounding. Raises ConfigError as `split_shares`."""
     edges = [0]
     for share in split_shares(split):
         edges.append(edges[-1] + round(share * documents))
@@ -27,16 +27,25 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
 
 
 class GPTDataset:
-    """Samples of `seq_length + 1` tokens of shuffled documents, in gpt-neox's order.
+    """Samples of `seq_length + 1` tokens from shuffled documents, in gpt-neox's order.
 
-    `len()` is gpt-neox's: one less than `num_samples`, all of which can be read.
+    By default the documents of all epochs, in random order, are joined to one stream of tokens, and the stream is cut
+    into samples:
+
+        stream    | document 7 | document 2 |       document 9       | document 0 | ...
+        samples   |------ sample 0 -----|------ sample 1 -----|------ sample 2 -----| ...
+
+    Neighbours share one token: the last target of a sample is the first input of the next one. Samples are then
+    shuffled. With another `packing`, samples are whole documents and padding.
+
+    `len()` is gpt-neox's: one less than `num_samples`. All `num_samples` can be read.
 
     Attributes:
-        indexed: The token dataset.
-        labels: Labels of its tokens, sequence by sequence, IGNORED for tokens that are not predicted; None if the
-            tokens are the labels.
-        packing: How documents make samples.
-        seq_length: Tokens of a sample's input.
+        indexed: Token dataset.
+        labels: Labels of its tokens with the same sequences, IGNORED for a token that is not predicted. None if each
+            token is its own label.
+        packing: The way documents become samples.
+        seq_length: Number of tokens of a sample's input.
         num_samples: Number of samples that can be read.
         maps: Index maps.
     """
@@ -56,14 +65,14 @@ class GPTDataset:
         """Build or load the index maps.
 
         Args:
-            indexed: The token dataset.
-            documents: Sequence numbers to use, with step 1.
-            num_samples: Samples that the run reads; determines the number of epochs.
-            seq_length: Tokens of a sample's input.
-            seed: Of the shuffles.
-            cache_dir: Directory where the maps are kept between runs; None builds them in memory.
-            packing: How documents make samples (default: joined and cut).
-            labels: Labels of the tokens, with the same sequences; None for the tokens themselves.
+            indexed: Token dataset.
+            documents: Numbers of the sequences to use, with step 1.
+            num_samples: Number of samples that the run reads. It determines the number of epochs.
+            seq_length: Number of tokens of a sample's input.
+            seed: Seed of the shuffles.
+            cache_dir: Directory that keeps the maps between runs; None builds them in memory.
+            packing: The way documents become samples (default: joined and cut).
+            labels: Labels of the tokens, with the same sequences. By default each token is its own label.
 
         Raises:
             DataError: If the documents do not exist, or hold less than one sample.
@@ -74,7 +83,7 @@ class GPTDataset:
         self.labels = labels
         self.packing = packing or Packing()
         self.seq_length = seq_length
-        self.maps = self._build(documents, num_samples, seed, cache_dir)
+        self.maps = self._maps(documents, num_samples, seed, cache_dir)
         self.num_samples = len(self.maps.shuffle_map)
         if self.num_samples == 0:
             raise DataError(
@@ -82,84 +91,99 @@ class GPTDataset:
                 f"{seq_length + 1} tokens, not one sample; use more data or a shorter seq_length"
             )
 
-    def _build(self, documents: range, num_samples: int, seed: int, cache_dir: str | Path | None) -> IndexMaps:
-        sizes, arguments = self.indexed.sizes, {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
-        packing, build = b"", partial(build_index_maps, sizes, documents, **arguments)
+    def _maps(self, documents: range, num_samples: int, seed: int, cache_dir: str | Path | None) -> IndexMaps:
+        """Build or load the index maps; arguments as for the constructor."""
+        sizes = self.indexed.sizes
+        settings = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
+        build: Callable[..., IndexMaps] = build_index_maps
+        packing = b""
         if self.packing.is_padded:
             usable = usable_documents(
                 self.indexed, self.labels, documents, self.seq_length, allow_chopped=self.packing.allow_chopped
             )
+            build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
             packing = self.packing.impl.encode() + np.packbits(usable).tobytes()
-            build = partial(build_padded_maps, sizes, documents, usable, impl=self.packing.impl, **arguments)
-        key = "" if cache_dir is None else content_key(sizes, documents, **arguments, packing=packing)
+        if cache_dir is None:
+            return build(sizes, documents, **settings)
+        key = content_key(sizes, documents, **settings, packing=packing)
         names = tuple(field.name for field in fields(IndexMaps))
-        return IndexMaps(**load_or_build(cache_dir, key, names, lambda: vars(build())))
+        arrays = load_or_build(cache_dir, key, names, lambda: vars(build(sizes, documents, **settings)))
+        return IndexMaps(**arrays)
 
     def __len__(self) -> int:
         return self.num_samples - 1
 
     @property
     def row_width(self) -> int:
-        """Ids of a row of `read`."""
+        """Number of ids in a row of `read`."""
         return self.seq_length + 1
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the rows of `read`."""
+        """Dtype of the rows of `read`."""
         return self.indexed.dtype
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return sample `index`, int64 [seq_length + 1]."""
+        """Return one sample, int64 [seq_length + 1]."""
         return np.asarray(self.read([index])[0], dtype=np.int64)
 
     @property
     def has_labels(self) -> bool:
-        """Whether some tokens are not to be predicted, so that `read_labels` differs from `read`."""
+        """Whether some tokens are not predicted, so that the labels differ from the tokens."""
         return self.labels is not None or self.packing.is_padded
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return samples `indices` [len(indices), seq_length + 1], padded by 0, in the dtype of the file."""
-        return self._rows(self.indexed, indices, 0, self.indexed.dtype)
+        """Return the token ids of samples [len(indices), seq_length + 1], in the dtype of the file. Padding is 0."""
+        return self._rows(self.indexed, indices, padding=0, dtype=self.indexed.dtype)
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return labels of samples, int32 or int64 [len(indices), seq_length + 1], at the places of their own tokens.
+        """Return the label of each token of samples, IGNORED for a token that is not predicted.
 
-        IGNORED where a token is not to be predicted.
+        Returns:
+            Labels, int32 or int64 [len(indices), seq_length + 1].
         """
         source = self.indexed if self.labels is None else self.labels
-        return self._rows(source, indices, IGNORED, np.result_type(source.dtype, np.int32))
+        return self._rows(source, indices, padding=IGNORED, dtype=np.result_type(source.dtype, np.int32))
 
     def _rows(
-        self, source: IndexedDataset, indices: Sequence[int] | np.ndarray, fill: int, dtype: np.dtype
+        self, source: IndexedDataset, indices: Sequence[int] | np.ndarray, *, padding: int, dtype: np.dtype
     ) -> np.ndarray:
         samples = self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)
-        firsts, lasts = self.maps.sample_map[samples], self.maps.sample_map[samples + 1]  # [n, 2] entry and offset
         if self.packing.is_padded:
-            return self._padded_rows(source, firsts[:, 0], lasts[:, 0], fill, dtype)
-        entries, before = _ranges(firsts[:, 0], lasts[:, 0])
-        documents = self.maps.document_map[entries]
-        begins = source.starts(documents)
-        stops = begins + source.sizes[documents]
-        ends = np.append(before[1:], len(entries)) - 1
-        stops[ends] = begins[ends] + lasts[:, 1] + 1
-        begins[before] += firsts[:, 1]
-        tokens = source.tokens
-        pieces = [tokens[begin:stop] for begin, stop in zip(begins.tolist(), stops.tolist(), strict=True)]
-        return np.concatenate(pieces).reshape(len(samples), self.seq_length + 1)
-
-    def _padded_rows(
-        self, source: IndexedDataset, firsts: np.ndarray, lasts: np.ndarray, fill: int, dtype: np.dtype
-    ) -> np.ndarray:
-        """Return the documents of entries [firsts, lasts) in rows [n, seq_length + 1]."""
-        rows = np.full((len(firsts), self.seq_length + 1), fill, dtype=dtype)
-        for row, first, last in zip(rows, firsts.tolist(), lasts.tolist(), strict=True):
-            ids = np.concatenate([source[document] for document in self.maps.document_map[first:last].tolist()])
-            row[: len(ids)] = ids[: len(row)]
-        return rows
+            return padded_rows(source, self.maps, samples, self.row_width, padding, dtype)
+        return joined_rows(source, self.maps, samples, self.row_width).astype(dtype, copy=False)
 
 
-def _ranges(firsts: np.ndarray, lasts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the ranges [firsts, lasts] (inclusive), concatenated, and where each range begins."""
-    counts = lasts.astype(np.intp) - firsts + 1
-    before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(firsts - before, counts), before
+def joined_rows(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, width: int) -> np.ndarray:
+    """Return samples of the stream of joined documents.
+
+    A sample consists of pieces, one for each document that it touches. All pieces of all samples are located at once:
+
+        | document 7 |     document 2     |   document 9   |
+               |-------------- sample -------------|
+               |- piece -|----- piece ----|- piece |
+
+    Args:
+        source: Tokens, or their labels.
+        maps: Index maps.
+        samples: Numbers of the samples in the stream [n].
+        width: Number of tokens of a sample.
+
+    Returns:
+        Rows [n, width] in the dtype of `source`.
+    """
+    first_entries, first_offsets = maps.sample_map[samples].T
+    last_entries, last_offsets = maps.sample_map[samples + 1].T
+    pieces = last_entries.astype(np.intp) - first_entries + 1  # of each sample [n]
+    first_pieces = np.cumsum(pieces) - pieces
+    last_pieces = first_pieces + pieces - 1
+    # Entry of each piece in `document_map`: from the first to the last entry of its sample [all pieces].
+    entries = np.arange(pieces.sum()) + np.repeat(first_entries - first_pieces, pieces)
+    documents = maps.document_map[entries]
+    begins = source.starts(documents)
+    ends = begins + source.sizes[documents]
+    ends[last_pieces] = begins[last_pieces] + last_offsets + 1
+    begins[first_pieces] += first_offsets
+    tokens = source.tokens
+    parts = [tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    return np.concatenate(parts).reshape(len(samples), width)

@@ -1,11 +1,11 @@
 """Index maps from samples to tokens, and their cache on disk.
 
-The maps are those of Megatron-LM and gpt-neox. The documents of all epochs are shuffled and concatenated to one stream;
-sample i is the `seq_length + 1` tokens of the stream from token i * seq_length on, so that neighbours share one token;
-then the samples are shuffled. Both shuffles come from one `numpy.random.RandomState(seed)`, documents first.
+The maps are those of Megatron-LM and gpt-neox. The documents of all epochs are shuffled and joined to one stream.
+Sample i is the `seq_length + 1` tokens of the stream from token i * seq_length on, so neighbours share one token. Then
+the samples are shuffled. Both shuffles use one `numpy.random.RandomState(seed)`, first for the documents.
 
-numpy shuffles elements of the machine's word size faster than narrower ones, in the same order: words are shuffled
-here, and narrowed afterwards.
+numpy shuffles elements of the machine's word size faster than smaller ones, and in the same order. Therefore words are
+shuffled here, and converted to a smaller type afterwards.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class IndexMaps:
     """Maps from a sample to its tokens.
 
     Attributes:
-        document_map: Sequence numbers in training order, int32 [epochs * documents].
-        sample_map: Entry in `document_map` and token offset in that document where each sample begins, int32 or int64
-            [samples + 1, 2]. Sample i ends with the first token of sample i + 1.
-        shuffle_map: Samples in training order, uint32 or int64 [samples].
+        document_map: Numbers of the sequences in training order, int32 [epochs * documents].
+        sample_map: First token of each sample, as its entry in `document_map` and its offset in that document, int32 or
+            int64 [samples + 1, 2]. The last token of sample i is the first token of sample i + 1.
+        shuffle_map: Numbers of the samples in training order, uint32 or int64 [samples].
     """
 
     document_map: np.ndarray
@@ -49,7 +49,7 @@ class IndexMaps:
 def content_key(
     sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int, packing: bytes = b""
 ) -> str:
-    """Return a hash of everything the maps depend on: the documents' lengths, every parameter, and `packing`."""
+    """Return a hash of everything that determines the maps: the lengths of documents, all parameters, and `packing`."""
     digest = hashlib.sha256(f"{_FORMAT} {documents} {num_samples} {seq_length} {seed} {sizes.dtype}\n".encode())
     digest.update(np.ascontiguousarray(sizes[documents.start : documents.stop]).data)
     digest.update(packing)
@@ -57,7 +57,7 @@ def content_key(
 
 
 def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the fewest passes over the documents that give `num_samples` samples."""
+    """Return the smallest number of passes over the documents that give `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -65,11 +65,11 @@ def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, s
     """Build the index maps.
 
     Args:
-        sizes: Tokens of every sequence of the dataset.
-        documents: Sequences to use.
-        num_samples: Samples that are needed at least; determines the number of epochs.
-        seq_length: Tokens of a sample's input.
-        seed: Of both shuffles.
+        sizes: Number of tokens of every sequence of the dataset [sequences].
+        documents: Numbers of the sequences to use.
+        num_samples: Smallest number of samples. It determines the number of epochs.
+        seq_length: Number of tokens of a sample's input.
+        seed: Seed of both shuffles.
 
     Raises:
         DataError: If the documents hold no token.
@@ -86,9 +86,13 @@ def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, s
 
 
 def _shuffled_documents(sizes: np.ndarray, documents: range, epochs: int, random: np.random.RandomState) -> np.ndarray:
-    """Shuffle the documents of all epochs: sequence number and size, int32 [epochs * documents, 2].
+    """Shuffle the documents of all epochs.
 
-    Both are in one machine word, so that sizes need not be looked up in random order afterwards.
+    Number and size of a document are stored in one machine word and shuffled together. Otherwise sizes would have to be
+    looked up in random order afterwards, which is slow.
+
+    Returns:
+        Sequence number and size of each document, int32 [epochs * documents, 2].
     """
     epoch = np.empty((epochs, len(documents), 2), dtype=np.int32)
     epoch[..., 0] = np.arange(documents.start, documents.stop, dtype=np.int32)
@@ -99,14 +103,24 @@ def _shuffled_documents(sizes: np.ndarray, documents: range, epochs: int, random
 
 
 def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
-    """Locate every seq_length-th token of the stream: entry of its document, and offset in that document.
+    """Locate every seq_length-th token of the stream.
 
-    The entry is the number of documents that end at or before the token. It is counted for all tokens of a piece of the
-    stream at once; pieces fit a core's cache.
+    The entry of its document is the number of documents that end at or before the token. This number is counted for all
+    tokens of a piece of the stream at once. A piece fits a core's cache.
+
+    Args:
+        stream_sizes: Sizes of the documents in the order of the stream.
+        seq_length: Number of tokens of a sample's input.
+        samples: Number of samples.
+
+    Returns:
+        Entry and offset in the document of the first token of each sample, and of the end [samples + 1, 2].
     """
-    narrow = 2 * (samples + 1) < np.iinfo(np.int32).max and len(stream_sizes) < np.iinfo(np.int32).max
-    result = np.empty((samples + 1, 2), dtype=np.int32 if narrow else np.int64)
-    tokens = done = 0  # of the stream before this piece; sample starts written
+    limit = np.iinfo(np.int32).max
+    fits_int32 = 2 * (samples + 1) < limit and len(stream_sizes) < limit
+    result = np.empty((samples + 1, 2), dtype=np.int32 if fits_int32 else np.int64)
+    tokens = 0  # in the stream up to this piece
+    done = 0  # rows of the result
     for first in range(0, len(stream_sizes), _PIECE):
         sizes = stream_sizes[first : first + _PIECE]
         ends = np.cumsum(sizes, dtype=np.int64)
@@ -115,7 +129,7 @@ def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.n
         stop = min(samples + 1, -(-tokens // seq_length))
         if stop <= done:
             continue
-        # For each document of the piece, the first of these sample starts that is not before its end.
+        # For each document of the piece, the first sample (counted from `done`) that does not start before its end.
         following = (ends + (seq_length - 1)) // seq_length - done
         entries = np.cumsum(np.bincount(following, minlength=stop - done)[: stop - done])
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
@@ -123,28 +137,30 @@ def _sample_map(stream_sizes: np.ndarray, seq_length: int, samples: int) -> np.n
         result[done:stop, 1] = starts - ends[entries] + sizes[entries]
         done = stop
     assert done == samples + 1
-    result[0] = 0  # gpt-neox begins at the first document even if it is empty
+    result[0] = 0  # gpt-neox starts at the first document even if it is empty
     return result
 
 
 def shuffled(samples: int, random: np.random.RandomState) -> np.ndarray:
-    """Shuffle the numbers [0, samples): uint32 or int64 [samples]."""
+    """Return the numbers [0, samples) in random order, uint32 or int64 [samples]."""
     order = np.arange(samples, dtype=np.intp)
     random.shuffle(order)
-    return order.astype(np.uint32) if samples < np.iinfo(np.uint32).max - 1 else order
+    if samples < np.iinfo(np.uint32).max - 1:
+        return order.astype(np.uint32)
+    return order
 
 
 def load_or_build(
     cache_dir: str | Path | None, key: str, names: tuple[str, ...], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Return memory-mapped arrays from the cache; the first process of a node builds them while the others wait.
+    """Return memory-mapped arrays from the cache. If they are not there, one process builds them and the others wait.
 
     Args:
-        cache_dir: Directory of the cache. None builds in memory; so does a directory that cannot be written, with a
-            warning.
-        key: Hash of everything the arrays depend on.
+        cache_dir: Directory of the cache. None builds the arrays in memory. If the directory cannot be written, they
+            are built in memory too, with a warning.
+        key: Hash of everything that determines the arrays. It is the name of their entry.
         names: Names of the arrays.
-        build: Called where the cache has no entry `key`.
+        build: Function that builds the arrays.
     """
     if cache_dir is None:
         return build()
@@ -156,12 +172,14 @@ def load_or_build(
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with open(entry.with_suffix(".lock"), "a") as file:
-            alone = lock_file(file, wait=True)  # without locks, each process builds the same arrays
+            is_locked = lock_file(file, wait=True)  # on a file system without locks, each process builds the arrays
             arrays = _load(entry, names)  # another process may have built them while this one waited
             if arrays is not None:
                 return arrays
             built = build()
-            _save(entry, built, remove_leftovers=alone)
+            if is_locked:
+                _remove_leftovers(entry)
+            _save(entry, built)
     except OSError as error:
         _log.warning("index maps cannot be written to %s (%s): they stay in memory", cache_dir, error.strerror or error)
         return built or build()
@@ -169,32 +187,34 @@ def load_or_build(
 
 
 def _load(entry: Path, names: tuple[str, ...]) -> Arrays | None:
-    """Map a complete entry; None if there is none."""
+    """Return the memory-mapped arrays of an entry; None if there is no complete entry."""
     if not entry.is_dir():
         return None
+    arrays = {}
     try:
-        maps = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
-        return {name: np.asarray(array) for name, array in maps.items()}  # as plain arrays, which are faster to index
+        for name in names:
+            mapped = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            arrays[name] = np.asarray(mapped)  # plain arrays are faster to index than `np.memmap`
+        return arrays
     except (OSError, ValueError, EOFError) as error:
         _log.warning("index maps in %s are damaged (%s): building them again", entry, error)
         return None
 
 
-def _save(entry: Path, arrays: Arrays, *, remove_leftovers: bool) -> None:
-    """Write an entry atomically, replacing a damaged one.
-
-    Args:
-        entry: Directory of the entry.
-        arrays: Arrays by name.
-        remove_leftovers: Whether to remove what killed processes left; only while no other process writes.
-    """
-    for kind in ("partial", "old") if remove_leftovers else ():
-        for leftover in entry.parent.glob(f"{entry.name}.*.{kind}"):
+def _remove_leftovers(entry: Path) -> None:
+    """Remove what killed processes left of an entry. No other process may be writing the entry."""
+    for suffix in ("partial", "old"):
+        for leftover in entry.parent.glob(f"{entry.name}.*.{suffix}"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _save(entry: Path, arrays: Arrays) -> None:
+    """Write an entry, or replace a damaged one. It appears only when it is complete."""
     try:
         with atomic_directory(entry) as partial:
             for name, array in arrays.items():
                 np.save(partial / f"{name}.npy", array, allow_pickle=False)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another node was first, with the same arrays
+        # Another machine may have written the same arrays in the meantime.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

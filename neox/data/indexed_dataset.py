@@ -2,11 +2,20 @@ r"""Memory-mapped token datasets (`.bin` and `.idx`), and the two layouts of the
 
 A dataset is a flat array of token ids, `PREFIX.bin`, and an index, `PREFIX.idx`. All integers are little-endian.
 
-mmap (Megatron-LM, gpt-neox): `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1, then
-    int32 sizes (tokens), int64 pointers (bytes into `.bin`), int64 document index (document d is the sequences from
-    index[d] up to index[d + 1]).
-cached and lazy (fairseq): `TNTIDX\0\0`, u64 version 1, u64 dtype code, u64 element size, u64 sequences, u64 sizes,
-    u64 documents + 1, then int64 dimension offsets, data offsets (elements into `.bin`), sizes, document index.
+The layout `mmap` is that of Megatron-LM and gpt-neox:
+
+    MMIDIDX\0\0 | u64 version 1 | u8 dtype code | u64 sequences | u64 documents + 1
+    int32 sizes [sequences]                  number of tokens of each sequence
+    int64 pointers [sequences]               bytes in `.bin` before each sequence
+    int64 document index [documents + 1]     document d consists of the sequences index[d] to index[d + 1] - 1
+
+The layout `cached` (also called `lazy`) is that of fairseq:
+
+    TNTIDX\0\0 | u64 version 1 | u64 dtype code | u64 element size | u64 sequences | u64 sizes | u64 documents + 1
+    int64 dimension offsets [sequences + 1]  0, 1, 2, ..., because sequences are one-dimensional
+    int64 data offsets [sequences + 1]       elements in `.bin` before each sequence
+    int64 sizes [sizes]                      number of tokens of each sequence
+    int64 document index [documents + 1]     as above
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,14 +34,14 @@ from neox.errors import DataError
 Layout = Literal["mmap", "cached"]
 
 IGNORED = -100
-"""Label of a token that is left out of the loss, in files of labels (later gpt-neox's, and PyTorch's)."""
+"""Label of a token that is left out of the loss, as in label files of gpt-neox and in PyTorch."""
 
 MMAP_MAGIC = b"MMIDIDX\x00\x00"
 CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _MMAP_HEADER = struct.Struct("<QBQQ")
 _CACHED_HEADER = struct.Struct("<QQQQQQ")
-# Codes 6 and 7 are floats, and NeoX and Megatron disagree on their width; token ids are integers, so neither is read.
+# Codes 6 and 7 are floats (of different widths in NeoX and Megatron). They are not read, because ids are integers.
 _DTYPES: dict[int, np.dtype] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -41,7 +50,7 @@ _DTYPES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-_CHUNK = 1 << 22  # index entries processed at once, which bounds memory
+_CHUNK = 1 << 22  # index entries that are processed at once, to bound memory
 _PIECE_TOKENS = 1 << 24
 
 
@@ -51,11 +60,11 @@ class Index:
 
     Attributes:
         layout: Layout of the file.
-        dtype: Of the token ids in `.bin`.
-        sizes: Tokens of each sequence, int32 (mmap) or int64 (cached) [sequences].
+        dtype: Dtype of the token ids in `.bin`.
+        sizes: Number of tokens of each sequence, int32 (mmap) or int64 (cached) [sequences].
         pointers: Start of each sequence in `.bin`, in units of `pointer_unit` bytes, int64 [sequences].
-        pointer_unit: 1 where pointers count bytes, the size of `dtype` where they count elements.
-        document_index: First sequence of each document and the number of sequences, int64 [documents + 1].
+        pointer_unit: 1 if pointers count bytes, the size of `dtype` if they count elements.
+        document_index: First sequence of each document, and then the number of sequences, int64 [documents + 1].
         num_tokens: Sum of the sizes.
     """
 
@@ -69,16 +78,18 @@ class Index:
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype:
-    """Return gpt-neox's dtype for token ids: uint16 for vocabularies under 65,500, else int32."""
-    return np.dtype(np.uint16) if vocab_size is not None and vocab_size < 65500 else np.dtype(np.int32)
+    """Return gpt-neox's dtype for token ids: uint16 for vocabularies of less than 65,500 ids, otherwise int32."""
+    if vocab_size is not None and vocab_size < 65500:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """Return the format's code of an integer dtype. Raises DataError for a dtype without one."""
+    """Return the code of an integer dtype in the index. Raises DataError for a dtype without a code."""
     for code, known in _DTYPES.items():
         if known == dtype:
             return code
-    raise DataError(f"token ids cannot be stored as {dtype}; use one of {', '.join(str(d) for d in _DTYPES.values())}")
+    raise DataError(f"token ids cannot be stored as {dtype}; use one of {', '.join(map(str, _DTYPES.values()))}")
 
 
 def idx_path(prefix: str | Path) -> Path:
@@ -102,18 +113,20 @@ def read_index(prefix: str | Path) -> Index:
     Raises:
         DataError: If a file is missing, truncated, inconsistent or of another format.
     """
-    path, data = idx_path(prefix), bin_path(prefix)
-    missing = [str(p) for p in (path, data) if not p.is_file()]
+    path = idx_path(prefix)
+    data = bin_path(prefix)
+    missing = [str(file) for file in (path, data) if not file.is_file()]
     if missing:
+        hint = ""
         similar = sorted(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).stem)}*.idx"))
-        hint = f"; there is {similar[0].with_suffix('')}" if similar else ""
+        if similar:
+            hint = f"; there is {similar[0].with_suffix('')}"
         raise DataError(
             f"{' and '.join(missing)} not found{hint}. "
             "A dataset is named by its prefix, without .bin or .idx; make one with "
             "tools/preprocess_data.py --input FILES --output-prefix PREFIX (it writes PREFIX_text_document.bin, .idx)."
         )
     raw = _map_bytes(path)
-    data_bytes = data.stat().st_size
     if raw[: len(MMAP_MAGIC)].tobytes() == MMAP_MAGIC:
         index = _read_mmap(path, raw)
     elif raw[: len(CACHED_MAGIC)].tobytes() == CACHED_MAGIC:
@@ -124,21 +137,25 @@ def read_index(prefix: str | Path) -> Index:
         )
     _check_pointers(path, index)
     _check_documents(path, index)
-    if index.num_tokens * index.dtype.itemsize != data_bytes:
+    data_bytes = data.stat().st_size
+    expected_bytes = index.num_tokens * index.dtype.itemsize
+    if data_bytes != expected_bytes:
         raise DataError(
             f"{data} has {data_bytes:,} bytes, but {path} describes {index.num_tokens:,} tokens of "
-            f"{index.dtype.itemsize} bytes ({index.num_tokens * index.dtype.itemsize:,}); one of them is truncated or "
-            "from another run"
+            f"{index.dtype.itemsize} bytes ({expected_bytes:,}); one of them is truncated or from another run"
         )
     return index
 
 
 def _map_bytes(path: Path) -> np.ndarray:
-    """Map the bytes of a file; an empty file, which cannot be mapped, gives an empty array."""
-    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    """Map the bytes of a file."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def _unpack(path: Path, raw: np.ndarray, header: struct.Struct, start: int) -> tuple[int, ...]:
+    """Return the fields of a header, except the version. Raises DataError for another version or a short file."""
     if len(raw) < start + header.size:
         raise DataError(f"{path} ends inside its header ({len(raw)} bytes); it is truncated, make it again")
     fields = header.unpack(raw[start : start + header.size].tobytes())
@@ -148,6 +165,7 @@ def _unpack(path: Path, raw: np.ndarray, header: struct.Struct, start: int) -> t
 
 
 def _dtype(path: Path, code: int) -> np.dtype:
+    """Return the dtype with a code. Raises DataError if token ids cannot have it."""
     if code in (6, 7):
         raise DataError(f"{path} holds floating-point data (dtype code {code}), not token ids")
     if code not in _DTYPES:
@@ -156,17 +174,25 @@ def _dtype(path: Path, code: int) -> np.dtype:
 
 
 def _arrays(path: Path, raw: np.ndarray, start: int, parts: list[tuple[str, int]]) -> list[np.ndarray]:
-    """Split the file from `start` on into arrays of (dtype, count), which must fill it exactly."""
-    expected = start + sum(np.dtype(dtype).itemsize * count for dtype, count in parts)
-    if expected != len(raw):
-        raise DataError(
-            f"{path} has {len(raw):,} bytes, but its header announces {expected:,}; it is truncated or damaged"
-        )
+    """Split the bytes of a file into arrays.
+
+    Args:
+        path: Path of the file, for messages.
+        raw: Bytes of the file.
+        start: Size of the header.
+        parts: Dtype and length of each array.
+
+    Raises:
+        DataError: If the arrays do not fill the rest of the file.
+    """
+    end = start + sum(np.dtype(dtype).itemsize * count for dtype, count in parts)
+    if end != len(raw):
+        raise DataError(f"{path} has {len(raw):,} bytes, but its header announces {end:,}; it is truncated or damaged")
     arrays = []
     for dtype, count in parts:
-        end = start + np.dtype(dtype).itemsize * count
-        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=start))
-        start = end
+        array = np.frombuffer(raw, dtype=dtype, count=count, offset=start)
+        arrays.append(array)
+        start += array.nbytes
     return arrays
 
 
@@ -232,7 +258,7 @@ def _check_documents(path: Path, index: Index) -> None:
 
 
 def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield an array in chunks of at most _CHUNK entries: (first entry, chunk)."""
+    """Yield an array in chunks of at most _CHUNK entries, each with the number of its first entry."""
     for start in range(0, len(array), _CHUNK):
         yield start, array[start : start + _CHUNK]
 
@@ -244,25 +270,43 @@ def index_parts(
 
     Args:
         layout: Layout to write.
-        dtype: Of the token ids.
-        sizes: Tokens of each sequence, int [sequences]; may be memory-mapped.
-        counts: Sequences of each document, int [documents]; None for one each.
+        dtype: Dtype of the token ids.
+        sizes: Number of tokens of each sequence, int [sequences]. The array may be memory-mapped.
+        counts: Number of sequences of each document, int [documents]. By default each document is one sequence.
     """
-    n = len(sizes)
-    entries = (n if counts is None else len(counts)) + 1
+    sequences = len(sizes)
+    documents = sequences if counts is None else len(counts)
+    code = dtype_code(dtype)
     if layout == "mmap":
-        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, dtype_code(dtype), n, entries)
-        yield from (part.astype("<i4", copy=False).tobytes() for _, part in _chunks(sizes))
+        yield MMAP_MAGIC + _MMAP_HEADER.pack(_VERSION, code, sequences, documents + 1)
+        yield from _integers(sizes, "<i4")
         yield from _starts(sizes, dtype.itemsize, with_end=False)
     else:
-        yield CACHED_MAGIC + _CACHED_HEADER.pack(_VERSION, dtype_code(dtype), dtype.itemsize, n, n, entries)
-        yield from _count_to(n)
+        header = _CACHED_HEADER.pack(_VERSION, code, dtype.itemsize, sequences, sequences, documents + 1)
+        yield CACHED_MAGIC + header
+        yield from _count_to(sequences)
         yield from _starts(sizes, 1, with_end=True)
-        yield from (part.astype("<i8").tobytes() for _, part in _chunks(sizes))
-    yield from _count_to(n) if counts is None else _starts(counts, 1, with_end=True)
+        yield from _integers(sizes, "<i8")
+    if counts is None:
+        yield from _count_to(documents)
+    else:
+        yield from _starts(counts, 1, with_end=True)
+
+
+def _integers(values: np.ndarray, dtype: str) -> Iterator[bytes]:
+    """Yield the bytes of an array in another dtype."""
+    for _, chunk in _chunks(values):
+        yield chunk.astype(dtype, copy=False).tobytes()
 
 
 def _starts(sizes: np.ndarray, scale: int, *, with_end: bool) -> Iterator[bytes]:
+    """Yield the bytes of the starts of parts with given sizes, times `scale`, as int64.
+
+    Args:
+        sizes: Size of each part.
+        scale: Factor of the starts.
+        with_end: Whether the end of the last part follows.
+    """
     position = 0
     for _, part in _chunks(sizes):
         ends = np.cumsum(part, dtype=np.int64)
@@ -273,20 +317,34 @@ def _starts(sizes: np.ndarray, scale: int, *, with_end: bool) -> Iterator[bytes]
 
 
 def _count_to(n: int) -> Iterator[bytes]:
-    """Yield 0, 1, ..., n as the bytes of int64."""
+    """Yield the bytes of 0, 1, ..., n as int64."""
     for start in range(0, n + 1, _CHUNK):
         yield np.arange(start, min(start + _CHUNK, n + 1), dtype="<i8").tobytes()
 
 
+class Piece(NamedTuple):
+    """Some whole sequences of a dataset, one after another.
+
+    Attributes:
+        first: Number of the first sequence.
+        sizes: Number of tokens of each sequence [sequences].
+        tokens: Their ids [sum of the sizes].
+    """
+
+    first: int
+    sizes: np.ndarray
+    tokens: np.ndarray
+
+
 class IndexedDataset:
-    """Read-only token sequences of a `.bin` file, memory-mapped through the page cache.
+    """Read-only token sequences of a memory-mapped `.bin` file.
 
     Attributes:
         prefix: Path without `.bin` and `.idx`.
         layout: Layout of the index.
-        dtype: Of the token ids.
-        sizes: Tokens of each sequence [sequences].
-        document_index: First sequence of each document and the number of sequences [documents + 1].
+        dtype: Dtype of the token ids.
+        sizes: Number of tokens of each sequence [sequences].
+        document_index: First sequence of each document, and then the number of sequences [documents + 1].
         tokens: All ids [num_tokens].
         num_tokens: Number of ids.
     """
@@ -296,7 +354,8 @@ class IndexedDataset:
 
         Args:
             prefix: Path without `.bin` and `.idx`.
-            data_impl: Required layout: `mmap`, `cached` or `lazy` (two names of one layout), or `infer` for any.
+            data_impl: Layout that the index must have: `mmap`, `cached` or `lazy` (two names of one layout), or
+                `infer` for any.
 
         Raises:
             DataError: If a file is missing or damaged, or has another layout.
@@ -304,8 +363,8 @@ class IndexedDataset:
         self.prefix = str(prefix)
         index = read_index(prefix)
         self.layout: Layout = index.layout
-        wanted = {"infer": index.layout, "lazy": "cached"}.get(data_impl, data_impl)
-        if wanted != index.layout:
+        required = {"infer": index.layout, "lazy": "cached"}.get(data_impl, data_impl)
+        if required != index.layout:
             raise DataError(
                 f'{prefix}.idx is in the {index.layout} layout, but "data_impl" is "{data_impl}"; use "infer"'
             )
@@ -320,7 +379,7 @@ class IndexedDataset:
             self.tokens = np.asarray(np.memmap(bin_path(prefix), dtype=self.dtype, mode="r"))
 
     def __len__(self) -> int:
-        """Return the number of sequences; gpt-neox's tools write one for each document."""
+        """Return the number of sequences. In datasets of gpt-neox's tools each document is one sequence."""
         return len(self.sizes)
 
     @property
@@ -330,38 +389,36 @@ class IndexedDataset:
 
     @property
     def has_sentences(self) -> bool:
-        """Whether a document has other than one sequence."""
+        """Whether there is a document that is not exactly one sequence."""
         return self.num_documents != len(self) or bool((np.diff(self.document_index) != 1).any())
 
     def warm_up(self) -> None:
-        """Read both files once, which puts them into the page cache."""
+        """Read both files once, so that they are in the page cache."""
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
             with open(path, "rb", buffering=0) as file:
                 while file.read(1 << 26):
                     pass
 
     def starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the start of each given sequence in `tokens`, int64 of the same shape."""
+        """Return the starts of sequences in `tokens`, int64 with the shape of `sequences`."""
         return np.asarray(self._pointers[sequences] // self._unit)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """Return the ids of one sequence, a view of the file."""
+        """Return the ids of one sequence, as a view of the file."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix} has {len(self)} sequences, numbered from 0; {sequence} does not exist")
         start = int(self._pointers[sequence]) // self._unit
         return self.tokens[start : start + int(self.sizes[sequence])]
 
-    def pieces(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield the dataset in pieces of whole sequences, about 16 million tokens each.
-
-        Yields:
-            Number of the first sequence, sizes of the sequences [n], and their ids [sum of the sizes].
-        """
-        first = start = 0
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the dataset in pieces of about 16 million tokens."""
+        first = 0
+        start = 0
         while first < len(self):
             sizes = np.asarray(self.sizes[first : first + _PIECE_TOKENS // 16])
             ends = np.cumsum(sizes, dtype=np.int64)
-            take = max(1, int(np.searchsorted(ends, _PIECE_TOKENS, side="right")))
-            stop = start + int(ends[take - 1])
-            yield first, sizes[:take], self.tokens[start:stop]
-            first, start = first + take, stop
+            count = max(1, int(np.searchsorted(ends, _PIECE_TOKENS, side="right")))
+            stop = start + int(ends[count - 1])
+            yield Piece(first, sizes[:count], self.tokens[start:stop])
+            first += count
+            start = stop

@@ -1,4 +1,4 @@
-"""`MaskedLMBatch`: what a batch of masked language modelling holds, for the data that make it and for the loss."""
+"""Fields of a batch of masked language modelling."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class MaskedLMBatch(NamedTuple):
-    """One micro batch of a data rank; batches are dictionaries with these names (`_asdict`).
+    """One micro batch of a data-parallel rank. Batches are dictionaries with these names (`_asdict`).
 
-    Shapes are static: B samples, S `seq_length`, P `predicted_tokens` of the configuration. Samples of pairs are
-    `[CLS] first [SEP] second [SEP]`, padded on the right. Unused entries of a sample's predictions have weight 0,
-    position 0 and any valid id.
+    B is the number of samples, S `seq_length`, and P `predicted_tokens` of the configuration. A sample of a pair is
+    `[CLS] first [SEP] second [SEP]`, padded on the right. A sample with less than P predictions has unused entries with
+    weight 0, position 0 and any valid id.
 
     Attributes:
-        tokens: Ids with masked ones replaced, int64 [B, S].
-        token_types: 0 for the first sentence, 1 for the second; padding 0. int64 [B, S].
-        lengths: Tokens of each sample that are no padding, at least 1. int64 [B].
-        masked_positions: Positions in the sample whose tokens are predicted, int64 [B, P].
-        masked_ids: Their original ids, int64 [B, P].
-        masked_weights: 1 for a prediction, 0 for an unused entry. float32 [B, P].
-        next_sentence: 0 where the second sentence follows the first, 1 where it is another one (or the two are
-            swapped, for sentence order). Read where the network has a sentence head. int64 [B].
+        tokens: Token ids, with masked ones replaced, int64 [B, S].
+        token_types: 0 for the first sentence and padding, 1 for the second sentence, int64 [B, S].
+        lengths: Number of tokens of each sample without padding, at least 1, int64 [B].
+        masked_positions: Positions of the predicted tokens in the sample, int64 [B, P].
+        masked_ids: Original ids of the predicted tokens, int64 [B, P].
+        masked_weights: 1 for a prediction, 0 for an unused entry, float32 [B, P].
+        next_sentence: 0 if the second sentence follows the first. 1 if it does not, or for sentence order, if the two
+            are swapped. Only a network with a sentence head uses it. int64 [B].
     """
 
     tokens: Tensor

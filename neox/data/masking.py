@@ -1,4 +1,4 @@
-"""Masked tokens of a sample, as BERT chooses them (arXiv:1810.04805)."""
+"""Choice of the masked tokens of a sample, as in BERT (arXiv:1810.04805)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from neox.errors import DataError
 from neox.tokenizer import Tokenizer
 
-_MASKED, _KEPT = 0.8, 0.1  # of the chosen tokens; the rest are replaced by random ones
-# Names of the special tokens: BERT's, Megatron-LM's of SentencePiece, and those of other vocabularies.
+# Of the chosen tokens, these shares are masked and kept. Random tokens replace the others.
+_MASKED_SHARE = 0.8
+_KEPT_SHARE = 0.1
+# Names of the special tokens in BERT's vocabularies, Megatron-LM's SentencePiece vocabularies, and others.
 _NAMES = {
     "cls": ("[CLS]", "<CLS>", "<cls>", "<s>"),
     "sep": ("[SEP]", "<SEP>", "<sep>", "</s>"),
@@ -22,14 +24,14 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """What masking needs to know of a vocabulary.
+    """Special tokens and word pieces of a vocabulary.
 
     Attributes:
         cls: Id at the start of a sample.
         sep: Id after each sentence.
         mask: Id that replaces a masked token.
         pad: Id of padding.
-        size: Number of ids, from which random tokens are drawn.
+        size: Number of ids. Random tokens are drawn from all of them.
         continues: Whether each id continues the word of the token before it, bool [size].
     """
 
@@ -42,26 +44,30 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> MaskingVocabulary:
-        """Return the vocabulary of a tokenizer. Raises DataError for a special token that it lacks."""
-        ids: dict[str, int] = {}
-        for field, names in _NAMES.items():
-            known = [number for name in names if (number := tokenizer.token_id(name)) is not None]
-            if not known:
-                raise DataError(
-                    f"the vocabulary has none of {', '.join(names)}, which `objective: masked_lm` needs: use a "
-                    "vocabulary of BERT's, or train one (tools/train_tokenizer.py --kind wordpiece)"
-                )
-            ids[field] = known[0]
+        """Return the vocabulary of a tokenizer. Raises DataError if it lacks a special token."""
+        ids = {field: _first_id(tokenizer, names) for field, names in _NAMES.items()}
         return cls(**ids, size=tokenizer.vocab_size, continues=np.asarray(tokenizer.word_continuations()))
 
 
+def _first_id(tokenizer: Tokenizer, names: tuple[str, ...]) -> int:
+    """Return the id of the first token that the vocabulary has. Raises DataError if it has none."""
+    for name in names:
+        found = tokenizer.token_id(name)
+        if found is not None:
+            return found
+    raise DataError(
+        f"the vocabulary has none of {', '.join(names)}, and `objective: masked_lm` needs one; use a vocabulary of "
+        "BERT, or train one (tools/train_tokenizer.py --kind wordpiece)"
+    )
+
+
 class Masked(NamedTuple):
-    """A sample with masked tokens.
+    """Sample with masked tokens.
 
     Attributes:
-        tokens: The ids, of which some are replaced, int64 [n].
+        tokens: Ids of the sample, some of which are replaced, int64 [n].
         positions: Positions of the tokens to predict, ascending, int64 [predictions].
-        ids: Their original ids, int64 [predictions].
+        ids: Original ids of the tokens to predict, int64 [predictions].
     """
 
     tokens: np.ndarray
@@ -78,43 +84,64 @@ def mask_tokens(
     most: int,
     whole_words: bool,
 ) -> Masked:
-    """Choose the tokens of a sample that are to be predicted, and replace them.
+    """Choose the tokens of a sample to predict, and replace most of them.
 
-    `share` of the tokens are chosen, at least one and at most `most`, never [CLS] or [SEP]. Of these 80 % become
-    [MASK], 10 % stay, and 10 % become random ids. With `whole_words` the pieces of a word are chosen together; a word
-    for which no room is left is passed over.
+    Of the chosen tokens, 80 % become [MASK], 10 % become random ids, and 10 % are kept. [CLS] and [SEP] are never
+    chosen.
 
     Args:
         tokens: Ids of the sample without padding, int64 [n].
-        vocabulary: The vocabulary.
+        vocabulary: Vocabulary of the ids.
         random: Source of the draws.
-        share: Share of the tokens, special ones counted.
-        most: Most predictions.
-        whole_words: Whether words are masked as a whole.
+        share: Share of all tokens to choose, but at least one token.
+        most: Largest number of tokens to choose.
+        whole_words: Whether all pieces of a word are chosen together.
     """
-    may = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
+    candidates = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
     wanted = min(most, max(1, round(share * len(tokens))))
     if whole_words:
-        # A piece belongs to the word before it only where it follows it at once.
-        follows = vocabulary.continues[tokens[may]] & (np.diff(may, prepend=-2) == 1)
-        word = np.cumsum(~follows) - 1
-        sizes = np.bincount(word)
-        order = random.permutation(len(sizes))
-        chosen, room = np.zeros(len(sizes), bool), wanted
-        for number in order.tolist():
-            if sizes[number] <= room:
-                chosen[number] = True
-                room -= int(sizes[number])
-                if not room:
-                    break
-        positions = may[chosen[word]]
+        positions = _choose_words(tokens, candidates, vocabulary, random, wanted)
     else:
-        positions = np.sort(random.permutation(may)[:wanted])
+        positions = np.sort(random.permutation(candidates)[:wanted])
     ids = tokens[positions]
-    draw = random.random(len(positions))
-    replaced = np.where(draw < _MASKED, vocabulary.mask, ids)
-    free = draw >= _MASKED + _KEPT
-    replaced[free] = random.integers(vocabulary.size, size=len(positions))[free]
+    draws = random.random(len(positions))
+    replaced = np.where(draws < _MASKED_SHARE, vocabulary.mask, ids)
+    is_random = draws >= _MASKED_SHARE + _KEPT_SHARE
+    replaced[is_random] = random.integers(vocabulary.size, size=len(positions))[is_random]
     masked = tokens.copy()
     masked[positions] = replaced
     return Masked(masked, positions, ids)
+
+
+def _choose_words(
+    tokens: np.ndarray,
+    candidates: np.ndarray,
+    vocabulary: MaskingVocabulary,
+    random: np.random.Generator,
+    wanted: int,
+) -> np.ndarray:
+    """Choose the tokens of whole words. A word that has more tokens than are still wanted is skipped.
+
+    Args:
+        tokens: Ids of the sample.
+        candidates: Positions that may be chosen, ascending [candidates].
+        vocabulary: Vocabulary of the ids.
+        random: Source of the order in which words are tried.
+        wanted: Number of tokens to choose.
+
+    Returns:
+        Chosen positions, ascending.
+    """
+    # A piece continues a word only if it directly follows a piece of the word.
+    continues = vocabulary.continues[tokens[candidates]] & (np.diff(candidates, prepend=-2) == 1)
+    words = np.cumsum(~continues) - 1  # number of the word of each candidate
+    sizes = np.bincount(words)
+    is_chosen = np.zeros(len(sizes), bool)
+    room = wanted
+    for word in random.permutation(len(sizes)).tolist():
+        if sizes[word] <= room:
+            is_chosen[word] = True
+            room -= int(sizes[word])
+            if not room:
+                break
+    return candidates[is_chosen[words]]

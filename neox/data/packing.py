@@ -1,6 +1,6 @@
-"""Samples of whole documents: one or several to a sample, padded (`pack_impl` other than `packed`).
+"""Samples of whole documents and padding (`pack_impl: pack_until_overflow` and `unpacked`).
 
-The draws are later gpt-neox's: of the samples, and of the documents in each pass over them.
+Samples and the documents of each pass are shuffled by the same draws as in later versions of gpt-neox.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from neox.errors import DataError
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents make samples.
+    """The way documents become samples.
 
     Attributes:
-        impl: `packed` joins and cuts documents, `pack_until_overflow` puts as many whole documents into a sample as
-            fit, `unpacked` puts one into each.
-        allow_chopped: Whether a document longer than a sample is cut at its end; otherwise it is left out.
+        impl: Kind of packing. `packed` joins documents and cuts the result into samples, `pack_until_overflow` fills a
+            sample with whole documents until the next one does not fit, and `unpacked` puts one document in a sample.
+        allow_chopped: Whether the end of a document longer than a sample is cut off. Otherwise the document is left
+            out.
     """
 
     impl: PackImpl = "packed"
@@ -37,56 +38,69 @@ class Packing:
 def usable_documents(
     indexed: IndexedDataset, labels: IndexedDataset | None, documents: range, seq_length: int, *, allow_chopped: bool
 ) -> np.ndarray:
-    """Return which documents can be a sample: short enough where they may not be cut, with a token to predict.
+    """Return which documents can be in a sample.
+
+    A usable document has a token to predict. If documents may not be cut, it is not longer than a sample.
 
     Args:
-        indexed: The token dataset.
-        labels: Its labels; None counts every token.
-        documents: Documents to use.
-        seq_length: Tokens of a sample's input.
+        indexed: Token dataset.
+        labels: Labels of its tokens. By default every token is predicted.
+        documents: Numbers of the documents to use.
+        seq_length: Number of tokens of a sample's input.
         allow_chopped: Whether longer documents are cut.
 
     Returns:
-        Whether each is usable, bool [documents].
+        Whether each document is usable, bool [documents].
 
     Raises:
-        DataError: If none is.
+        DataError: If no document is usable.
     """
     sizes = np.asarray(indexed.sizes[documents.start : documents.stop])
-    usable = sizes > 1 if allow_chopped else (sizes > 1) & (sizes <= seq_length + 1)
+    usable = sizes > 1
+    if not allow_chopped:
+        usable &= sizes <= seq_length + 1
     if labels is not None:
-        usable &= _labelled(labels, seq_length)[documents.start : documents.stop]
-    if not usable.any():
-        cause = "" if labels is None else f", and no label within {seq_length + 1} tokens that {labels.prefix} counts"
-        long = "" if allow_chopped else f" of at most seq_length + 1 = {seq_length + 1} tokens (allow_chopped is false)"
-        raise DataError(
-            f"{indexed.prefix}: documents {documents.start} to {documents.stop} hold no document{long} with two tokens"
-            f"{cause}: use other data, a longer seq_length or `pack_impl: packed`"
-        )
-    return usable
+        usable &= _has_predicted_token(labels, seq_length)[documents.start : documents.stop]
+    if usable.any():
+        return usable
+    wanted = "a document with at least two tokens"
+    if not allow_chopped:
+        wanted += f" and at most seq_length + 1 = {seq_length + 1} (allow_chopped is false)"
+    if labels is not None:
+        wanted += f", one of which {labels.prefix} does not ignore"
+    raise DataError(
+        f"{indexed.prefix}: documents {documents.start} to {documents.stop} have no sample, because each needs "
+        f"{wanted}; use other data, a longer seq_length or `pack_impl: packed`"
+    )
 
 
-def _labelled(labels: IndexedDataset, seq_length: int) -> np.ndarray:
-    """Return whether each document counts a token after its first, within a sample, bool [documents]."""
+def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
+    """Return, for each document, whether a sample of it has a token to predict, bool [documents].
+
+    These are the tokens after the first one and up to the end of the sample.
+    """
     result = np.empty(len(labels), dtype=bool)
     for first, sizes, ids in labels.pieces():
-        before = np.concatenate([[0], np.cumsum(ids >= 0, dtype=np.int64)])  # counted tokens before each
+        predicted_before = np.concatenate([[0], np.cumsum(ids >= 0, dtype=np.int64)])  # before each token
         ends = np.cumsum(sizes, dtype=np.int64)
         begins = ends - sizes
-        second, last = np.minimum(begins + 1, ends), np.minimum(begins + seq_length + 1, ends)
-        result[first : first + len(sizes)] = before[last] > before[second]
+        second_tokens = np.minimum(begins + 1, ends)
+        sample_ends = np.minimum(begins + seq_length + 1, ends)
+        result[first : first + len(sizes)] = predicted_before[sample_ends] > predicted_before[second_tokens]
     return result
 
 
 def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
-    """Count the padded samples of usable documents of these sizes, in this order."""
+    """Return the number of padded samples that usable documents of given sizes make, in the given order."""
     if impl == "unpacked":
         return len(sizes)
-    samples = left = 0
+    samples = 0
+    room = 0  # in the last sample
     for size in sizes.tolist():
-        if not samples or size > left:
-            samples, left = samples + 1, seq_length + 1
-        left -= size
+        if not samples or size > room:
+            samples += 1
+            room = seq_length + 1
+        room -= size
     return samples
 
 
@@ -100,16 +114,18 @@ def build_padded_maps(
     seq_length: int,
     seed: int,
 ) -> IndexMaps:
-    """Build the index maps of padded samples; sample i is the documents from entry sample_map[i, 0] to the next one's.
+    """Build the index maps of padded samples.
+
+    Sample i consists of the documents `document_map[a:b]` with a = `sample_map[i, 0]` and b = `sample_map[i + 1, 0]`.
 
     Args:
-        sizes: Tokens of every sequence of the dataset.
-        documents: Sequences to use.
-        usable: Which of them, from `usable_documents`.
+        sizes: Number of tokens of every sequence of the dataset [sequences].
+        documents: Numbers of the sequences to use.
+        usable: Which of them are usable, from `usable_documents` [documents].
         impl: `pack_until_overflow` or `unpacked`.
-        num_samples: Samples that the run reads; as many are made, over several passes if needed.
-        seq_length: Tokens of a sample's input.
-        seed: Of the shuffles.
+        num_samples: Number of samples that the run reads. So many are made, in several passes if needed.
+        seq_length: Number of tokens of a sample's input.
+        seed: Seed of the shuffles.
     """
     samples = max(1, num_samples)
     random = np.random.RandomState(seed)
@@ -128,15 +144,24 @@ def build_padded_maps(
 def _until_overflow(
     sizes: np.ndarray, usable: np.ndarray, samples: int, room: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fill samples with documents in random order; one that does not fit begins the next sample.
+    """Fill samples with documents in random order. A document that does not fit begins the next sample.
+
+    Args:
+        sizes: Number of tokens of each document.
+        usable: Which documents are usable.
+        samples: Number of samples to make.
+        room: Number of tokens of a sample.
+        random: Source of the shuffles.
 
     Returns:
-        Documents in the order of samples, and the entry where each sample begins and the last one ends [samples + 1].
+        The documents in the order of samples, and the entries where samples begin; the last one is the end of the last
+        sample [samples + 1].
     """
-    order, tokens = np.arange(len(sizes)), sizes.tolist()
+    order = np.arange(len(sizes))
+    tokens = sizes.tolist()
     entries: list[int] = []
     starts: list[int] = []
-    left = 0
+    left = 0  # room in the last sample
     while True:
         random.shuffle(order)
         for document in order[usable[order]].tolist():
@@ -147,3 +172,29 @@ def _until_overflow(
                     return np.array(entries), np.array(starts)
             entries.append(document)
             left -= tokens[document]
+
+
+def padded_rows(
+    source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, width: int, padding: int, dtype: np.dtype
+) -> np.ndarray:
+    """Return samples of whole documents.
+
+    Args:
+        source: Tokens, or their labels.
+        maps: Index maps from `build_padded_maps`.
+        samples: Numbers of the samples in `sample_map` [n].
+        width: Number of tokens of a sample. What does not fit is cut off.
+        padding: Value after the last document.
+        dtype: Dtype of the rows.
+
+    Returns:
+        Rows [n, width].
+    """
+    rows = np.full((len(samples), width), padding, dtype=dtype)
+    firsts = maps.sample_map[samples, 0].tolist()
+    ends = maps.sample_map[samples + 1, 0].tolist()
+    for row, first, end in zip(rows, firsts, ends, strict=True):
+        documents = maps.document_map[first:end].tolist()
+        ids = np.concatenate([source[document] for document in documents])
+        row[: len(ids)] = ids[:width]
+    return rows

@@ -1,7 +1,8 @@
-"""Sidecar of a dataset (`PREFIX.json`), and the checks of datasets against a run's tokenizer.
+"""Sidecar of a dataset (`PREFIX.json`), and checks that a dataset fits a run.
 
 Our tools write the sidecar. It names the tokenizer that produced the ids, so that training can refuse another one.
-Datasets of other tools have none; then only their ids are checked, batch by batch. No torch: a dry run imports this.
+Datasets of other tools have no sidecar. Then only their ids are checked, batch by batch. A dry run imports this module,
+so it does not import torch.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ class Sidecar:
     """Description of a dataset.
 
     Attributes:
-        tokenizer_type: NeoX's name of the tokenizer.
-        tokenizer_hash: `Tokenizer.content_hash` as `build_tokenizer` gives it for the same files without options.
+        tokenizer_type: NeoX's name of the tokenizer type.
+        tokenizer_hash: `Tokenizer.content_hash` of the tokenizer, built from the same files without options.
         vocab_size: Number of ids of the tokenizer.
-        eod: Its end-of-document id.
+        eod: End-of-document id of the tokenizer.
         append_eod: Whether each document ends with `eod`.
         documents: Number of documents.
         tokens: Number of tokens.
-        max_id: Largest id, -1 without tokens.
-        inputs: Files the dataset was made from.
-        settings: Options that determined its bytes.
-        crc32: Checksum of the `.bin`, compared by `verify_dataset` only; None if unknown.
-        format: Version of this file.
+        max_id: Largest id; -1 if there are no tokens.
+        inputs: Paths of the files from which the dataset was made.
+        settings: Options that determined the bytes of the dataset.
+        crc32: Checksum of the `.bin`; None if it is not known. Only the command `dataset.py verify` compares it.
+        format: Version of the sidecar's format.
     """
 
     tokenizer_type: str
@@ -60,12 +61,12 @@ class Sidecar:
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Write `PREFIX.json` atomically; to be called after the builder's `finalize`."""
+    """Write `PREFIX.json` atomically. The builder's `finalize` removes an old one, so call this after it."""
     write_text(json_path(prefix), json.dumps(asdict(sidecar), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """Read `PREFIX.json`; None if it does not exist. Raises DataError if it cannot be read."""
+    """Return the content of `PREFIX.json`, or None if there is no such file. Raises DataError if it is damaged."""
     path = json_path(prefix)
     if not path.exists():
         return None
@@ -73,7 +74,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         fields = json.loads(path.read_text(encoding="utf-8"))
         sidecar = Sidecar(**fields)
         numbers = (sidecar.vocab_size, sidecar.eod, sidecar.documents, sidecar.tokens, sidecar.max_id, sidecar.format)
-        if not all(isinstance(n, int) for n in numbers) or not isinstance(sidecar.tokenizer_hash, str):
+        if not all(isinstance(number, int) for number in numbers) or not isinstance(sidecar.tokenizer_hash, str):
             raise TypeError("a field has the wrong type")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
@@ -85,15 +86,15 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
 
 
 def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str | None) -> Sidecar | None:
-    """Check that a dataset was made with the run's tokenizer, and that its sidecar describes it.
+    """Check that a dataset was made with the tokenizer of the run, and that its sidecar describes it.
 
     Args:
-        indexed: The dataset.
+        indexed: Dataset to check.
         vocab_size: Number of ids of the run's tokenizer, before padding.
-        tokenizer_hash: `content_hash` of the run's tokenizer; None skips this comparison.
+        tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out this comparison.
 
     Returns:
-        The sidecar; None, with a log line, if there is none.
+        The sidecar; None if there is none, which is logged.
 
     Raises:
         DataError: If the tokenizers differ, or the sidecar belongs to other data.
@@ -103,7 +104,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
         _log.info("%s has no .json, so its tokenizer cannot be checked, only its ids", indexed.prefix)
         return None
     path = json_path(indexed.prefix)
-    if (sidecar.documents, sidecar.tokens) != (indexed.num_documents, indexed.num_tokens):
+    if sidecar.documents != indexed.num_documents or sidecar.tokens != indexed.num_tokens:
         raise DataError(
             f"{path} describes {sidecar.documents:,} documents with {sidecar.tokens:,} tokens, but "
             f"{idx_path(indexed.prefix)} has {indexed.num_documents:,} with {indexed.num_tokens:,}: they are from "
@@ -114,22 +115,23 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
 
 
 def check_labels(indexed: IndexedDataset, labels: IndexedDataset) -> None:
-    """Raise DataError if labels do not have the sequences of a dataset, each with as many tokens."""
+    """Raise DataError if labels do not have the same sequences, with the same numbers of tokens, as a dataset."""
     if len(indexed) != len(labels):
-        what = f"{len(labels):,} sequences, and the data has {len(indexed):,}"
-    elif (differs := np.flatnonzero(np.asarray(indexed.sizes) != labels.sizes)).size:
-        first = int(differs[0])
-        what = f"{labels.sizes[first]:,} tokens in sequence {first:,}, and the data has {indexed.sizes[first]:,}"
+        difference = f"{len(labels):,} sequences, and the data has {len(indexed):,}"
     else:
-        return
+        different = np.flatnonzero(np.asarray(indexed.sizes) != labels.sizes)
+        if not different.size:
+            return
+        first = int(different[0])
+        difference = f"{labels.sizes[first]:,} tokens in sequence {first:,}, and the data has {indexed.sizes[first]:,}"
     raise DataError(
-        f"{labels.prefix} are not the labels of {indexed.prefix}: they have {what}; name the file of labels that was "
+        f"{labels.prefix} are not the labels of {indexed.prefix}: they have {difference}; give the labels that were "
         "made with the data"
     )
 
 
 def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hash: str | None) -> None:
-    """Raise DataError if a sidecar names another tokenizer than the run's; arguments as in `check_fits`."""
+    """Raise DataError if a sidecar names another tokenizer than that of the run. Arguments as for `check_fits`."""
     if tokenizer_hash is not None and sidecar.tokenizer_hash != tokenizer_hash:
         raise DataError(
             f"{prefix} was made with another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
@@ -144,23 +146,23 @@ def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, to
 
 
 def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
-    """Return the sidecar of concatenated datasets, without checksum. Raises DataError if their tokenizers differ."""
-    first = sidecars[0]
+    """Return the sidecar of joined datasets, without checksum. Raises DataError if their tokenizers differ."""
+    joined = replace(sidecars[0], crc32=None)
     for other in sidecars[1:]:
-        if other.tokenizer_hash != first.tokenizer_hash:
+        if other.tokenizer_hash != joined.tokenizer_hash:
             raise DataError(
-                f"datasets made with different tokenizers cannot be joined: {first.tokenizer_type} "
-                f"{first.tokenizer_hash[:12]} and {other.tokenizer_type} {other.tokenizer_hash[:12]}"
+                f"datasets made with different tokenizers cannot be joined: {joined.tokenizer_type} "
+                f"{joined.tokenizer_hash[:12]} and {other.tokenizer_type} {other.tokenizer_hash[:12]}"
             )
-    return replace(
-        first,
-        append_eod=all(sidecar.append_eod for sidecar in sidecars),
-        documents=sum(sidecar.documents for sidecar in sidecars),
-        tokens=sum(sidecar.tokens for sidecar in sidecars),
-        max_id=max(sidecar.max_id for sidecar in sidecars),
-        inputs=tuple(name for sidecar in sidecars for name in sidecar.inputs),
-        crc32=None,
-    )
+        joined = replace(
+            joined,
+            append_eod=joined.append_eod and other.append_eod,
+            documents=joined.documents + other.documents,
+            tokens=joined.tokens + other.tokens,
+            max_id=max(joined.max_id, other.max_id),
+            inputs=joined.inputs + other.inputs,
+        )
+    return joined
 
 
 def data_problems(
@@ -172,38 +174,51 @@ def data_problems(
     *,
     open_files: bool,
 ) -> list[tuple[str, str]]:
-    """Return why a run cannot use its datasets; missing files are not reported here.
+    """Find the datasets that a run cannot use. Missing files are not reported here.
 
     Args:
-        prefixes: Prefix of each dataset -> the configuration key that names it.
-        labelled: Prefix of labels -> that of the dataset whose labels they are.
+        prefixes: Prefixes of the datasets, and the configuration key that names each.
+        labelled: Prefixes of label files, and the prefix of the dataset to which each belongs.
         data: Data section of the configuration.
-        seq_length: Tokens of a sample's input.
-        tokenizer: The run's tokenizer.
-        open_files: Whether to read each `.idx` too, which takes a moment for very many documents.
+        seq_length: Number of tokens of a sample's input.
+        tokenizer: Tokenizer of the run.
+        open_files: Whether each `.idx` is read too. This takes some time for very many documents.
 
     Returns:
-        (configuration key, problem) of each dataset that does not fit.
+        Configuration key and problem of each dataset that does not fit.
     """
-    size, digest = tokenizer.vocab_size, tokenizer.content_hash
     problems = []
     for prefix, key in prefixes.items():
         if not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
             continue
         try:
             if open_files:
-                opened = IndexedDataset(prefix, data.data_impl)
-                check_fits(opened, vocab_size=size, tokenizer_hash=digest)
-                texts = opened
-                labels: IndexedDataset | None = None
-                if prefix in labelled and idx_path(labelled[prefix]).is_file():
-                    texts, labels = IndexedDataset(labelled[prefix], data.data_impl), opened
-                    check_labels(texts, labels)
-                if data.pack_impl != "packed" and seq_length is not None:
-                    everything = range(len(texts))
-                    usable_documents(texts, labels, everything, seq_length, allow_chopped=data.allow_chopped)
-            elif (sidecar := read_sidecar(prefix)) is not None:
-                check_tokenizer(sidecar, prefix, vocab_size=size, tokenizer_hash=digest)
+                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer)
+            else:
+                _check_sidecar(prefix, tokenizer)
         except DataError as error:
             problems.append((key, str(error)))
     return problems
+
+
+def _check_sidecar(prefix: str, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the sidecar of a dataset, if any, names another tokenizer."""
+    sidecar = read_sidecar(prefix)
+    if sidecar is not None:
+        check_tokenizer(sidecar, prefix, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+
+
+def _check_dataset(
+    prefix: str, labelled: str | None, data: DataConfig, seq_length: int | None, tokenizer: Tokenizer
+) -> None:
+    """Raise DataError if a run cannot use a dataset. `labelled` is the dataset whose labels it holds, if any."""
+    texts = IndexedDataset(prefix, data.data_impl)
+    labels = None
+    check_fits(texts, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+    if labelled is not None and idx_path(labelled).is_file():
+        labels = texts
+        texts = IndexedDataset(labelled, data.data_impl)
+        check_labels(texts, labels)
+    if data.pack_impl != "packed" and seq_length is not None:
+        documents = range(len(texts))
+        usable_documents(texts, labels, documents, seq_length, allow_chopped=data.allow_chopped)
