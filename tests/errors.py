@@ -17,6 +17,6 @@ def raises_naming(kind: type[NeoXError], *names: str | Path | int) -> Iterator[N
     with pytest.raises(kind) as caught:
         yield
     message = str(caught.value)
-    assert "\n" not in message
+    assert "\n" not in message, message
     for name in names:
-        assert str(name) in message
+        assert str(name) in message, message

@@ -14,6 +14,7 @@ from neox.data.build import SampleCounts, build_data_iterators, build_datasets, 
 from neox.errors import DataError
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
+from tests.errors import raises_naming
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUN = GOLDEN / "v2_pp1_mp1_dp1_fp32" / "v2_pp1_mp1_dp1_fp32.yml"
@@ -56,7 +57,7 @@ def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
     iterator = BatchIterator(sets.train, 1, num_workers=0)
     for _ in range(37):
         next(iterator)
-    assert "beginning again" not in caplog.text
+    assert not caplog.records
     assert iterator.position == len(sets.train) + 1 == 37
 
 
@@ -87,31 +88,31 @@ def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_
     assert build_data_iterators(plan).train is not None
     assert (tmp_path / "index_maps").is_dir()
     write_sidecar(prefix, dataclasses.replace(sidecar, tokenizer_hash="another"))
-    with pytest.raises(DataError, match=r"made with another tokenizer.*preprocess the data again"):
+    with raises_naming(DataError, prefix, "vocab_file"):
         build_data_iterators(plan)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"tokenizer_hash": "other"}, "made with another tokenizer"),
-        ({"documents": 29}, "from different runs"),
-        ({"max_id": 50}, "holds token id 50, but the tokenizer has 50 ids"),
-        ({"format": 2}, "has format 2"),
+        ({"tokenizer_hash": "other"}, ("other", "vocab_file")),
+        ({"documents": 29}, ("x.json", 29, 30)),
+        ({"max_id": 50}, ("token id 50", "vocab_file")),
+        ({"format": 2}, ("x.json", "format 2")),
     ],
 )
-def test_data_that_does_not_fit_the_run_is_refused(prefix, change, message):
+def test_data_that_does_not_fit_the_run_is_refused(prefix, change, names):
     write_sidecar(prefix, SIDECAR)
     build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
     write_sidecar(prefix, dataclasses.replace(SIDECAR, **change))
-    with pytest.raises(DataError, match=message):
+    with raises_naming(DataError, *names):
         build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"tokens": 3}', '{"format": 1, "unknown": 2}'])
 def test_a_damaged_sidecar_is_refused(prefix, text):
     Path(f"{prefix}.json").write_text(text)
-    with pytest.raises(DataError, match="is not a readable sidecar"):
+    with raises_naming(DataError, f"{prefix}.json"):
         read_sidecar(prefix)
 
 
@@ -138,12 +139,12 @@ def test_blends_by_weight_and_by_documents(prefix, tmp_path):
     by_documents = build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES).train
     assert np.bincount(by_documents.dataset_index[:100]).tolist() == [50, 50]  # 0.25 * 0.75 and 0.75 * 0.25
     data = data.model_copy(update={"weight_by_num_documents": False, "train_data_weights": (1.0,)})
-    with pytest.raises(DataError, match="train_data_weights has 1 weights for 2"):
+    with raises_naming(DataError, "train_data_weights", "train_data_paths"):
         build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES)
 
 
 def test_no_data_path_and_no_documents_to_train_on(prefix, tmp_path):
-    with pytest.raises(DataError, match=r'set "data_path".*preprocess_data\.py'):
+    with raises_naming(DataError, "data_path", "preprocess_data.py"):
         build_datasets(DataConfig(), SampleCounts(5, 0, 0), **RUN_SIZES)
-    with pytest.raises(DataError, match="no documents to train on"):
+    with raises_naming(DataError, "split"):
         build_data_iterators(golden_plan("split=0,1,1"), cache_dir=tmp_path)

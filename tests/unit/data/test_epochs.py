@@ -10,6 +10,7 @@ from neox.data.gpt_dataset import GPTDataset
 from neox.data.index_maps import count_epochs
 from neox.data.packing import Packing
 from neox.errors import DataError
+from tests.errors import raises_naming
 
 
 @pytest.fixture
@@ -45,5 +46,5 @@ def test_samples_of_whole_documents(prefix, impl, samples):
 
 
 def test_data_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="not found"):
+    with raises_naming(DataError, tmp_path / "none"):
         samples_of_epochs(DataConfig(data_path=str(tmp_path / "none")), 8, 1)

@@ -9,6 +9,7 @@ from neox.data import BlendedDataset, GPTDataset, IndexedDataset, IndexedDataset
 from neox.data.blend import blend_indices, normalized, samples_of_each, weights_by_documents
 from neox.data.gpt_dataset import split_documents
 from neox.errors import ConfigError, DataError
+from tests.errors import raises_naming
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "small_text_document"
 
@@ -42,10 +43,10 @@ def test_unfit_documents_are_refused(tmp_path):
         builder.add_documents(np.arange(10), [5, 5])
     data = IndexedDataset(tmp_path / "x")
     assert len(GPTDataset(data, range(2), 0, 4, seed=0)) == 1
-    with pytest.raises(DataError, match="fewer than seq_length \\+ 1 = 11"):
+    with raises_naming(DataError, data.prefix, "seq_length", 11):
         GPTDataset(data, range(2), 0, 10, seed=0)
     for documents in (range(0), range(1, 3), range(0, 2, 2)):
-        with pytest.raises(DataError, match="has 2 documents"):
+        with raises_naming(DataError, data.prefix, documents):
             GPTDataset(data, documents, 1, 4, seed=0)
 
 
@@ -88,7 +89,7 @@ def test_a_blend_reads_its_parts_and_begins_again_where_one_ends(tmp_path):
         np.testing.assert_array_equal(blend[i], part[number if number < part.num_samples else number % len(part)])
     again = BlendedDataset(parts, [9, 1], tmp_path / "maps")
     assert (again.dataset_index == blend.dataset_index).all()
-    with pytest.raises(DataError, match="a weight for each"):
+    with pytest.raises(DataError):
         BlendedDataset(parts, [1])
 
 
@@ -111,7 +112,7 @@ def test_split_is_neoxs(split, documents, expected):
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2,3", "nan,1,1", "inf"])
 def test_a_senseless_split_is_refused(split):
-    with pytest.raises(ConfigError, match="split: "):
+    with raises_naming(ConfigError, f"split: {split}"):
         split_documents(split, 10)
 
 
@@ -124,5 +125,5 @@ def test_weights_follow_neoxs_formulas():
     np.testing.assert_allclose(weights_by_documents(counts, alpha), expected / expected.sum(), rtol=1e-12)
     assert weights_by_documents([5], alpha) == [1.0]
     for bad in ([], [0, 0], [-1, 2]):
-        with pytest.raises(DataError, match="weights of a blend"):
+        with raises_naming(DataError, bad):
             normalized(bad)

@@ -8,6 +8,7 @@ import pytest
 
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.errors import DataError
+from tests.errors import raises_naming
 
 
 @pytest.fixture(params=["mmap", "cached"])
@@ -76,7 +77,7 @@ def test_a_bin_of_the_wrong_length_is_refused(prefix, change):
     data = Path(f"{prefix}.bin")
     raw = data.read_bytes()
     data.write_bytes(raw[:change] if change < 0 else raw + b"\0" * change)
-    with pytest.raises(DataError, match="truncated or from another run"):
+    with raises_naming(DataError, data, f"{prefix}.idx"):
         IndexedDataset(prefix)
 
 
@@ -84,34 +85,34 @@ def test_an_empty_bin_or_idx_is_refused(prefix):
     index = Path(f"{prefix}.idx")
     raw = index.read_bytes()
     index.write_bytes(b"")
-    with pytest.raises(DataError, match="is not a token index"):
+    with raises_naming(DataError, index):
         IndexedDataset(prefix)
     index.write_bytes(raw)
     Path(f"{prefix}.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="has 0 bytes"):
+    with raises_naming(DataError, f"{prefix}.bin"):
         IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize(
-    ("at", "replacement", "message"),
+    ("at", "replacement", "name"),
     [
-        (0, b"PK\x03\x04", "is not a token index"),
-        (9, struct.pack("<Q", 2), "format version 2"),
-        (17, b"\x06", "floating-point"),
-        (17, b"\x63", "unknown dtype code 99"),
-        (18, struct.pack("<Q", 2**62), "its header announces"),
-        (34, struct.pack("<i", -5), "negative size"),
-        (34 + 4 * 40 + 8 * 3, struct.pack("<q", 1), "sequence 3 points at 1"),
-        (34 + 12 * 40, struct.pack("<q", 1), "does not run from 0"),
-        (34 + 12 * 40 + 8 * 5, struct.pack("<q", 39), "falls near"),
+        (0, b"PK\x03\x04", "PK"),
+        (9, struct.pack("<Q", 2), "version 2"),
+        (17, b"\x06", "code 6"),
+        (17, b"\x63", "code 99"),
+        (18, struct.pack("<Q", 2**62), 842),  # bytes of the file
+        (34, struct.pack("<i", -5), "sequence 0"),
+        (34 + 4 * 40 + 8 * 3, struct.pack("<q", 1), "sequence 3"),
+        (34 + 12 * 40, struct.pack("<q", 1), "document index"),
+        (34 + 12 * 40 + 8 * 5, struct.pack("<q", 39), "document index"),
     ],
 )
-def test_each_part_of_an_mmap_index_is_checked(tmp_path, at, replacement, message):
+def test_each_part_of_an_mmap_index_is_checked(tmp_path, at, replacement, name):
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         builder.add_documents(np.arange(200), [5] * 40)
     index = tmp_path / "x.idx"
     raw = bytearray(index.read_bytes())
     raw[at : at + len(replacement)] = replacement
     index.write_bytes(raw)
-    with pytest.raises(DataError, match=message):
+    with raises_naming(DataError, index, name):
         IndexedDataset(tmp_path / "x")

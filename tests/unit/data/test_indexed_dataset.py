@@ -10,6 +10,7 @@ import pytest
 
 from neox.data import IndexedDataset, IndexedDatasetBuilder, best_dtype, merge_datasets
 from neox.errors import DataError
+from tests.errors import raises_naming
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "small_text_document"
 
@@ -67,7 +68,7 @@ def test_an_interrupted_build_continues_where_it_was(tmp_path):
         assert builder.progress["max_id"] == data.tokens.max()
     assert builder.progress["crc32"] == zlib.crc32(Path(f"{GOLDEN}.bin").read_bytes())
     assert same_bytes(tmp_path / "x")
-    with pytest.raises(DataError, match="fewer than"):
+    with raises_naming(DataError, tmp_path / "x.bin.partial"):
         IndexedDatasetBuilder(tmp_path / "x", np.uint16, resume=state)
 
 
@@ -98,23 +99,23 @@ def test_cached_layout_has_fairseqs_bytes(tmp_path):
     arrays = np.array([0, 1, 2, 0, 2, 3, 2, 1, 0, 1, 2], dtype="<i8").tobytes()  # dimensions, offsets, sizes, documents
     assert (tmp_path / "x.idx").read_bytes() == b"TNTIDX\0\0" + header + arrays
     assert IndexedDataset(tmp_path / "x", "lazy").layout == "cached"
-    with pytest.raises(DataError, match='"data_impl" is "mmap"'):
+    with raises_naming(DataError, tmp_path / "x.idx", "data_impl"):
         IndexedDataset(tmp_path / "x", "mmap")
 
 
 @pytest.mark.parametrize(
-    ("ids", "lengths", "message"),
+    ("ids", "lengths", "name"),
     [
-        ([70000], [1], "70000 does not fit uint16"),
-        ([-1], [1], "-1 does not fit"),
-        ([1, 2], [1], "add up to 1 for 2"),
-        ([1, 2], [3, -1], "add up"),
-        ([1.5], [1], "integer array"),
+        ([70000], [1], "70000"),
+        ([-1], [1], "-1"),
+        ([1, 2], [1], "1 for 2"),
+        ([1, 2], [3, -1], "2 for 2"),
+        ([1.5], [1], "float64"),
     ],
 )
-def test_ids_and_lengths_are_checked(tmp_path, ids, lengths, message):
+def test_ids_and_lengths_are_checked(tmp_path, ids, lengths, name):
     builder = IndexedDatasetBuilder(tmp_path / "x", np.uint16)
-    with pytest.raises(DataError, match=message):
+    with raises_naming(DataError, tmp_path / "x", name):
         builder.add_documents(np.array(ids), lengths)
     builder.discard()
     assert not list(tmp_path.iterdir())
@@ -127,7 +128,7 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
     builder = IndexedDatasetBuilder(tmp_path / "x", np.uint16)
     builder.add_document([1, 2])
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match=r"x cannot be written: No space left on device"):
+    with raises_naming(DataError, tmp_path / "x", "No space left on device"):
         builder.finalize()
     assert not (tmp_path / "x.idx").exists()
 
@@ -137,20 +138,20 @@ def test_merging_refuses_what_does_not_go_together(tmp_path):
         with IndexedDatasetBuilder(tmp_path / name, dtype, impl=impl) as builder:
             builder.add_document([1])
     for other in ("b", "c"):
-        with pytest.raises(DataError, match="different kinds"):
+        with raises_naming(DataError, tmp_path / "a", tmp_path / other):
             merge_datasets([tmp_path / "a", tmp_path / other], tmp_path / "out")
-    with pytest.raises(DataError, match="both an input and the output"):
+    with raises_naming(DataError, tmp_path / "a"):
         merge_datasets([tmp_path / "a"], tmp_path / "a")
-    with pytest.raises(DataError, match="nothing to merge"):
+    with pytest.raises(DataError):
         merge_datasets([], tmp_path / "out")
 
 
 def test_missing_data_names_the_command_that_makes_it(tmp_path):
-    with pytest.raises(DataError, match=r"x\.idx and .*x\.bin not found.*preprocess_data\.py"):
+    with raises_naming(DataError, tmp_path / "x.idx", tmp_path / "x.bin", "preprocess_data.py"):
         IndexedDataset(tmp_path / "x")
     (tmp_path / "x.bin").write_bytes(b"")
     (tmp_path / "x.idx").mkdir()
-    with pytest.raises(DataError, match="not found"):
+    with raises_naming(DataError, tmp_path / "x.idx"):
         IndexedDataset(tmp_path / "x")
 
 

@@ -14,6 +14,7 @@ from neox.data.masked_batch import MaskedLMBatch
 from neox.data.masking import MaskingVocabulary, mask_tokens
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset, shorten
 from neox.errors import DataError
+from tests.errors import raises_naming
 
 PAD, CLS, SEP, MASK, SIZE = 0, 2, 3, 4, 1000
 FIRST = 10  # of the ids of text; those from 500 on continue a word
@@ -168,5 +169,5 @@ def test_merged_corpora_are_their_documents(tmp_path: Path) -> None:
 def test_documents_without_pairs_are_refused(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents(np.arange(20), [10, 10])
-    with pytest.raises(DataError, match="--split-sentences"):
+    with raises_naming(DataError, tmp_path / "data", "--split-sentences"):
         dataset(IndexedDataset(tmp_path / "data"))
