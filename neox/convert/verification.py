@@ -19,7 +19,7 @@ from neox.families import FAMILIES
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from neox.plan import AttentionImpl, RunPlan, resolve
-from neox.plan.architecture import ARCHITECTURE_KEYS
+from neox.plan.architecture_keys import ARCHITECTURE_KEYS
 from neox.tokenizer import Tokenizer
 
 # Keys of the model section that choose between kernels of the same function.

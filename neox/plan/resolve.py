@@ -19,7 +19,8 @@ from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
-from neox.plan.architecture import architecture_of, attention_impls, padded_vocabulary, with_adapters
+from neox.plan.architecture import architecture_of, padded_vocabulary, with_adapters
+from neox.plan.attention_config import attention_impls
 from neox.plan.batch import BatchPlan, ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.fp8 import fp8_problems

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from neox.config.keys import REPLACEABLE, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.base import OnlyWith, any_of, conditions_of
-from neox.plan.architecture import attention_impls, described_kinds
+from neox.plan.attention_config import attention_impls, described_kinds
 from neox.plan.rules.network import network_problems
 from neox.plan.rules.optimizer import optimizer_notes, optimizer_problems
 from neox.plan.rules.run import run_problems

@@ -9,7 +9,7 @@ from neox.architecture import ACTIVATIONS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.data import SPLITS
 from neox.errors import ConfigError
-from neox.plan.architecture import FLASH, attention_kinds
+from neox.plan.attention_config import FLASH, attention_kinds
 from neox.problems import Problem
 
 _DENSE = {"global", FLASH}

@@ -16,7 +16,8 @@ from neox.architecture import (
 )
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.architecture import FLASH, SLIDING_WINDOW, attention_kinds, rotated_dimensions, size_of_head
+from neox.plan.architecture_keys import rotated_dimensions, size_of_head
+from neox.plan.attention_config import FLASH, SLIDING_WINDOW, attention_kinds
 from neox.plan.mlp_width import mlp_width
 from neox.plan.rules.encoder import encoder_problems
 from neox.plan.stages import partition_problem

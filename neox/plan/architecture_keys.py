@@ -1,0 +1,416 @@
+"""Table of the YAML keys that each field of `Architecture` is read from, and written as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from neox.architecture import ACTIVATIONS, NORMS, Architecture, Pairs, rope_scaling_of, sparsity_of
+from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
+from neox.config.sections.model import SoftPromptSettings
+from neox.plan.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
+from neox.plan.mlp_width import mlp_width
+
+Keys = Mapping[str, Any]
+
+
+def _inexpressible(_: Architecture) -> Keys:
+    """Write nothing: the field has its default in every network that is written as keys."""
+    return {}
+
+
+@dataclass(frozen=True)
+class FieldKeys:
+    """How one field of `Architecture` is read from YAML keys, and written as keys.
+
+    Attributes:
+        keys: Keys that the field follows from.
+        read: Values of `keys`, in this order -> the field's value.
+        write: Network -> the keys that this field adds. Keys that would have their default anyway may be left out.
+        later: Those of `keys` that did not exist yet when older checkpoints were written; they had their defaults.
+    """
+
+    keys: tuple[str, ...]
+    read: Callable[..., Any]
+    write: Callable[[Architecture], Keys] = _inexpressible
+    later: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys without which a checkpoint says nothing about the field."""
+        return tuple(key for key in self.keys if key not in self.later)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _copy(key: str) -> FieldKeys:
+    """Return the row of a field that is the value of a key of the same name."""
+    return FieldKeys((key,), _same, lambda network: {key: getattr(network, key)})
+
+
+def _unless_default(key: str, value: Any, default: Any) -> Keys:
+    """Return a key with its value, or nothing if that is the key's default."""
+    return {} if value == default else {key: value}
+
+
+# Widths.
+
+_MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
+
+
+def size_of_head(hidden_size: int, heads: int, head_dim: int | None) -> int:
+    """Return the width of an attention head."""
+    return head_dim or hidden_size // heads
+
+
+def _write_head_dim(network: Architecture) -> Keys:
+    return _unless_default("head_dim", network.head_dim, network.hidden_size // network.num_attention_heads)
+
+
+def _write_mlp_width(network: Architecture) -> Keys:
+    if ACTIVATIONS[network.activation].width_factor > 1:
+        return {"mlp_width": network.mlp_width}  # what a gated width follows from depends on other keys
+    return _unless_default("mlp_width", network.mlp_width, 4 * network.hidden_size)
+
+
+# Activation and norms.
+
+_EPSILONS: Final = ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon")
+
+
+def _read_activation(name: str, fused: bool) -> str:
+    return "gelu_tanh" if fused and name == "gelu" else name
+
+
+def _write_activation(network: Architecture) -> Keys:
+    is_tanh = network.activation == "gelu_tanh"
+    return {"activation": "gelu" if is_tanh else network.activation, "bias_gelu_fusion": is_tanh}
+
+
+def _plain_norm(name: str) -> str:
+    """Return the norm that a norm of Transformer Engine computes; other norms are themselves."""
+    return TRANSFORMER_ENGINE_NORMS.get(name, name)
+
+
+def _read_epsilon(norm: str, *epsilons: float) -> float:
+    by_key = dict(zip(_EPSILONS, epsilons, strict=True))
+    return by_key[NORMS[_plain_norm(norm)].epsilon_key]
+
+
+def _write_epsilon(network: Architecture) -> Keys:
+    return {NORMS[network.norm].epsilon_key: network.norm_epsilon}
+
+
+def _read_qk_norm(neox: bool, name: str) -> str:
+    return "neox" if neox else name
+
+
+def _write_qk_norm(network: Architecture) -> Keys:
+    if network.qk_norm == "neox":
+        return {"use_qk_layernorm": True}
+    return _unless_default("qk_norm", network.qk_norm, "none")
+
+
+# Biases.
+
+
+def _read_qkv_bias(of_attention: bool, of_qkv: bool | None) -> bool:
+    return of_attention if of_qkv is None else of_qkv
+
+
+def _write_qkv_bias(network: Architecture) -> Keys:
+    return _unless_default("use_bias_in_qkv", network.qkv_bias, network.attention_output_bias)
+
+
+# Positions.
+
+
+def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int, head_dim: int | None) -> int:
+    """Return the dimensions of each head that are rotated: 0 without rotary positions."""
+    if positions != "rotary":
+        return 0
+    return int(size_of_head(hidden_size, heads, head_dim) * rotary_pct)
+
+
+def _with_positions(kind: str, absent: Any = 0) -> Callable[[str, Any], Any]:
+    """Return a function that reads a number which only one kind of positions has."""
+
+    def read(positions: str, value: Any) -> Any:
+        return value if positions == kind else absent
+
+    return read
+
+
+def _write_rotary_fraction(network: Architecture) -> Keys:
+    return {"rotary_pct": network.rotary_fraction} if network.positions == "rotary" else {}
+
+
+def _read_rotary_base(positions: str, base: int) -> float:
+    return float(base) if positions == "rotary" else 0.0
+
+
+def _write_rotary_base(network: Architecture) -> Keys:
+    return {"rotary_emb_base": int(network.rotary_base)} if network.positions == "rotary" else {}
+
+
+def _read_rope_scaling(positions: str, scaling: Keys | None) -> Pairs:
+    return rope_scaling_of(scaling) if positions == "rotary" else ()
+
+
+def _read_max_positions(longest: int | None, seq_length: int) -> int:
+    return longest or seq_length
+
+
+def _write_max_positions(network: Architecture) -> Keys:
+    return {"seq_length": network.max_length, "max_position_embeddings": network.max_positions}
+
+
+# Attention.
+
+
+def _write_attention(network: Architecture) -> Keys:
+    if set(network.attention) == {"global"}:
+        return {}
+    return {"attention_config": list(network.attention)}
+
+
+def _read_window(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> int:
+    if width is None or SLIDING_WINDOW not in paper_kinds(attention_config, num_layers, width):
+        return 0
+    return width
+
+
+def _read_sparsity(given: Keys | None, attention_config: Sequence[Any] | None, num_layers: int) -> Pairs:
+    return sparsity_of(set(attention_kinds(attention_config, num_layers)), given or {})
+
+
+def _write_sparsity(network: Architecture) -> Keys:
+    settings = {}
+    for name, value in network.sparsity:
+        setting = name.partition(".")[2]  # KIND.SETTING
+        settings[setting] = value
+    return {"sparsity_config": settings} if settings else {}
+
+
+def _read_gmlp_width(width: int, attention_config: Sequence[Any] | None, num_layers: int) -> int:
+    return width if "amlp" in attention_kinds(attention_config, num_layers) else 0
+
+
+# Multipliers (muP). No Hugging Face model has them, so they are not written.
+
+
+def _read_attention_scale(mup: bool, temperature: float, hidden_size: int, heads: int, head_dim: int | None) -> float:
+    if not mup:
+        return 0.0
+    return 1.0 / (size_of_head(hidden_size, heads, head_dim) * temperature)
+
+
+def _read_logit_multiplier(mup: bool, temperature: float, base_hidden_size: int, hidden_size: int) -> float:
+    return base_hidden_size / hidden_size / temperature if mup else 1.0
+
+
+def _read_multiplier(mup: bool, multiplier: float) -> float:
+    return multiplier if mup else 1.0
+
+
+# Residuals.
+
+_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType({"output": "sublayer_output_norm", "post": "post_norm"})
+"""Value of `norm_placement` other than `input` -> the residual."""
+
+
+def _read_residual(is_parallel: bool, has_one_norm: bool, placement: str) -> str:
+    if placement != "input":
+        return _PLACEMENTS[placement]
+    if not is_parallel:
+        return "sequential"
+    return "parallel_one_norm" if has_one_norm else "parallel"
+
+
+def _write_residual(network: Architecture) -> Keys:
+    keys: dict[str, Any] = {"gpt_j_residual": network.parallel_residual}
+    if network.residual == "parallel_one_norm":
+        keys["gpt_j_tied"] = True
+    for placement, residual in _PLACEMENTS.items():
+        if network.residual == residual:
+            keys["norm_placement"] = placement
+    return keys
+
+
+# Bidirectional networks.
+
+
+def _is_masked(objective: str) -> bool:
+    return objective == "masked_lm"
+
+
+def _if_masked(objective: str, value: bool) -> bool:
+    return value and _is_masked(objective)
+
+
+def _write_bidirectional(network: Architecture) -> Keys:
+    return {"objective": "masked_lm"} if network.bidirectional else {}
+
+
+def _read_token_types(objective: str, rows: int | None, sentence_head: bool) -> int:
+    if not _is_masked(objective):
+        return 0
+    if rows is None:
+        return 2 if sentence_head else 0
+    return rows
+
+
+def _write_token_types(network: Architecture) -> Keys:
+    default = 2 if network.sentence_head else 0
+    return _unless_default("num_tokentypes", network.token_types, default)
+
+
+def _write_sentence_head(network: Architecture) -> Keys:
+    is_off = network.bidirectional and not network.sentence_head
+    return {"bert_binary_head": False} if is_off else {}
+
+
+# Prompt.
+
+
+def _read_prompt_tokens(given: SoftPromptSettings | Keys | None) -> int:
+    settings = SoftPromptSettings.model_validate(given or {"enabled": False})
+    return settings.num_tokens if settings.enabled else 0
+
+
+def _write_prompt_tokens(network: Architecture) -> Keys:
+    tokens = network.soft_prompt_tokens
+    return {"soft_prompt_tuning": {"enabled": True, "num_tokens": tokens}} if tokens else {}
+
+
+FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
+    {
+        "num_layers": _copy("num_layers"),
+        "hidden_size": _copy("hidden_size"),
+        "num_attention_heads": _copy("num_attention_heads"),
+        "num_kv_heads": FieldKeys(
+            ("num_attention_heads", "num_kv_heads"),
+            lambda heads, kv_heads: kv_heads or heads,
+            lambda network: _unless_default("num_kv_heads", network.num_kv_heads, network.num_attention_heads),
+        ),
+        "head_dim": FieldKeys(("hidden_size", "num_attention_heads", "head_dim"), size_of_head, _write_head_dim),
+        "mlp_width": FieldKeys(("hidden_size", "activation", *_MLP_SIZES), mlp_width, _write_mlp_width, _MLP_SIZES),
+        "activation": FieldKeys(("activation", "bias_gelu_fusion"), _read_activation, _write_activation),
+        "norm": FieldKeys(("norm",), _plain_norm, lambda network: {"norm": network.norm}),
+        "norm_epsilon": FieldKeys(("norm", *_EPSILONS), _read_epsilon, _write_epsilon, _EPSILONS[1:]),
+        "qkv_bias": FieldKeys(("use_bias_in_attn_linear", "use_bias_in_qkv"), _read_qkv_bias, _write_qkv_bias),
+        "attention_output_bias": FieldKeys(
+            ("use_bias_in_attn_linear",),
+            _same,
+            lambda network: _unless_default("use_bias_in_attn_linear", network.attention_output_bias, True),
+        ),
+        "mlp_bias": FieldKeys(
+            ("use_bias_in_mlp",),
+            _same,
+            lambda network: _unless_default("use_bias_in_mlp", network.mlp_bias, True),
+        ),
+        "head_bias": FieldKeys(
+            ("no_weight_tying", "use_bias_in_lm_head"),
+            lambda untied, bias: untied and bias,
+            lambda network: _unless_default("use_bias_in_lm_head", network.head_bias, False),
+        ),
+        "qk_norm": FieldKeys(("use_qk_layernorm", "qk_norm"), _read_qk_norm, _write_qk_norm),
+        "residual": FieldKeys(
+            ("gpt_j_residual", "gpt_j_tied", "norm_placement"),
+            _read_residual,
+            _write_residual,
+            later=("gpt_j_tied", "norm_placement"),
+        ),
+        "positions": FieldKeys(("pos_emb",), _same, lambda network: {"pos_emb": network.positions}),
+        "rotary_ndims": FieldKeys(
+            ("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads", "head_dim"),
+            rotated_dimensions,
+            _write_rotary_fraction,
+            later=("head_dim",),
+        ),
+        "rotary_base": FieldKeys(("pos_emb", "rotary_emb_base"), _read_rotary_base, _write_rotary_base),
+        "rope_scaling": FieldKeys(
+            ("pos_emb", "rope_scaling"),
+            _read_rope_scaling,
+            lambda network: _unless_default("rope_scaling", dict(network.rope_scaling), {}),
+        ),
+        "learned_offset": FieldKeys(
+            ("pos_emb", "opt_pos_emb_offset"),
+            _with_positions("learned"),
+            lambda network: _unless_default("opt_pos_emb_offset", network.learned_offset, 0),
+        ),
+        "rpe_buckets": FieldKeys(
+            ("pos_emb", "rpe_num_buckets"),
+            _with_positions("rpe"),
+            lambda network: _unless_default("rpe_num_buckets", network.rpe_buckets, 0),
+        ),
+        "rpe_max_distance": FieldKeys(
+            ("pos_emb", "rpe_max_distance"),
+            _with_positions("rpe"),
+            lambda network: _unless_default("rpe_max_distance", network.rpe_max_distance, 0),
+        ),
+        "max_positions": FieldKeys(
+            ("max_position_embeddings", "seq_length"), _read_max_positions, _write_max_positions
+        ),
+        "attention": FieldKeys(
+            ("attention_config", "num_layers", "sliding_window_width"),
+            paper_kinds,
+            _write_attention,
+            later=("sliding_window_width",),
+        ),
+        "window": FieldKeys(
+            ("attention_config", "num_layers", "sliding_window_width"),
+            _read_window,
+            lambda network: _unless_default("sliding_window_width", network.window, 0),
+        ),
+        "sparsity": FieldKeys(("sparsity_config", "attention_config", "num_layers"), _read_sparsity, _write_sparsity),
+        "gmlp_width": FieldKeys(
+            ("gmlp_attn_dim", "attention_config", "num_layers"),
+            _read_gmlp_width,
+            lambda network: _unless_default("gmlp_attn_dim", network.gmlp_width, 0),
+        ),
+        "soft_prompt_tokens": FieldKeys(("soft_prompt_tuning",), _read_prompt_tokens, _write_prompt_tokens),
+        "tie_word_embeddings": FieldKeys(
+            ("no_weight_tying",),
+            lambda untied: not untied,
+            lambda network: {"no_weight_tying": not network.tie_word_embeddings},
+        ),
+        "attention_scale": FieldKeys(
+            ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
+            _read_attention_scale,
+            later=("head_dim",),
+        ),
+        "logit_multiplier": FieldKeys(
+            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), _read_logit_multiplier
+        ),
+        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), _read_multiplier),
+        "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), _read_multiplier),
+        "bidirectional": FieldKeys(("objective",), _is_masked, _write_bidirectional, later=("objective",)),
+        "token_types": FieldKeys(
+            ("objective", "num_tokentypes", "bert_binary_head"),
+            _read_token_types,
+            _write_token_types,
+            later=("objective", "num_tokentypes", "bert_binary_head"),
+        ),
+        "embedding_norm": FieldKeys(
+            ("objective", "embed_layernorm"),
+            _if_masked,
+            lambda network: _unless_default("embed_layernorm", network.embedding_norm, False),
+            later=("objective", "embed_layernorm"),
+        ),
+        "sentence_head": FieldKeys(
+            ("objective", "bert_binary_head"),
+            _if_masked,
+            _write_sentence_head,
+            later=("objective", "bert_binary_head"),
+        ),
+    }
+)
+"""Field of `Architecture` -> its keys. A field that is missing here keeps its default."""
+
+ARCHITECTURE_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for row in FIELD_KEYS.values() for key in row.keys))
+"""The YAML keys that decide an architecture; checkpoints store them."""

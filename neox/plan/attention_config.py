@@ -1,0 +1,97 @@
+"""Attention of each block, from the YAML's `attention_config`: its kind on paper, and its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from neox.architecture import ATTENTION, AttentionImpl
+from neox.config.neox_config import NeoXConfig
+from neox.errors import ConfigError
+
+FLASH: Final = "flash"
+"""The kind that names a kernel: on paper it is `global`, or `sliding_window` with a window."""
+SLIDING_WINDOW: Final = "sliding_window"
+_SHAPE: Final = '`attention_config` should be a list such as [[["flash"], "all"]] or [[["global", "flash"], 6]]'
+_MOST_REPEATS: Final = 10_000
+
+
+def attention_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
+    """Return NeoX's attention kind of each block, with `attention_config` expanded as gpt-neox does.
+
+    If it describes more blocks than there are, all of one kind, the rest is left out. So `num_layers` is the only key
+    that has to change to shorten a published network.
+
+    Raises:
+        ConfigError: `attention_config` has another shape.
+    """
+    kinds = described_kinds(attention_config, num_layers)
+    if len(set(kinds)) == 1:
+        return kinds[:num_layers]
+    return kinds
+
+
+def described_kinds(attention_config: Sequence[Any] | None, num_layers: int) -> tuple[str, ...]:
+    """Return the kinds that `attention_config` lists, which may be more or fewer than there are blocks.
+
+    Raises:
+        ConfigError: `attention_config` has another shape.
+    """
+    if attention_config is None:
+        return ("global",) * num_layers
+    if all(isinstance(kind, str) for kind in attention_config):
+        return tuple(attention_config)
+    kinds: list[str] = []
+    for item in attention_config:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise ConfigError(_SHAPE)
+        pattern, times = item
+        kinds += _repeated(pattern, times, num_layers)
+    return tuple(kinds)
+
+
+def _repeated(pattern: Any, times: Any, num_layers: int) -> list[str]:
+    """Return the kinds of one item [[KIND, ...], TIMES] of `attention_config`. Raises ConfigError for other shapes."""
+    if not isinstance(pattern, (list, tuple)) or not pattern or not all(isinstance(kind, str) for kind in pattern):
+        raise ConfigError(_SHAPE)
+    if times == "all":
+        if num_layers % len(pattern):
+            raise ConfigError(f"`attention_config` repeats {len(pattern)} kinds over {num_layers} layers: no multiple")
+        times = num_layers // len(pattern)
+    if not isinstance(times, int) or isinstance(times, bool) or times < 1:
+        raise ConfigError(_SHAPE)
+    return list(pattern) * min(times, _MOST_REPEATS)
+
+
+def paper_kinds(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> tuple[str, ...]:
+    """Return the kind of each block on paper.
+
+    As in gpt-neox a window applies to `flash` blocks, and to all blocks if there is no `attention_config`.
+
+    Args:
+        attention_config: The key's value.
+        num_layers: Number of blocks.
+        width: `sliding_window_width`; None or 0 for no window.
+    """
+    flash = SLIDING_WINDOW if width else "global"
+    if attention_config is None:
+        return (flash,) * num_layers
+    kinds = attention_kinds(attention_config, num_layers)
+    return tuple(flash if kind == FLASH else kind for kind in kinds)
+
+
+def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
+    """Return the kernel of each block's attention: flash (which takes masks), or a softmax, fused or not."""
+    model = config.model
+    layers = model.num_layers or 0
+    fusion = "scaled_upper_triang_masked_softmax_fusion"
+    if model.objective == "masked_lm":
+        fusion = "scaled_masked_softmax_fusion"
+    softmax: AttentionImpl = "fused" if config.value(fusion) else "eager"
+    given = attention_kinds(model.attention_config, layers)
+    on_paper = paper_kinds(model.attention_config, layers, model.sliding_window_width)
+    impls: list[AttentionImpl] = []
+    for kind, paper in zip(given, on_paper, strict=True):
+        needs_mask = paper in ATTENTION and paper != "global"  # a mask is a tensor, which no softmax kernel takes
+        impls.append(FLASH if kind == FLASH or needs_mask else softmax)
+    return tuple(impls)
