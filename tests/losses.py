@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.data.masked_batch import MaskedLMBatch
-from neox.model import GPT
+from neox.model import GPT, Context
 from neox.objectives import CausalLM, MaskedLM
 
 
 def causal_lm_loss(model: GPT, tokens: Tensor, labels: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
-    return model(tokens, loss=partial(CausalLM().scores, targets=(labels, mask)), **inputs)[0]
+    return model(tokens, Context(**inputs), partial(CausalLM().scores, targets=(labels, mask)))[0]
 
 
 def cross_entropy_reference(
@@ -26,4 +26,6 @@ def cross_entropy_reference(
 
 def masked_lm_loss(model: GPT, batch: MaskedLMBatch) -> Tensor:
     objective, values = MaskedLM(model.architecture.sentence_head), batch._asdict()
-    return model(**objective.inputs(values), loss=partial(objective.scores, targets=objective.targets(values)))[0]
+    inputs = objective.inputs(values)
+    loss = partial(objective.scores, targets=objective.targets(values))
+    return model(inputs.pop("tokens"), Context(**inputs), loss)[0]

@@ -5,12 +5,15 @@ from neox.architecture.architecture import GATED_KINDS, Architecture, Difference
 from neox.architecture.choices import (
     ACTIVATIONS,
     ATTENTION,
+    MLPS,
     NORMS,
     POSITIONS,
     Activation,
     Attention,
+    MLPKind,
     Norm,
     Positions,
+    block_losses,
 )
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
@@ -21,6 +24,7 @@ from neox.architecture.layers import (
     LayerEntry,
     LayerKind,
     LayerPlan,
+    NormSlots,
     build_layer_plan,
 )
 from neox.architecture.parameter import Initialization, ParameterSpec
@@ -36,6 +40,7 @@ __all__ = [
     "FP8_MULTIPLE",
     "GATED_KINDS",
     "LOSS_CHUNK",
+    "MLPS",
     "MOST_BLOCKED",
     "NORMS",
     "POSITIONS",
@@ -52,12 +57,15 @@ __all__ = [
     "LayerEntry",
     "LayerKind",
     "LayerPlan",
+    "NormSlots",
     "Lora",
+    "MLPKind",
     "Norm",
     "Pairs",
     "ParameterSpec",
     "Positions",
     "adapter_parameters",
+    "block_losses",
     "add_adapters",
     "build_layer_plan",
     "forward_flops_per_token",

@@ -141,6 +141,11 @@ class Architecture:
         return not self.bidirectional and not set(self.attention) & set(GATED_KINDS)
 
     @property
+    def mlp(self) -> tuple[str, ...]:
+        """Kind of each block's MLP."""
+        return ("dense",) * self.num_layers
+
+    @property
     def attended_heads(self) -> int:
         """Heads of keys and values as queries see them: gpt-neox's norm gives each query head keys of its own."""
         return self.num_attention_heads if self.qk_norm == "neox" else self.num_kv_heads

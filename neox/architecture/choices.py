@@ -1,7 +1,7 @@
 """Choices of a network on paper: activations, norms, positions and attention, by their names in the YAML.
 
 Each table's keys are the values that the YAML accepts. How a choice is computed is the entry of the same name in
-`neox.ops` (`ACTIVATIONS`, `NORMS`) or `neox.model` (`POSITIONS`, `ATTENTION`).
+`neox.ops` (`ACTIVATIONS`, `NORMS`) or `neox.model` (`POSITIONS`, `ATTENTION`, `MLPS`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ class Norm:
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
     epsilon_key: str = "layernorm_epsilon"
     by_steps: bool = False
+
+
+@dataclass(frozen=True)
+class MLPKind:
+    """A kind of MLP in a block.
+
+    Attributes:
+        parameters: Network -> parameters, named inside the block.
+        losses: Names of the losses that it adds to the objective's.
+    """
+
+    parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
+    losses: tuple[str, ...] = ()
 
 
 def _none(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -148,6 +161,21 @@ def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     )
 
 
+def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Two products. The rows of a gated activation's first one are those that are multiplied, then the gates."""
+    hidden = architecture.hidden_size
+    width = architecture.mlp_width
+    factor = ACTIVATIONS[architecture.activation].width_factor
+    rows = width * factor
+    sections = (width,) * factor if factor > 1 else ()
+    first = [ParameterSpec("mlp.dense_h_to_4h.weight", (rows, hidden), 0, sections=sections)]
+    last = [ParameterSpec("mlp.dense_4h_to_h.weight", (hidden, width), 1, init="output_weight")]
+    if architecture.mlp_bias:
+        first.append(ParameterSpec("mlp.dense_h_to_4h.bias", (rows,), 0, init="zeros", sections=sections))
+        last.append(row_parallel_bias("mlp.dense_4h_to_h.bias", architecture))
+    return (*first, *last)
+
+
 def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("position_embeddings.weight", (architecture.max_positions, architecture.hidden_size)),)
 
@@ -193,6 +221,14 @@ ATTENTION: Mapping[str, Attention] = MappingProxyType(
         "sliding_window": Attention(_self_attention, lambda network, length: min(network.window, length)),
     }
 )
+MLPS: Mapping[str, MLPKind] = MappingProxyType({"dense": MLPKind(_mlp)})
+
+
+def block_losses(architecture: Architecture) -> tuple[str, ...]:
+    """Return the names of the losses that the network's blocks add to the objective's."""
+    names = (name for kind in architecture.mlp for name in MLPS[kind].losses)
+    return tuple(dict.fromkeys(names))
+
 
 if TYPE_CHECKING:
     ActivationName: TypeAlias = str

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from neox.architecture.architecture import GATED_KINDS, Architecture
-from neox.architecture.choices import ACTIVATIONS, ATTENTION, POSITIONS, norm_parameters, row_parallel_bias
+from neox.architecture.choices import ATTENTION, MLPS, POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
 from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.parameter import ParameterSpec
@@ -27,18 +27,31 @@ LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head", 
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
-BLOCK_NORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
-    {
-        "sequential": (("input_layernorm",), ("post_attention_layernorm",), ()),
-        "parallel": (("input_layernorm",), ("post_attention_layernorm",), ()),
-        "parallel_one_norm": (("input_layernorm",), (), ()),
-        "sublayer_output_norm": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
-        "post_norm": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
-    }
-)
-"""Residual -> norms of a block: before attention, between attention and MLP, after the MLP."""
 WORD_EMBEDDINGS = "word_embeddings.weight"
 """The parameter of layer 0 that a tied head uses."""
+
+
+class NormSlots(NamedTuple):
+    """Names of a block's norms before and after its two sublayers; None for no norm."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+_NORMS_BEFORE = NormSlots(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+_NORMS_AFTER = NormSlots(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+BLOCK_NORMS: Mapping[str, NormSlots] = MappingProxyType(
+    {
+        "sequential": _NORMS_BEFORE,
+        "parallel": _NORMS_BEFORE,
+        "parallel_one_norm": NormSlots(before_attention="input_layernorm"),
+        "sublayer_output_norm": _NORMS_AFTER,
+        "post_norm": _NORMS_AFTER,
+    }
+)
+"""Norms of a block by its residual rule, whose sums are the entry of the same name in `neox.model.RESIDUALS`."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +152,12 @@ def build_layer_plan(
     norm = norm_parameters(architecture, "norm") if architecture.embedding_norm else ()
     embedding = (words, *positions, *token_type_parameters(architecture), *norm)
     last = architecture.num_layers + 4
-    blocks = {kind: _block_parameters(architecture, kind) for kind in set(architecture.attention)}
+    kinds = tuple(zip(architecture.attention, architecture.mlp, strict=True))
+    blocks = {kind: _block_parameters(architecture, *kind) for kind in set(kinds)}
     shared = {p.name for p in POSITIONS[architecture.positions].shared(architecture)}
-    holders = [i for i, kind in enumerate(architecture.attention) if any(p.name in shared for p in blocks[kind])]
+    holders = [i for i, kind in enumerate(kinds) if any(p.name in shared for p in blocks[kind])]
 
-    def block(number: int, kind: str) -> LayerEntry:
+    def block(number: int, kind: tuple[str, str]) -> LayerEntry:
         parameters = blocks[kind]
         if number in holders[1:]:
             owner = BLOCK_OFFSET + holders[0]
@@ -153,7 +167,7 @@ def build_layer_plan(
     layers = (
         LayerEntry(0, "embedding", embedding),
         _prompt(architecture),
-        *(block(number, kind) for number, kind in enumerate(architecture.attention)),
+        *(block(number, kind) for number, kind in enumerate(kinds)),
         LayerEntry(last - 2, "identity"),
         LayerEntry(last - 1, "identity")
         if architecture.residual == "post_norm"
@@ -191,26 +205,23 @@ def _heads(architecture: Architecture, words: ParameterSpec, index: int, dim: in
     return (LayerEntry(index, "head", () if tied is not None else own, tied),)
 
 
-def _block_parameters(architecture: Architecture, attention: str) -> tuple[ParameterSpec, ...]:
+def _block_parameters(architecture: Architecture, attention: str, mlp: str) -> tuple[ParameterSpec, ...]:
     if attention in GATED_KINDS:
         return gated_block_parameters(architecture, attention)
-    before, between, after = (
-        tuple(p for norm in norms for p in norm_parameters(architecture, norm))
-        for norms in BLOCK_NORMS[architecture.residual]
-    )
+    norms = BLOCK_NORMS[architecture.residual]
     shared = POSITIONS[architecture.positions].shared(architecture)
-    attended = (*ATTENTION[attention].parameters(architecture), *shared)
-    return (*before, *attended, *between, *_mlp_parameters(architecture), *after)
+    return (
+        *_slot_parameters(architecture, norms.before_attention),
+        *ATTENTION[attention].parameters(architecture),
+        *shared,
+        *_slot_parameters(architecture, norms.after_attention),
+        *_slot_parameters(architecture, norms.before_mlp),
+        *MLPS[mlp].parameters(architecture),
+        *_slot_parameters(architecture, norms.after_mlp),
+    )
 
 
-def _mlp_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """A gated activation's first product: the rows that are multiplied, then those that gate them."""
-    h, width = architecture.hidden_size, architecture.mlp_width
-    factor = ACTIVATIONS[architecture.activation].width_factor
-    rows, sections = width * factor, (width,) * factor if factor > 1 else ()
-    first = [ParameterSpec("mlp.dense_h_to_4h.weight", (rows, h), 0, sections=sections)]
-    last = [ParameterSpec("mlp.dense_4h_to_h.weight", (h, width), 1, init="output_weight")]
-    if architecture.mlp_bias:
-        first.append(ParameterSpec("mlp.dense_h_to_4h.bias", (rows,), 0, init="zeros", sections=sections))
-        last.append(row_parallel_bias("mlp.dense_4h_to_h.bias", architecture))
-    return (*first, *last)
+def _slot_parameters(architecture: Architecture, norm: str | None) -> tuple[ParameterSpec, ...]:
+    if norm is None:
+        return ()
+    return norm_parameters(architecture, norm)

@@ -8,15 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from neox.checkpoint import load_file
-from neox.engine.deepspeed_patches import PipelineEngine
 from neox.engine.engine import Engine
 from neox.errors import CheckpointError
 from neox.log import get_logger
-from neox.ops import DTYPES
 from neox.parallel import gather_last_dim
 
 _log = get_logger(__name__)
@@ -33,27 +30,14 @@ def fixed_logits(engine: Engine) -> Tensor | None:
     Returns:
         Logits [1, S, V] in fp32 on the CPU on the last stage's ranks; None on others.
     """
-    plan, grid, ds_engine = engine.plan, engine.grid, engine.deepspeed_engine
+    plan = engine.plan
     length = min(plan.config.model.seq_length or _LENGTH, _LENGTH)
-    x = (torch.arange(length, device=engine.device) % plan.vocab_size)[None]  # [1, S]
-    ds_engine.eval()
-    if not isinstance(ds_engine, PipelineEngine):
-        return _gathered_logits(ds_engine(x), engine)
-    step = grid.dp_size * grid.tp_size  # from a stage to the next
-    if grid.pp_rank > 0:
-        shape = (1, length, plan.architecture.hidden_size)
-        x = torch.empty(shape, dtype=DTYPES[plan.precision], device=engine.device)
-        dist.recv(x, grid.rank - step)
-    x = ds_engine.module(x)
-    if grid.pp_rank < grid.pp_size - 1:
-        dist.send(x.contiguous(), grid.rank + step)
+    tokens = (torch.arange(length, device=engine.device) % plan.vocab_size)[None]  # [1, S]
+    engine.deepspeed_engine.eval()
+    logits = engine.deepspeed_engine.logits(tokens)
+    if logits is None:
         return None
-    return _gathered_logits(x, engine)
-
-
-def _gathered_logits(logits: Tensor, engine: Engine) -> Tensor:
-    whole: Tensor = gather_last_dim(logits, engine.grid)
-    return whole.float().cpu()
+    return gather_last_dim(logits, engine.grid).float().cpu()
 
 
 def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:

@@ -49,11 +49,11 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
 
     So a model larger than a device's memory can be built.
     """
-    model = GPT(plan, grid, device="meta", dtype=dtype)
     directory = plan.config.deepspeed.zero_optimization.weights_directory
-    for entry in plan.layers:
-        layer = build_layer(plan, entry.index, grid, device=device, dtype=dtype)
-        if entry.parameters:
+
+    def build(index: int) -> nn.Module:
+        layer = build_layer(plan, index, grid, device=device, dtype=dtype)
+        if plan.layers[index].parameters:
             Init(
                 module=layer,
                 data_parallel_group=grid.dp_group,
@@ -63,7 +63,9 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
             )
             if directory is not None:
                 move_weights_to_files(layer, Path(directory))
-        model.sequential[entry.index] = layer
+        return layer
+
+    model = GPT(plan, grid, build=build)
     share_parameters(enumerate(model.sequential), plan.layers)
     return model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +15,18 @@ from torch import Tensor, nn
 from neox.architecture import WORD_EMBEDDINGS
 from neox.engine.deepspeed_patches import hidden_stdout
 from neox.engine.shared import share_parameters
-from neox.model import Block, Embedding, Head, LMHead, MaskedLMHead, build_layer, encoder_head, run_blocks
+from neox.model import (
+    Aux,
+    Context,
+    Embedding,
+    Handoff,
+    NetworkOutput,
+    Stage,
+    add_aux,
+    attach_losses,
+    build_layer,
+    forward_over_stages,
+)
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -51,9 +61,7 @@ class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
 
 
 class PipelineGPT(PipelineModule):  # type: ignore[misc]
-    """The stage of the network on this rank. Hidden states [B, S, H] are passed between stages.
-
-    Samples of a bidirectional network are padded, so their lengths are passed, too.
+    """The stage of the network on this rank, as DeepSpeed's pipeline engine runs it.
 
     Initial weights equal those of the plain model.
 
@@ -65,11 +73,14 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         dtype: Type of the parameters.
 
     Attributes:
+        stage: The layers of this rank.
         score_count: Number of the objective's scores.
-        targets: What these need beside the hidden states, while they are to be computed.
+        targets: What the scores of the next micro batch need next to the network's output; on the last stage.
+        loss_factor: What DeepSpeed multiplies the objective's loss with before its backward pass.
     """
 
     targets: tuple[Tensor, ...] | None = None
+    loss_factor = 1.0
 
     def __init__(
         self, plan: RunPlan, grid: ParallelGrid, objective: Objective, *, device: torch.device, dtype: torch.dtype
@@ -85,50 +96,53 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
-        self._head_index, self.score_count = plan.layers.head.index, len(objective.names)
-        self._is_last = self._local_stop == self._num_layers
-        if self._is_last and plan.architecture.bidirectional:  # beside the tied weight, which the list of layers holds
-            self.add_module(str(self._head_index), build(self._head_index))
+        self.score_count = len(objective.names)
+        self._dtype = dtype
+        self._handoff = Handoff.of(plan.architecture)
+        held = plan.stages[grid.pp_rank]
+        head_index = plan.layers.head.index
+        if plan.architecture.bidirectional and held.holds(head_index):
+            # DeepSpeed's list of layers holds only the tied weight of this head.
+            self.add_module(str(head_index), build(head_index))
         self._shared = self._share_over_stages(plan, grid)
-        training = plan.config.training
-        self._recompute_chunk = training.checkpoint_num_layers if training.checkpoint_activations else 0
+        self.stage = Stage(plan, grid, self._layers(), held.ranges)
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run this stage: tokens [B, S] or hidden states [B, S, H] -> hidden states, logits [B, S, V/tp] or scores.
+        """Run this stage on what DeepSpeed received: an objective's inputs on the first stage, else a `Handoff`.
 
-        The last stage returns the objective's scores if `targets` are set. They are computed here, because DeepSpeed
-        prepares for a backward pass when the gradient of this module's output arrives, and would clear gradients of the
-        head that came before.
-
-        Recomputes `checkpoint_num_layers` neighbouring blocks at a time, wherever they begin on the stage; DeepSpeed's
-        own recomputation counts every layer and leaves out a chunk that holds an embedding or a norm.
-
-        Args:
-            given: What enters the stage. Of a bidirectional network a tuple: tokens and token types, or hidden states;
-                and lengths.
+        The last stage returns the objective's scores. They are computed here, because DeepSpeed prepares for a backward
+        pass when the gradient of this module's output arrives, and would clear gradients of the head that came before.
         """
-        inputs, lengths = (given[:-1], given[-1]) if isinstance(given, tuple) else ((given,), None)
-        x = inputs[0]
-        recompute = self._recompute_chunk if self.training and torch.is_grad_enabled() else 0
-        layers = self.forward_funcs[: self._head_index - self._local_start]
-        for is_blocks, neighbours in groupby(layers, lambda layer: isinstance(layer, Block)):
-            if is_blocks:
-                x = run_blocks(list(neighbours), x, recompute=recompute, lengths=lengths)
-                continue
-            for layer in neighbours:
-                x = layer(x, None, *inputs[1:]) if isinstance(layer, Embedding) else layer(x)
-        if not self._is_last:
-            return x if lengths is None else (x, lengths)
-        if self.targets is None:
-            return self._head.logits(x)
-        return self._objective.scores(x, self._head, self.targets)
+        earlier: Aux = {}
+        part = self.stage.parts[0]
+        if part.is_first:
+            x, context = self._handoff.unpack_batch(given)
+        else:
+            x, context, earlier = self._handoff.unpack(given)
+        x, aux = self.stage.forward(x, context)
+        if not part.is_last:
+            x = attach_losses(x, aux, self.loss_factor)
+            return self._handoff.pack(x, context, add_aux(earlier, aux))
+        assert self.targets is not None
+        return self._objective.scores(NetworkOutput(x, self.stage.head, add_aux(earlier, aux)), self.targets)
 
-    @property
-    def _head(self) -> LMHead:
-        if isinstance(head := getattr(self, str(self._head_index), None), MaskedLMHead):
-            return encoder_head(self.tied_modules[TIE], head, getattr(self, str(self._head_index + 1), None))
-        holder: Embedding | Head = self.tied_modules[TIE] if TIE in self.tied_modules else self.forward_funcs[-1]
-        return holder.head
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage, None on others; all stages together."""
+        hidden = forward_over_stages(self.stage, tokens, Context(), self._dtype)
+        if hidden is None:
+            return None
+        return self.stage.head.logits(hidden)
+
+    def _layers(self) -> dict[int, nn.Module]:
+        """Return this stage's modules by their index in the layer plan, with the embedding of a tied head."""
+        layers = {}
+        if TIE in self.tied_modules:
+            layers[0] = self.tied_modules[TIE]
+        for index in range(self._local_start, self._local_stop):
+            module = getattr(self, str(index), None)
+            if isinstance(module, nn.Module):
+                layers[index] = module
+        return layers
 
     def _share_over_stages(self, plan: RunPlan, grid: ParallelGrid) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Make copies of parameters that blocks share one on this stage, and one over all stages that hold blocks.
@@ -175,11 +189,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""
-        if TIE in self.tied_modules:
-            yield 0, self.tied_modules[TIE]
-        for index in range(self._local_start, self._local_stop):
-            module = getattr(self, str(index), None)
-            if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+        for index, module in self._layers().items():
+            if next(module.parameters(), None) is not None:
                 yield index, module
 
 

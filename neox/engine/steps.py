@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
+from neox.model import Context
 from neox.objectives import Batch, Objective
 from neox.parallel import ParallelGrid
 
@@ -102,7 +103,9 @@ class PlainSteps:
         """Return the objective's scores [K] of a micro batch."""
         inputs = {name: to_device(value, self._device) for name, value in self._objective.inputs(batch).items()}
         targets = tuple(to_device(value, self._device) for value in self._objective.targets(batch))
-        scores: Tensor = self.engine(**inputs, loss=partial(self._objective.scores, targets=targets))
+        tokens = inputs.pop("tokens")
+        loss = partial(self._objective.scores, targets=targets)
+        scores: Tensor = self.engine(tokens, Context(cache=None, **inputs), loss=loss)
         return scores
 
     def _mean(self, value: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.results import TaskResult, flat_metrics
 from neox.evaluation.scoring import Scorer, ScoringModel
 from neox.evaluation.tasks import check_file_tasks, parse_tasks
-from neox.generation.load import runner_of_forward, runner_of_layers
+from neox.generation.load import runner_of_forward, runner_of_stage
+from neox.model import Stage
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
@@ -25,15 +26,6 @@ from neox.tokenizer import Tokenizer
 SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = MappingProxyType(
     {"wikitext": wikitext, "lambada": lambada, "perplexity": corpus_perplexity}
 )
-
-
-@runtime_checkable
-class StageModule(Protocol):
-    """Pipeline stage that yields its layers with weights by index in the layer plan."""
-
-    def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield (index, module)."""
-        ...
 
 
 def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
@@ -89,8 +81,8 @@ def evaluate_in_training(
 
     Args:
         plan: Plan of the training run.
-        module: Pipeline stage, or the whole network as it is called in training (DeepSpeed's engine, so that ZeRO-3
-            gathers its weights). Its training mode is restored. No random numbers of torch are used.
+        module: DeepSpeed's engine, which passes on the attributes of the model in training. Its training mode is
+            restored. No random numbers of torch are used.
         grid: Process groups.
         device: Device of the module.
         tokenizer: Tokenizer of the run.
@@ -101,10 +93,10 @@ def evaluate_in_training(
     training = module.training
     module.eval()
     try:
-        if isinstance(module, StageModule):
-            model = runner_of_layers(plan, dict(module.weight_layers()), grid, device)
-        else:
+        if plan.config.deepspeed.zero_optimization.stage == 3:  # only a call of the engine gathers the weights
             model = runner_of_forward(plan, module, grid, device)
+        else:
+            model = runner_of_stage(plan, cast(Stage, module.stage), grid, device)
         tasks = plan.config.generation.eval_tasks or ()
         return flat_metrics(evaluate_tasks(tasks, model, tokenizer, grid, plan.config))
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 
 from neox.checkpoint import CheckpointReader
 from neox.errors import CheckpointError
-from neox.generation.runner import ModelRunner, Stage
+from neox.generation.runner import CalledNetwork, ModelRunner
 from neox.log import get_logger
-from neox.model import Embedding, SoftPrompt, build_layer
-from neox.model.block import Block
+from neox.model import Embedding, Stage, build_layer
 from neox.model.positions import reset_buffers
 from neox.ops import DTYPES, PackedWeight, can_pack
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, copy_to_tensor_ranks
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan, resolve
 from neox.problems import Source, SourceKind
 
@@ -63,9 +61,11 @@ def load_model(
     precision = plan.config.generation.inference_precision or plan.precision
     dtype = DTYPES[precision]
     reader = CheckpointReader(checkpoint, plan.layers)
-    wanted = set(plan.stages[grid.pp_rank].layers)
-    if _has_tied_head(plan, grid):
-        wanted.add(0)  # on another stage than the embedding it needs its own copy of the weight
+    stage_plan = plan.stages[grid.pp_rank]
+    wanted = set(stage_plan.layers)
+    head = plan.layers.head
+    if head.tied_to is not None and stage_plan.holds(head.index):
+        wanted.add(head.tied_to)  # on another stage than the embedding it needs its own copy of the weight
     layers = {
         index: load_layer(plan, reader, index, grid, device, dtype)
         for index in sorted(wanted)
@@ -73,64 +73,46 @@ def load_model(
     }
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, precision, device)
-    stage = stage_of_layers(plan, layers, grid)
     if can_pack(device, dtype):
-        stage = _pack(plan, stage, layers, grid)
+        _pack(layers, tied_head=head.tied_to in layers)
+    stage = Stage(plan, grid, layers, stage_plan.ranges)
     recorded = device.type == "cuda" and plan.config.generation.cuda_graphs and grid.tp_size == grid.pp_size == 1
     return _runner(plan, stage, grid, device, dtype, recompute, recorded)
 
 
-def _pack(plan: RunPlan, stage: Stage, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
-    """Rearrange the weights of all linear layers for faster products, in place; the model can no longer be trained."""
+def _pack(layers: Mapping[int, nn.Module], *, tied_head: bool) -> None:
+    """Rearrange the weights of all linear layers for faster products, in place; the model can no longer be trained.
+
+    Args:
+        layers: Index in the layer plan -> module.
+        tied_head: Whether the head multiplies by the weight of layer 0.
+    """
     for layer in layers.values():
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.multiply = PackedWeight(module.weight)
                 module.register_parameter("weight", None)
-    if not _has_tied_head(plan, grid):
-        return stage
-    multiply = PackedWeight(cast(Embedding, layers[0]).word_embeddings.weight)
-    return replace(stage, head=lambda hidden: multiply(copy_to_tensor_ranks(hidden, grid), None, None))
+    if tied_head:
+        embedding = cast(Embedding, layers[0])
+        embedding.multiply = PackedWeight(embedding.word_embeddings.weight)
 
 
-def runner_of_layers(
-    plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid, device: torch.device
-) -> ModelRunner:
-    """Return a runner of existing modules in evaluation mode, such as a pipeline stage in training.
+def runner_of_stage(plan: RunPlan, stage: Stage, grid: ParallelGrid, device: torch.device) -> ModelRunner:
+    """Return a runner of a model in training.
 
     Args:
         plan: Plan of the run.
-        layers: Index in the layer plan -> module, for the layers of this rank's stage; with a tied head also layer 0
-            where the head is.
+        stage: The layers of this rank, in evaluation mode.
         grid: Process groups.
         device: Device of the modules.
     """
-    stage = stage_of_layers(plan, layers, grid)
     return _runner(plan, stage, grid, device, DTYPES[plan.precision])
-
-
-def stage_of_layers(plan: RunPlan, layers: Mapping[int, nn.Module], grid: ParallelGrid) -> Stage:
-    """Return this rank's layers, sorted by kind."""
-    held = plan.stages[grid.pp_rank]
-    here = {index: layer for index, layer in layers.items() if held.holds(index)}
-    kinds = {plan.layers[index].kind: layer for index, layer in here.items()}
-    blocks = [here[index] for index in sorted(here) if plan.layers[index].kind == "block"]
-    head: Callable[[Tensor], Tensor] | None = kinds.get("head")
-    if _has_tied_head(plan, grid):
-        head = cast(Embedding, layers[0]).logits
-    return Stage(
-        blocks=cast(list[Block], blocks),
-        embedding=kinds.get("embedding"),
-        norm=kinds.get("norm"),
-        head=head,
-        prompt=cast(SoftPrompt | None, kinds.get("prompt")),
-    )
 
 
 def runner_of_forward(
     plan: RunPlan, forward: Callable[[Tensor], Tensor], grid: ParallelGrid, device: torch.device
 ) -> ModelRunner:
-    """Return a runner without a cache that only calls `forward`, for a model whose weights ZeRO-3 gathers in its call.
+    """Return a runner without a cache that only calls `forward`, for a model whose weights ZeRO 3 gathers in its call.
 
     Args:
         plan: Plan of the run.
@@ -138,19 +120,12 @@ def runner_of_forward(
         grid: Process groups.
         device: Device of the model.
     """
-    stage = Stage(blocks=(), embedding=lambda tokens, _: forward(tokens), norm=nn.Identity(), head=nn.Identity())
-    return _runner(plan, stage, grid, device, DTYPES[plan.precision], recompute=True)
-
-
-def _has_tied_head(plan: RunPlan, grid: ParallelGrid) -> bool:
-    """Return whether this rank's stage holds a head that multiplies by the embedding's weight."""
-    head = plan.layers.head
-    return head.kind == "head" and head.tied_to is not None and plan.stages[grid.pp_rank].holds(head.index)
+    return _runner(plan, CalledNetwork(forward), grid, device, DTYPES[plan.precision], recompute=True)
 
 
 def _runner(
     plan: RunPlan,
-    stage: Stage,
+    network: Stage | CalledNetwork,
     grid: ParallelGrid,
     device: torch.device,
     dtype: torch.dtype,
@@ -158,7 +133,7 @@ def _runner(
     recorded: bool = False,
 ) -> ModelRunner:
     return ModelRunner(
-        stage,
+        network,
         grid,
         architecture=plan.architecture,
         vocab_size=plan.padded_vocab_size,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,12 @@ from neox.architecture import Architecture
 from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
 from neox.model import (
-    Block,
     CacheStep,
+    Context,
     KVCache,
-    SoftPrompt,
-    run_blocks,
-    token_positions,
+    Stage,
+    broadcast_from_head,
+    forward_over_stages,
     vocab_parallel_cross_entropy,
 )
 from neox.parallel import ParallelGrid, gather_last_dim
@@ -41,15 +40,15 @@ _SLOTS = 64
 """Recorded steps have a multiple of so many slots, which kernels read in whole vectors."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Layers of one rank: all of them, or one pipeline stage's (embedding on the first, norm and head on the last)."""
+class CalledNetwork:
+    """A whole network that can only be called for logits; these stand for its hidden states, and its head does nothing.
 
-    blocks: Sequence[Block]
-    embedding: Callable[[Tensor, Tensor], Tensor] | None
-    norm: Callable[[Tensor], Tensor] | None
-    head: Callable[[Tensor], Tensor] | None
-    prompt: SoftPrompt | None = None
+    Args:
+        forward: Tokens [B, S] -> logits [B, S, V/tp].
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        self.forward = forward
 
 
 class ModelRunner:
@@ -60,7 +59,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        stage: Stage,
+        network: Stage | CalledNetwork,
         grid: ParallelGrid,
         *,
         architecture: Architecture,
@@ -73,7 +72,7 @@ class ModelRunner:
         """Keep the layers of this rank.
 
         Args:
-            stage: Layers of this rank.
+            network: Layers of this rank, or a network without stages that can only be called.
             grid: Process groups.
             architecture: The whole model's.
             vocab_size: Padded vocabulary of the whole model.
@@ -85,9 +84,13 @@ class ModelRunner:
         """
         assert not recorded or grid.tp_size == grid.pp_size == 1
         self.recorded = recorded
-        self.stage, self.grid = stage, grid
-        self.architecture, self.vocab_size, self.max_length = architecture, vocab_size, architecture.max_length
-        self.device, self.dtype = device, dtype
+        self.network = network
+        self.grid = grid
+        self.architecture = architecture
+        self.vocab_size = vocab_size
+        self.max_length = architecture.max_length
+        self.device = device
+        self.dtype = dtype
         self.recompute = recompute or not architecture.has_cache
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
@@ -102,12 +105,11 @@ class ModelRunner:
         hidden = self.hidden(tokens)
         result = torch.empty(2, *tokens.shape, device=self.device)
         if hidden is not None:
-            assert self.stage.head is not None
             rows = max(1, _SCORED_LOGITS * self.grid.tp_size // (self.vocab_size * tokens.size(0)))
             for part, hidden_part, labels_part in zip(
                 result.split(rows, dim=2), hidden.split(rows, dim=1), labels.split(rows, dim=1), strict=True
             ):
-                logits = self.stage.head(hidden_part)
+                logits = self._logits(hidden_part)
                 part[0] = -vocab_parallel_cross_entropy(logits, labels_part, self.grid)
                 part[1] = most_probable(logits, self.grid) == labels_part
         self._from_last_stage(result)
@@ -118,8 +120,7 @@ class ModelRunner:
         if hidden is None:
             logits = torch.empty(batch, self.vocab_size, device=self.device, dtype=self.dtype)
         else:
-            assert self.stage.head is not None
-            logits = gather_last_dim(self.stage.head(hidden.unsqueeze(1)), self.grid).squeeze(1).contiguous()
+            logits = gather_last_dim(self._logits(hidden.unsqueeze(1)), self.grid).squeeze(1).contiguous()
         self._from_last_stage(logits)
         return logits
 
@@ -137,42 +138,29 @@ class ModelRunner:
         return self.next_logits(hidden[:, -1], tokens.size(0))
 
     def _hidden(self, tokens: Tensor, cache: KVCache | CacheStep | None) -> Tensor | None:
-        stage, (batch, length), count = self.stage, tokens.shape, self.architecture.soft_prompt_tokens
-        begins = count > 0 and (cache is None or not cache.begun)
-        if stage.embedding is None:
-            x = torch.empty(batch, length, self.architecture.hidden_size, device=self.device, dtype=self.dtype)
-            dist.recv(x, src=self._stage_rank(-1), group=self.grid.pp_group)
-        else:
-            x = stage.embedding(tokens, token_positions(tokens, cache, prompt=count))
-            if begins and stage.prompt is not None:
-                x = stage.prompt(x, None if cache is None else cache.start)
-        x = run_blocks(stage.blocks, x, cache)
-        if stage.norm is None:
-            dist.send(x.contiguous(), dst=self._stage_rank(+1), group=self.grid.pp_group)
-            return None
-        return stage.norm(x[:, count:] if begins else x)
+        if isinstance(self.network, CalledNetwork):
+            return self.network.forward(tokens)
+        return forward_over_stages(self.network, tokens, Context(cache=cache), self.dtype)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [B, S, V/tp] of hidden states [B, S, H], on the stage of the head."""
+        if isinstance(self.network, CalledNetwork):
+            return hidden
+        return self.network.head.logits(hidden)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of this rank's blocks and heads for `batch` sequences of at most `capacity` tokens."""
-        return KVCache(
-            self.architecture, self.grid, len(self.stage.blocks), batch, capacity, device=self.device, dtype=self.dtype
-        )
+        assert isinstance(self.network, Stage), "a network that is only called keeps nothing"
+        return self.network.new_cache(batch, capacity, device=self.device, dtype=self.dtype)
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Return the context in which attention takes one of `_KERNELS`."""
         return sdpa_kernel(list(_KERNELS), set_priority=True) if self.device.type == "cuda" else nullcontext()
 
-    def _stage_rank(self, step: int) -> int:
-        """Return the global rank of the same data and tensor rank on a neighbouring stage."""
-        grid = self.grid
-        return grid.topology.rank_of(grid.pp_rank + step, grid.dp_rank, grid.tp_rank)
-
     def _from_last_stage(self, x: Tensor) -> None:
-        """Copy `x` of the last stage to all stages, in place."""
-        grid = self.grid
-        if grid.pp_size > 1:
-            last = grid.topology.rank_of(grid.pp_size - 1, grid.dp_rank, grid.tp_rank)
-            dist.broadcast(x, src=last, group=grid.pp_group)
+        """Copy `x` from the stage that holds the head to all stages, in place."""
+        if isinstance(self.network, Stage):
+            broadcast_from_head(self.network, x)
 
 
 class CachedDecoding:

@@ -1,38 +1,50 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import Block, TransformerLayer, run_blocks, token_positions
+from neox.model.block import MLPS, RESIDUALS, Block, TransformerLayer
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
+from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.cross_entropy import head_cross_entropy, vocab_parallel_cross_entropy
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
-from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
+from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gpt import GPT
+from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
 from neox.model.positions import POSITIONS
 from neox.model.soft_prompt import SoftPrompt
+from neox.model.stage import NetworkOutput, Stage
 
 __all__ = [
     "ATTENTION",
     "GPT",
-    "Block",
-    "CacheStep",
+    "MLPS",
     "POSITIONS",
+    "RESIDUALS",
+    "Aux",
+    "Block",
+    "BlockContext",
+    "CacheStep",
+    "Context",
     "Embedding",
     "FinalNorm",
+    "Handoff",
     "Head",
     "KVCache",
     "LMHead",
     "LayerCache",
     "MaskedLMHead",
+    "NetworkOutput",
     "SentenceHead",
     "SoftPrompt",
+    "Stage",
     "TransformerLayer",
+    "add_aux",
+    "attach_losses",
+    "broadcast_from_head",
     "build_layer",
-    "encoder_head",
+    "forward_over_stages",
     "head_cross_entropy",
     "initialize",
-    "run_blocks",
-    "token_positions",
     "vocab_parallel_cross_entropy",
 ]

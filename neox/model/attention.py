@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Unpack, cast
 
@@ -16,31 +15,31 @@ from torch import Tensor, nn
 
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
-from neox.model.cache_step import CachedLayer
+from neox.model.context import BlockContext
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
 from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, TensorOptions
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention with heads split over tensor ranks, causal unless the network is bidirectional.
+    """Multi-head attention with heads split over tensor ranks; causal unless the network is bidirectional.
 
-    The rows of the fused projection are laid out [heads, 3, D] as in NeoX, or all queries, all keys, all values of this
-    rank where there are fewer heads of keys and values.
+    The rows of the fused projection are laid out [heads, 3, D] as in NeoX. If there are fewer heads of keys and values
+    than of queries, they are all queries, all keys, all values of this rank.
 
     Args:
         architecture: The network.
-        number: Of the block, from 0.
+        number: Number of the block, from 0.
         grid: Process groups; the numbers of heads must be multiples of the tensor-parallel degree.
         impl: Kernel.
         dropout: Probability of dropping an attention weight in training.
-        layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number from 1.
+        layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number, counted from 1.
         **options: Device and type of the parameters.
 
     Attributes:
-        recompute: What is computed again in the backward pass: `full_attn` all that `forward` does, `core_attn` what
-            comes after queries, keys and values.
+        recompute: What the backward pass computes again: `full_attn` everything before the output projection,
+            `core_attn` everything after queries, keys and values.
 
     Raises:
         ValueError: The heads cannot be divided.
@@ -60,7 +59,8 @@ class SelfAttention(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        heads, kv_heads = architecture.num_attention_heads, architecture.num_kv_heads
+        heads = architecture.num_attention_heads
+        kv_heads = architecture.num_kv_heads
         if heads % kv_heads or kv_heads % grid.tp_size:
             raise ValueError(
                 f"num_attention_heads {heads} must be a multiple of num_kv_heads {kv_heads}, and that of the "
@@ -69,14 +69,17 @@ class SelfAttention(nn.Module):
         self.grid = grid
         self.impl: AttentionImpl = impl
         self.causal = not architecture.bidirectional
-        self.heads_here, self.kv_heads_here = heads // grid.tp_size, kv_heads // grid.tp_size
+        self.heads_here = heads // grid.tp_size
+        self.kv_heads_here = kv_heads // grid.tp_size
         self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
         self.dropout = dropout
-        self.softmax_scale = float(number + 1 if layer_scaling else 1)
+        self.softmax_scale = float(number + 1) if layer_scaling else 1.0
         divisor = 1.0 / architecture.attention_scale if architecture.attention_scale else math.sqrt(self.head_dim)
         self.scale = 1.0 / (divisor * self.softmax_scale)
-        hidden, rows = architecture.hidden_size, (heads + 2 * kv_heads) * self.head_dim
+
+        hidden = architecture.hidden_size
+        rows = (heads + 2 * kv_heads) * self.head_dim
         self.query_key_value = ColumnParallelLinear(
             hidden, rows, grid, bias=architecture.qkv_bias, multiply=linear, **options
         )
@@ -87,58 +90,46 @@ class SelfAttention(nn.Module):
         self.dense = RowParallelLinear(
             heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
         )
-        build = POSITIONS[architecture.positions].attention
-        encoding = None if build is None else build(architecture, grid, **options)
-        self._encoding_name = None if encoding is None else encoding.name
-        if encoding is not None:
+        self._encoding_name: str | None = None
+        build_encoding = POSITIONS[architecture.positions].attention
+        if build_encoding is not None:
+            encoding = build_encoding(architecture, grid, **options)
+            self._encoding_name = encoding.name
             self.add_module(encoding.name, encoding)
 
-    def forward(
-        self,
-        x: Tensor,
-        tables: Tables | None = None,
-        cache: CachedLayer | None = None,
-        visible: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Return the heads' outputs, before the output projection `dense`: x [B, S, H] -> [B, S, N*D].
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Attend: hidden states [B, S, H] -> [B, S, H]; with sequence parallelism, shares of them [B, S/T, H]."""
+        return self.dense(self._heads(x, context))
 
-        Args:
-            x: Hidden states; where tokens are divided, those of this rank's share [B, S/T, H].
-            tables: Of the positions (`position_tables`); those of 0..S-1 if None.
-            cache: Keys and values seen before, in generation.
-            visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
-            positions: Of the tokens, [S] or [B, S]; 0..S-1 if None.
-        """
-        return self._recomputed("full_attn", self._attend, x, tables, cache, visible, positions)
+    def summand(self, x: Tensor, context: BlockContext) -> Summand:
+        """Return what `forward` does, before the sum over tensor ranks."""
+        return self.dense.summand(self._heads(x, context))
 
-    def _attend(
-        self,
-        x: Tensor,
-        tables: Tables | None,
-        cache: CachedLayer | None,
-        visible: Tensor | None,
-        positions: Tensor | None,
-    ) -> Tensor:
-        batch, length = x.shape[0], x.shape[1] * self.query_key_value.shares
-        positions = torch.arange(length, device=x.device) if positions is None else positions
-        encoding, bias = self.encoding, None
-        if encoding is not None:
-            if tables is None:
-                tables = encoding.tables(positions, length if cache is None else cache.keys.shape[2], x.dtype)
-            bias = encoding.score_bias(tables)
-        q, k, v = self._queries_keys_values(x, tables)
+    def _heads(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Return the outputs of this rank's heads: [B, S, H] -> [B, S, N*D]."""
+        return self._recomputed("full_attn", self._attend, x, context)
+
+    def _attend(self, x: Tensor, context: BlockContext) -> Tensor:
+        bias = None
+        if self.encoding is not None:
+            assert context.tables is not None
+            bias = self.encoding.score_bias(context.tables)
+        q, k, v = self._queries_keys_values(x, context.tables)
+        positions = context.positions
+        cache = context.cache
         if cache is not None:
             pairs = self.pairs(positions, cache.positions)
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
-            mask = _both(visible, self.pairs(positions, positions))
+            mask = _both(context.visible, self.pairs(positions, positions))
             keeps_scores = self.impl != "flash" or bias is not None
-            out = self._recomputed("core_attn" if keeps_scores else "", self._core, q, k, v, mask, bias)
-        return out.reshape(batch, length, self.heads_here * self.head_dim)
+            part: RecomputedPart | None = "core_attn" if keeps_scores else None
+            out = self._recomputed(part, self._core, q, k, v, mask, bias)
+        return out.flatten(2)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
+        own_stream = dropout_p > 0.0 and self.grid.rng.enabled
         return core_attention(
             q,
             k,
@@ -147,21 +138,22 @@ class SelfAttention(nn.Module):
             scale=self.scale,
             softmax_scale=self.softmax_scale,
             dropout_p=dropout_p,
-            dropout_context=self.grid.rng.fork(q.device) if dropout_p > 0.0 and self.grid.rng.enabled else None,
+            dropout_context=self.grid.rng.fork(q.device) if own_stream else None,
             causal=self.causal,
             mask=mask,
             bias=bias,
         )
 
-    def _recomputed(self, part: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call a function; in training without keeping its activations where it is the part to recompute."""
+    def _recomputed(self, part: RecomputedPart | None, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call a function. If this part is to be recomputed, its activations are not kept in training."""
         if self.recompute == part and self.training and torch.is_grad_enabled():
             return cast(Tensor, self.grid.rng.checkpoint(function, *args))
         return function(*args)
 
     def _queries_keys_values(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions."""
-        n, k = self.heads_here, self.kv_heads_here
+        n = self.heads_here
+        k = self.kv_heads_here
         qkv = self.query_key_value(x)
         batch, length, _ = qkv.shape
         if n == k:
@@ -172,18 +164,26 @@ class SelfAttention(nn.Module):
             together = together.unsqueeze(3)  # [B, S, N + K, 1, D]
         if not self._norm_names:
             together = self._encoded(together, tables)
-        queries, keys = together.unbind(3) if n == k else together.squeeze(3).split((n, k), dim=2)
+        if n == k:
+            queries, keys = together.unbind(3)
+        else:
+            queries, keys = together.squeeze(3).split((n, k), dim=2)
         if not self._norm_names:
             return queries, keys, values
-        if self.attended_heads != k:
-            keys, values = (heads.repeat_interleave(n // k, dim=2) for heads in (keys, values))
+        if self.attended_heads != k:  # each query head gets keys and values of its own
+            keys = keys.repeat_interleave(n // k, dim=2)
+            values = values.repeat_interleave(n // k, dim=2)
         queries = self.get_submodule(self._norm_names[0])(queries)
         keys = self.get_submodule(self._norm_names[-1])(keys)
-        queries, keys = (self._encoded(heads.unsqueeze(3), tables).squeeze(3) for heads in (queries, keys))
+        queries = self._encoded(queries.unsqueeze(3), tables).squeeze(3)
+        keys = self._encoded(keys.unsqueeze(3), tables).squeeze(3)
         return queries, keys, values
 
     def _encoded(self, heads: Tensor, tables: Tables | None) -> Tensor:
-        return heads if self.encoding is None or tables is None else self.encoding(heads, tables)
+        if self.encoding is None:
+            return heads
+        assert tables is not None
+        return self.encoding(heads, tables)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return the pairs that this kind of attention allows, for positions [S] or [B, S] and [T] or [B, T].
@@ -196,42 +196,62 @@ class SelfAttention(nn.Module):
     @property
     def encoding(self) -> PositionEncoding | None:
         """What positions do here, if anything."""
-        return None if self._encoding_name is None else cast(PositionEncoding, getattr(self, self._encoding_name))
+        if self._encoding_name is None:
+            return None
+        return cast(PositionEncoding, getattr(self, self._encoding_name))
 
     def position_tables(
         self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None
     ) -> Tables | None:
         """Return what blocks need of the new tokens; arguments as `PositionEncoding.tables` takes them."""
-        return None if self.encoding is None else self.encoding.tables(positions, keys, dtype, slots)
+        if self.encoding is None:
+            return None
+        return self.encoding.tables(positions, keys, dtype, slots)
 
 
 class SparseSelfAttention(SelfAttention):
-    """Self-attention to the keys that a pattern of blocks allows (`neox.architecture.sparsity`)."""
+    """Self-attention to the keys that a pattern of blocks allows (`neox.architecture.sparsity`).
+
+    Attributes:
+        layout: Blocks that see each other in the longest sequence, bool [N or 1, C, C]; in no checkpoint.
+    """
+
+    layout: Tensor
 
     def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
+        assert not architecture.bidirectional, "patterns of blocks are causal"
         super().__init__(architecture, number, grid, **arguments)
-        kind = architecture.attention[number]
-        settings = settings_of(kind, architecture.sparsity)
-        first = grid.tp_rank * self.heads_here
-        self.block: int = settings["block"]
-        self._new_layout = partial(
-            block_layout, kind, settings, heads=range(first, first + self.heads_here), layer=number
-        )
-        self._layout = self._new_layout(blocks=-(-architecture.max_positions // self.block))
+        self.number = number
+        self.kind = architecture.attention[number]
+        self.settings = settings_of(self.kind, architecture.sparsity)
+        self.block: int = self.settings["block"]
+        self.longest_blocks = -(-architecture.max_positions // self.block)
+        layout = self._layout_of(self.longest_blocks).to(arguments.get("device"))
+        self.register_buffer("layout", layout, persistent=False)
+
+    def reset(self) -> None:
+        """Compute the buffer again, after a module made on the meta device got memory."""
+        self.layout.copy_(self._layout_of(self.longest_blocks))
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the pairs whose blocks see each other."""
+        layout = self.layout
         blocks = -(-keys.shape[-1] // self.block)
-        if blocks > self._layout.shape[-1]:  # longer than the network is meant for
-            self._layout = self._new_layout(blocks=blocks)
-        self._layout = self._layout.to(queries.device)
-        return sparse_pairs(self._layout, self.block, queries, keys)
+        if blocks > self.longest_blocks:  # rows with padding may be longer than the network is meant for
+            layout = self._layout_of(blocks).to(queries.device)
+        return sparse_pairs(layout, self.block, queries, keys)
+
+    def _layout_of(self, blocks: int) -> Tensor:
+        first = self.grid.tp_rank * self.heads_here
+        heads = range(first, first + self.heads_here)
+        return block_layout(self.kind, self.settings, blocks=blocks, heads=heads, layer=self.number)
 
 
 class WindowedSelfAttention(SelfAttention):
     """Self-attention to the last `window` tokens, the query's own included."""
 
     def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
+        assert not architecture.bidirectional, "a window is causal"
         super().__init__(architecture, number, grid, **arguments)
         self.window = architecture.window
 
@@ -243,9 +263,13 @@ class WindowedSelfAttention(SelfAttention):
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a & b
+    """Return the pairs that both masks allow; None allows all."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(
     {"global": SelfAttention, "sliding_window": WindowedSelfAttention, **dict.fromkeys(SPARSITY, SparseSelfAttention)}
 )
+"""Kind of attention (`Architecture.attention`) -> module."""

@@ -16,7 +16,6 @@ from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
 from neox.parallel import (
     ColumnParallelLinear,
-    KeptInputs,
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
@@ -58,8 +57,6 @@ def build_layer(
         layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
     elif entry.kind == "block":
         layer = _block(plan, index - BLOCK_OFFSET, grid, options)
-        divided = training.partition_activations and grid.tp_size > 1
-        layer.kept_inputs = KeptInputs(grid, divided=divided, on_cpu=training.checkpoint_in_cpu)
         _add_adapters(layer, plan, index)
         divide_tokens(layer)
     elif entry.kind == "norm":
@@ -79,26 +76,23 @@ def build_layer(
 
 
 def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOptions) -> Block:
-    network, training = plan.architecture, plan.config.training
-    part = training.recomputed_part(number)
-    block: Block
+    network = plan.architecture
+    training = plan.config.training
     if network.attention[number] in GATED_KINDS:
-        block = GatedMLPLayer(network, number, grid, **options)
-    else:
-        block = TransformerLayer(
-            network,
-            number,
-            grid,
-            impl=_attention_impl(plan, number),
-            attention_dropout=training.attention_dropout,
-            hidden_dropout=training.hidden_dropout,
-            layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-            **options,
-        )
-        if part != "full":  # else equal layers share one compiled graph
-            block.attention.recompute = part
-    block.recomputed_whole = part == "full"
-    block.is_last = number == network.num_layers - 1
+        return GatedMLPLayer(network, number, grid, **options)
+    block = TransformerLayer(
+        network,
+        number,
+        grid,
+        impl=_attention_impl(plan, number),
+        attention_dropout=training.attention_dropout,
+        hidden_dropout=training.hidden_dropout,
+        layer_scaling=plan.config.model.apply_query_key_layer_scaling,
+        **options,
+    )
+    part = training.recomputed_part(number)
+    if part != "full":  # `Stage` recomputes whole blocks
+        block.attention.recompute = part
     return block
 
 

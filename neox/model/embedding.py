@@ -19,6 +19,7 @@ from neox.model.positions import POSITIONS
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
+    Multiply,
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
@@ -76,7 +77,11 @@ class LMHead(NamedTuple):
 
 
 class Embedding(TokenShares):
-    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of positions and token types added; factors, norm, dropout."""
+    """Layer 0: tokens [B, S] -> [B, S, H], with vectors of positions and token types added; factors, norm, dropout.
+
+    Attributes:
+        multiply: Computes the product of a tied head.
+    """
 
     def __init__(
         self,
@@ -90,33 +95,50 @@ class Embedding(TokenShares):
         super().__init__()
         self.grid = grid
         self.dropout = dropout
-        self.multiplier, self.position_multiplier = architecture.embedding_multiplier, architecture.position_multiplier
+        self.multiplier = architecture.embedding_multiplier
+        self.position_multiplier = architecture.position_multiplier
+        self.multiply: Multiply = linear
         self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, architecture.hidden_size, grid, **options)
-        encoding = POSITIONS[architecture.positions].embedding
-        self.position_embeddings = None if encoding is None else encoding(architecture, **options)
-        rows, hidden = architecture.token_types, architecture.hidden_size
-        self.tokentype_embeddings = nn.Embedding(rows, hidden, **options) if rows else None
-        self.norm = build_norm(architecture, **options) if architecture.embedding_norm else None
+        self.position_embeddings: nn.Module | None = None
+        self.tokentype_embeddings: nn.Embedding | None = None
+        self.norm: nn.Module | None = None
+        build_positions = POSITIONS[architecture.positions].embedding
+        if build_positions is not None:
+            self.position_embeddings = build_positions(architecture, **options)
+        if architecture.token_types:
+            self.tokentype_embeddings = nn.Embedding(architecture.token_types, architecture.hidden_size, **options)
+        if architecture.embedding_norm:
+            self.norm = build_norm(architecture, **options)
 
     def keep_words(self) -> None:
         """Drop all but the words' vectors: a copy of this layer on the stage of a tied head needs nothing else."""
-        self.position_embeddings = self.tokentype_embeddings = self.norm = None
+        self.position_embeddings = None
+        self.tokentype_embeddings = None
+        self.norm = None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
-        """Look up token ids [B, S] at positions [S] or [B, S] (0..S-1 if None) -> [B, S, H], with dropout.
+        """Look up tokens [B, S] -> [B, S, H]; with sequence parallelism, this rank's share of the tokens.
 
-        Token types are [B, S]; all are 0 if None. Where tokens are divided, the result is this rank's share of it.
+        Args:
+            tokens: Token ids [B, S].
+            positions: Positions of the tokens, [S] or [B, S]; only read if the network has vectors of positions.
+            token_types: Types of the tokens [B, S]; all 0 if None.
         """
         x = self.word_embeddings(tokens)
-        x = x if self.multiplier == 1.0 else x * self.multiplier
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position_embeddings is not None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
             vectors = self.position_embeddings(positions).to(x.dtype)
-            x = x + (vectors if self.position_multiplier == 1.0 else vectors * self.position_multiplier)
+            if self.position_multiplier != 1.0:
+                vectors = vectors * self.position_multiplier
+            x = x + vectors
         if self.tokentype_embeddings is not None:
-            x = x + self.tokentype_embeddings(torch.zeros_like(tokens) if token_types is None else token_types)
-        x = x if self.norm is None else self.norm(x)
-        x = scatter_tokens(x, self.grid) if self.shares > 1 else x
+            types = torch.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.tokentype_embeddings(types)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.shares > 1:
+            x = scatter_tokens(x, self.grid)
         return F.dropout(x, self.dropout, self.training)
 
     @property
@@ -126,7 +148,7 @@ class Embedding(TokenShares):
 
     def logits(self, x: Tensor) -> Tensor:
         """Multiply hidden states [B, S, H] by the words' vectors [V/tp, H] on this rank -> [B, S, V/tp]."""
-        return linear(copy_to_tensor_ranks(x, self.grid), self.word_embeddings.weight)
+        return self.multiply(copy_to_tensor_ranks(x, self.grid), self.word_embeddings.weight, None)
 
 
 class FinalNorm(nn.Module):

@@ -5,9 +5,7 @@ Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
+from neox.model.context import Aux, BlockContext
 from neox.ops import ACTIVATIONS, NORMS, linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -89,17 +88,10 @@ class GatedMLPLayer(TokenShares):
 
     Args:
         architecture: The network.
-        number: Of the block, from 0.
+        number: Number of the block, from 0.
         grid: Process groups.
         **options: Device and type of the parameters.
-
-    Attributes:
-        recomputed_whole: Whether `run_blocks` may compute all of the block again in the backward pass.
-        is_last: Whether the block is the network's last one.
     """
-
-    recomputed_whole = is_last = False
-    kept_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext  # as `TransformerLayer`'s
 
     def __init__(
         self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
@@ -113,18 +105,11 @@ class GatedMLPLayer(TokenShares):
         self.sgu = SpatialGatingUnit(architecture, architecture.attention[number], grid, **options)
         self.output_linear = RowParallelLinear(4 * hidden, hidden, grid, multiply=linear, **options)
 
-    def forward(
-        self,
-        x: Tensor,
-        tables: object = None,
-        cache: object = None,
-        visible: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Run the block: [B, S, H] -> [B, S, H]; arguments as `SelfAttention.forward` takes them."""
-        assert cache is None, "refused by KVCache"
-        positions = torch.arange(x.shape[1] * self.shares, device=x.device) if positions is None else positions
-        return self.output_linear(self.sgu(self.activation(self.input_linear(self.norm(x))), positions, visible))
+    def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
+        """Run the block: [B, S, H] -> [B, S, H]. It adds no losses to the objective's."""
+        assert context.cache is None, "refused by KVCache"
+        inner = self.activation(self.input_linear(self.norm(x)))
+        return self.output_linear(self.sgu(inner, context.positions, context.visible)), {}
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
         """Return the norm's parameters."""

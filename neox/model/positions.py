@@ -244,7 +244,8 @@ def reset_buffers(layer: nn.Module) -> None:
         TypeError: A module has buffers and cannot compute them again.
     """
     for module in layer.modules():
-        if isinstance(module, PositionEncoding | SinusoidalPositions):
-            module.reset()
+        reset = getattr(module, "reset", None)
+        if reset is not None:
+            reset()
         elif next(module.buffers(recurse=False), None) is not None:
             raise TypeError(f"{type(module).__name__} has buffers that nothing computes again")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from neox.model import LMHead
+from neox.model import NetworkOutput
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class CausalLM:
         """Return labels and loss mask, [B, S] each."""
         return batch["labels"], batch["loss_mask"]
 
-    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross entropy of unmasked tokens in fp32, [1]; 0 if all are masked."""
-        labels, mask = targets[0], targets[1].float()
-        return head.cross_entropy(hidden, labels, mask / mask.sum().clamp(min=1.0)).unsqueeze(0)
+        labels, loss_mask = targets
+        mask = loss_mask.float()
+        weights = mask / mask.sum().clamp(min=1.0)
+        return output.head.cross_entropy(output.hidden, labels, weights).unsqueeze(0)

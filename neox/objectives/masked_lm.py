@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.data.masked_batch import MaskedLMBatch
-from neox.model import LMHead
+from neox.model import NetworkOutput
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class MaskedLM:
         given = MaskedLMBatch(**batch)
         return given.masked_positions, given.masked_ids, given.masked_weights, given.next_sentence
 
-    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the losses' sum and each of them, and the sentences' accuracy; without a sentence head one loss.
 
         The masked tokens' loss is 0 where a batch has none.
         """
+        hidden, head = output.hidden, output.head
         positions, ids, weights, follows = targets
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, P, H]
         masked = head.cross_entropy(picked, ids, weights / weights.sum().clamp(min=1.0))

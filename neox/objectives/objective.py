@@ -1,13 +1,16 @@
-"""`Objective`: the interface between batches, both engines (plain and pipeline) and the network's last layer."""
+"""`Objective`: the interface between batches, the engine and the network's last layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from neox.model import LMHead
+from neox.architecture import block_losses
+from neox.model import NetworkOutput
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.masked_lm import MaskedLM
 from neox.plan import RunPlan
@@ -19,30 +22,29 @@ Batch = Mapping[str, Tensor]
 class Objective(Protocol):
     """What a network is trained to do.
 
-    The first pipeline stage reads `inputs`, the last one computes `scores` from the hidden states and `targets`;
+    The first pipeline stage reads `inputs`, the last one computes `scores` from the network's output and `targets`;
     without stages one rank does both. Values are means over a micro batch; engines average over micro batches and data
     ranks.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each score, as steps and evaluations report it; `lm_loss` is in nats per token."""
+        """Name of each score, as steps and evaluations report it; the loss that is trained comes first."""
         ...
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the arguments of `GPT.hidden`: integers, floating-point tensors would get gradients between stages."""
+        """Return `tokens`, then fields of `neox.model.Context`: integers, because stages send gradients of floats."""
         ...
 
     def targets(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what the scores need beside the hidden states."""
+        """Return what the scores need next to the network's output."""
         ...
 
-    def scores(self, hidden: Tensor, head: LMHead, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch, equal on all tensor ranks: first the loss that is trained.
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the scores of a micro batch, equal on all tensor ranks.
 
         Args:
-            hidden: Hidden states after the final norm [B, S, H].
-            head: The network's head.
+            output: Hidden states, head, and losses of blocks.
             targets: Result of `targets`, on the device.
 
         Returns:
@@ -51,7 +53,44 @@ class Objective(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WithBlockLosses:
+    """An objective of a network whose blocks add losses of their own, such as the balance of experts.
+
+    Attributes:
+        objective: The objective itself.
+        losses: Names of the blocks' losses.
+    """
+
+    objective: Objective
+    losses: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name of the sum, which is trained, then the names of its parts."""
+        return ("total_loss", *self.objective.names, *self.losses)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the objective's inputs."""
+        return self.objective.inputs(batch)
+
+    def targets(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the objective's targets."""
+        return self.objective.targets(batch)
+
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of all losses, the objective's scores, and the blocks' losses."""
+        scores = self.objective.scores(output, targets)
+        added = torch.stack([output.aux[name] for name in self.losses])
+        total = scores[0] + added.sum()
+        return torch.cat((total.unsqueeze(0), scores, added))
+
+
 def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: masked language modelling for a bidirectional network, else causal."""
     network = plan.architecture
-    return MaskedLM(network.sentence_head) if network.bidirectional else CausalLM()
+    objective: Objective = MaskedLM(network.sentence_head) if network.bidirectional else CausalLM()
+    losses = block_losses(network)
+    if losses:
+        objective = WithBlockLosses(objective, losses)
+    return objective

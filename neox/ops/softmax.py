@@ -64,4 +64,4 @@ def _triton_softmax(scores: Tensor, scale: float, causal: bool, visible: Tensor 
     if causal:
         assert visible is None, "refused by the configuration's validation"
         return causal_softmax(scores, scale)
-    return padded_softmax(scores, scale, visible)
+    return padded_softmax(scores, scale, visible, MASKED_SCORE)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from neox.errors import NeoXError
-from neox.ops.softmax import MASKED_SCORE
 
 MAX_LENGTH = 2**16
 """A row is one block of registers: longer ones would spill."""
@@ -114,13 +113,14 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     return weights
 
 
-def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None, masked_score: float) -> Tensor:
     """Return softmax(scale x scores) with keys masked that are not visible: [B, N, S, S], fp16, bf16 or fp32.
 
     Args:
         scores: Attention scores.
         scale: Their factor.
-        visible: Which keys of each sample are no padding, bool [B, 1, 1, S]; None for all.
+        visible: Which keys of each sample are not padding, bool [B, 1, 1, S]; None for all.
+        masked_score: What replaces the scores of padding.
 
     Raises:
         NeoXError: On a device or length the kernel cannot serve.
@@ -129,7 +129,8 @@ def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None) -> Tens
     batch, length = scores.shape[0], scores.shape[-1]
     if visible is None:
         visible = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=scores.device)
-    return _PaddedSoftmax.apply(scores, float(scale), visible.expand(batch, 1, 1, length).contiguous())
+    keys = visible.expand(batch, 1, 1, length).contiguous()
+    return _PaddedSoftmax.apply(scores, float(scale), keys, masked_score)
 
 
 def _check(scores: Tensor, scale: float) -> None:
@@ -182,18 +183,18 @@ _softmax.register_autograd(_backward, setup_context=_keep)
 
 class _PaddedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float, visible: Tensor) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, scale: float, visible: Tensor, masked_score: float) -> Tensor:
         scores, visible = scores.contiguous(), visible.view(torch.uint8)
         weights = torch.empty_like(scores)
         rows = scores.shape[1] * scores.shape[2]  # of one sample
-        _launch(_padded_forward_kernel, scores, scores, weights, visible, scale, rows, MASKED_SCORE)
+        _launch(_padded_forward_kernel, scores, scores, weights, visible, scale, rows, masked_score)
         ctx.save_for_backward(weights, visible)
         ctx.scale, ctx.rows = scale, rows
         return weights
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         weights, visible = ctx.saved_tensors
         out = torch.empty_like(weights)
         _launch(_padded_backward_kernel, weights, weights, grad.contiguous(), out, visible, ctx.scale, ctx.rows)
-        return out, None, None
+        return out, None, None, None

@@ -15,7 +15,9 @@ from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (
     ColumnParallelLinear,
+    Multiply,
     RowParallelLinear,
+    Summand,
     TensorOptions,
     VocabParallelEmbedding,
     mark_decay,
@@ -32,9 +34,11 @@ from neox.plan.topology import Topology
 __all__ = [
     "ColumnParallelLinear",
     "KeptInputs",
+    "Multiply",
     "ParallelGrid",
     "RNGTracker",
     "RowParallelLinear",
+    "Summand",
     "TensorOptions",
     "TokenShares",
     "Topology",

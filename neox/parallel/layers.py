@@ -9,7 +9,7 @@ outputs, and what follows a product that splits inputs is summed and divided in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,18 @@ def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tens
     dim = spec.partition_dim
     parts = [full.narrow(dim, start, length) for start, length in spec.ranges(tp_rank, tp_size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class Summand(NamedTuple):
+    """One rank's part of a sum over tensor ranks.
+
+    Attributes:
+        partial: This rank's summand [..., O].
+        bias: Bias [O] that is added once, after the sum.
+    """
+
+    partial: Tensor
+    bias: Tensor | None
 
 
 class ColumnParallelLinear(TokenShares):
@@ -215,6 +227,10 @@ class RowParallelLinear(TokenShares):
         y = self.reduced(self.partial(x))
         return y if self.bias is None else y + self.bias
 
+    def summand(self, x: Tensor) -> Summand:
+        """Return this rank's part of what `forward` sums: the caller adds several and reduces them together."""
+        return Summand(self.partial(x), self.bias)
+
     def reduced(self, partial: Tensor) -> Tensor:
         """Sum what `partial` returned over tensor ranks; where tokens are divided, the sum is of this rank's share."""
         return (reduce_scatter_tokens if self.shares > 1 else reduce_over_tensor_ranks)(partial, self.grid)
@@ -224,7 +240,7 @@ class RowParallelLinear(TokenShares):
         return () if self.bias is None else (self.bias,)
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's summand [..., O], without the bias: the caller adds several and reduces them together."""
+        """Return this rank's summand [..., O], without the bias."""
         y = self.multiply(x, self.weight, None)
         return y if self.adapter is None else y + self.adapter(x)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from neox.config import NeoXConfig
-from neox.model import GPT
+from neox.model import GPT, Aux
 from neox.objectives import CausalLM
 from neox.optim import build_optimizer
 from neox.parallel import ParallelGrid
@@ -63,7 +64,7 @@ def _movement(config: NeoXConfig, width: int, steps: int) -> Movement:
     targets = (tokens[:, 1:], torch.ones(_ROWS, length))
     seen = [_states(model, tokens[:, :-1])]
     for _ in range(steps):
-        loss = model(tokens[:, :-1], loss=lambda hidden, head: CausalLM().scores(hidden, head, targets))[0]
+        loss = model(tokens[:, :-1], loss=partial(CausalLM().scores, targets=targets))[0]
         loss.backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -79,8 +80,8 @@ def _states(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states after the last block, and the logits."""
     kept: list[Tensor] = []
 
-    def keep(module: nn.Module, arguments: object, output: Tensor) -> None:
-        kept.append(output)
+    def keep(module: nn.Module, arguments: object, output: tuple[Tensor, Aux]) -> None:
+        kept.append(output[0])
 
     hook = model.blocks[-1].register_forward_hook(keep)
     logits = model(tokens)

@@ -76,9 +76,7 @@ def build_tasks(
         return None
     tokenizer = tokenizer_of(plan.config)
     from_first_rank(lambda: check_tasks(plan.config, tokenizer))
-    # A stage is read layer by layer; the whole network is called as in training, where ZeRO-3 gathers its weights.
-    module = engine.deepspeed_engine.module if grid.pp_size > 1 else engine.deepspeed_engine
-    return partial(evaluate_in_training, plan, module, grid, device, tokenizer)
+    return partial(evaluate_in_training, plan, engine.deepspeed_engine, grid, device, tokenizer)
 
 
 def build_callbacks(plan: RunPlan) -> list[Callback]:

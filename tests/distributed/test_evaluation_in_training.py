@@ -46,8 +46,7 @@ def scores(text: str, layouts: list[dict]) -> list[dict[str, float]]:
         ds_engine = initialize_engine(plan, grid, device).deepspeed_engine
         ds_engine.train()
         before = torch.get_rng_state()
-        module = ds_engine.module if layout.get("pipe_parallel_size", 1) > 1 else ds_engine
-        results.append(evaluate_in_training(plan, module, grid, device, tokenizer))
+        results.append(evaluate_in_training(plan, ds_engine, grid, device, tokenizer))
         assert ds_engine.training
         assert torch.equal(torch.get_rng_state(), before)
     return results

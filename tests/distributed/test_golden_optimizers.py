@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from neox.config import NeoXConfig, RunPlan, resolve
+from neox.config import NeoXConfig
+from neox.plan import RunPlan, resolve
 from neox.tokenizer import build_tokenizer
 from tests.distributed.spawn import run_ranks
 

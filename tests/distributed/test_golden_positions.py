@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from neox.config import NeoXConfig, resolve
+from neox.config import NeoXConfig
+from neox.plan import resolve
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_golden_curves import GOLDEN, golden_plan, train_and_compute_logits
 

@@ -19,7 +19,7 @@ from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.data.masked_batch import MaskedLMBatch
 from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
-from neox.model import GPT
+from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from neox.plan import config_from_files, yaml_keys
 from neox.tokenizer import build_tokenizer
@@ -176,7 +176,7 @@ def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, model_type: str
     kept = torch.arange(LENGTH) < batch.lengths.unsqueeze(1)
     with torch.inference_mode():
         wanted = theirs(batch.tokens, attention_mask=kept.long(), token_type_ids=batch.token_types)
-        hidden = ours.hidden(batch.tokens, token_types=batch.token_types, lengths=batch.lengths)
+        hidden = ours.hidden(batch.tokens, Context(token_types=batch.token_types, lengths=batch.lengths))
         assert ours.head.sentences is not None
         assert (ours.logits(hidden) - wanted.prediction_logits)[kept].abs().max() < 1e-5
         assert (ours.head.sentences(hidden) - wanted.seq_relationship_logits).abs().max() < 1e-5

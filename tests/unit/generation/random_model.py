@@ -3,8 +3,8 @@
 import torch
 
 from neox.config import NeoXConfig
-from neox.generation.load import _pack, runner_of_layers
-from neox.model import build_layer
+from neox.generation.load import _pack, runner_of_stage
+from neox.model import Stage, build_layer
 from neox.ops import DTYPES
 from neox.parallel import ParallelGrid
 from neox.plan import resolve
@@ -43,10 +43,10 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", pac
                 if parameter.dim() == 1:
                     parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
     layers = {index: layer.to(device) for index, layer in layers.items()}
-    model = runner_of_layers(plan, layers, grid, device)
     if packed:
-        model.stage = _pack(plan, model.stage, layers, grid)
-    return model
+        _pack(layers, tied_head=plan.layers.head.tied_to is not None)
+    stage = Stage(plan, grid, layers, plan.stages[0].ranges)
+    return runner_of_stage(plan, stage, grid, device)
 
 
 def logits(model, lengths, steps):

@@ -34,7 +34,7 @@ def test_packed_weights_give_the_logits_of_the_modules(parallel_residual, tied, 
     skip_where_not_packed(dtype)
     settings = {"parallel_residual": parallel_residual, "no_weight_tying": not tied, "dtype": dtype}
     packed, plain = (runner(packed=packed, **settings) for packed in (True, False))
-    assert packed.stage.blocks[0].mlp.dense_h_to_4h.weight is None
+    assert packed.network.blocks[0].mlp.dense_h_to_4h.weight is None
     lengths = [5 + row % 4 for row in range(rows)]
     result, expected = (logits(model, lengths, steps=4) for model in (packed, plain))
     assert result.dtype == DTYPES[dtype]

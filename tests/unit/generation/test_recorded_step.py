@@ -92,8 +92,7 @@ def test_steps_are_the_same_operations_on_the_same_memory(name: str, lengths: tu
         step.state.slots,
         *(() if step.state.start is None else [step.state.start]),
     ]
-    layers = (model.stage.embedding, *model.stage.blocks, model.stage.norm, model.stage.head)
-    kept += [parameter for layer in layers if isinstance(layer, torch.nn.Module) for parameter in layer.parameters()]
+    kept += [parameter for layer in model.network.layers.values() for parameter in layer.parameters()]
     runs = []
     for token in range(4):
         with Recorder({tensor.untyped_storage().data_ptr() for tensor in kept}) as recorder:

@@ -43,7 +43,7 @@ def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(
     golden = np.load(GOLDEN / name / "logits_step30.npz")
     tokens, logits = torch.from_numpy(golden["tokens"]).long(), torch.from_numpy(golden["logits"])
     with torch.inference_mode():
-        assert torch.allclose(model.stage.head(model.hidden(tokens)), logits, atol=1e-5, rtol=0)
+        assert torch.allclose(model.network.head.logits(model.hidden(tokens)), logits, atol=1e-5, rtol=0)
     scores, top = model.score(tokens[:, :-1], tokens[:, 1:])
     expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     assert torch.allclose(scores, expected, atol=1e-5, rtol=0)

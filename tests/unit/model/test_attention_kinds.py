@@ -10,7 +10,7 @@ import torch
 from neox.architecture import ACTIVATIONS, SPARSITY, settings_of
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, NeoXError
-from neox.model import GPT
+from neox.model import GPT, BlockContext
 from neox.ops import block_layout, sparse_pairs
 from neox.parallel import ParallelGrid
 from neox.plan.rules import notes_without_effect
@@ -37,16 +37,20 @@ def test_a_sparse_layer_is_the_softmax_over_the_pairs_of_its_layout(kind: str) -
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     q, k, v = attention.query_key_value(x).view(2, 16, 4, 3, 8).unbind(3)
-    q, k = attention.rotary_emb(
-        torch.stack([q, k], 3), attention.position_tables(torch.arange(16), 16, x.dtype)
-    ).unbind(3)
+    context = BlockContext(torch.arange(16), attention.position_tables(torch.arange(16), 16, x.dtype))
+    q, k = attention.rotary_emb(torch.stack([q, k], 3), context.tables).unbind(3)
     settings = settings_of(kind, model.architecture.sparsity)
     layout = block_layout(kind, settings, blocks=8, heads=range(4), layer=0)
     seen = sparse_pairs(layout, 2, torch.arange(16), torch.arange(16))
     assert not torch.equal(seen.expand(1, 4, 16, 16), torch.ones(1, 4, 16, 16).tril().bool()), "hides nothing"
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / 8**0.5
     expected = torch.einsum("bnst,btnd->bsnd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).reshape(2, 16, 32)
-    torch.testing.assert_close(attention(x), expected, atol=1e-6, rtol=1e-5)
+    expected = torch.nn.functional.linear(expected, attention.dense.weight, attention.dense.bias)
+    torch.testing.assert_close(attention(x, context), expected, atol=1e-6, rtol=1e-5)
+    attention(
+        x.repeat(1, 2, 1), BlockContext(torch.arange(32), attention.position_tables(torch.arange(32), 32, x.dtype))
+    )
+    torch.testing.assert_close(attention(x, context), expected, atol=1e-6, rtol=1e-5)  # a longer row changed nothing
 
 
 def test_settings_are_checked_and_those_without_effect_are_named() -> None:

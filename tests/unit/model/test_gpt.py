@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neox.errors import NeoXError
-from neox.model import GPT
+from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss
 from tests.plans import CACHED_NETWORKS, NETWORKS, small_plan
@@ -79,7 +79,7 @@ def test_later_tokens_do_not_change_earlier_logits(keys):
 def test_cache_gives_the_logits_of_the_whole_sequence(steps: tuple[int, ...], keys):
     model = GPT(small_plan(**keys), ParallelGrid.single()).eval()
     cache = model.new_cache(batch=2, max_length=12)
-    logits = torch.cat([model(part, cache) for part in TOKENS.split(steps, dim=1)], dim=1)
+    logits = torch.cat([model(part, Context(cache)) for part in TOKENS.split(steps, dim=1)], dim=1)
     torch.testing.assert_close(logits, model(TOKENS), atol=1e-6, rtol=1e-5)
 
 
@@ -91,10 +91,10 @@ def test_left_padded_rows_give_the_logits_of_each_row_alone(keys):
     padded = torch.stack([TOKENS[0, :11], torch.cat([torch.zeros(3, dtype=torch.long), short[0]])])
     cache = model.new_cache(batch=2, max_length=16)
     cache.reset(start=torch.tensor([0, 3]))
-    logits = model(padded, cache)
+    logits = model(padded, Context(cache))
     assert logits.isfinite().all()
     following = torch.tensor([[7], [9]])
-    logits = torch.cat([logits, model(following, cache)], dim=1)
+    logits = torch.cat([logits, model(following, Context(cache))], dim=1)
     for row, alone in enumerate([TOKENS[:1, :11], short]):
         expected = model(torch.cat([alone, following[row : row + 1]], dim=1))[0]
         torch.testing.assert_close(logits[row, -expected.shape[0] :], expected, atol=1e-6, rtol=1e-5)
@@ -104,4 +104,4 @@ def test_a_full_cache_is_an_error():
     model = GPT(small_plan(), ParallelGrid.single()).eval()
     cache = model.new_cache(batch=2, max_length=4)
     with pytest.raises(NeoXError, match="room for 4 tokens"):
-        model(TOKENS, cache)
+        model(TOKENS, Context(cache))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neox.engine.shared import share_parameters
-from neox.model import GPT, TransformerLayer, build_layer
+from neox.model import GPT, BlockContext, TransformerLayer, build_layer
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
 from tests.plans import NETWORKS, PLAIN_NETWORKS, networks_for, small_plan
@@ -33,7 +33,8 @@ def test_parameters_are_those_of_the_layer_plan(head: str, tp_size: int, network
         marked = {name for name, p in layer.named_parameters() if getattr(p, "model_parallel", False)}
         split = {spec.name for spec in entry.parameters if spec.partition_dim is not None and tp_size > 1}
         assert marked == split
-        buffers = {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()}
+        saved = layer.state_dict()
+        buffers = {name: (tuple(b.shape), b.dtype) for name, b in saved.items() if name not in shapes}
         wanted = {
             ("rotary", "block"): {
                 "attention.rotary_emb.inv_freq": ((plan.architecture.rotary_ndims // 2,), torch.float32)
@@ -97,6 +98,12 @@ def block_by_hand(block: TransformerLayer, x: torch.Tensor, *, parallel: bool, t
     return x + mlp(second(x))
 
 
+def block_context(block: TransformerLayer, x: torch.Tensor) -> BlockContext:
+    """Return what a stage gives to a block: positions 0..S-1, all earlier tokens visible."""
+    positions = torch.arange(x.shape[1])
+    return BlockContext(positions, block.attention.position_tables(positions, x.shape[1], x.dtype))
+
+
 @pytest.mark.parametrize("attention", ["global", "flash"])
 @pytest.mark.parametrize("tanh", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
@@ -108,7 +115,9 @@ def test_block_by_hand(parallel: bool, tanh: bool, attention: str):
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     x = torch.randn(2, 9, 32, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(block(x), block_by_hand(block, x, parallel=parallel, tanh=tanh), atol=1e-7, rtol=0)
+        found, aux = block(x, block_context(block, x))
+        torch.testing.assert_close(found, block_by_hand(block, x, parallel=parallel, tanh=tanh), atol=1e-7, rtol=0)
+    assert aux == {}
 
 
 @pytest.mark.parametrize("network", PLAIN_NETWORKS)

@@ -8,7 +8,7 @@ import torch
 from neox.config import NeoXConfig
 from neox.data.batches import document_starts
 from neox.errors import ConfigError
-from neox.model import GPT
+from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from neox.plan import resolve
 from tests.losses import causal_lm_loss
@@ -41,7 +41,7 @@ def test_logits_of_a_packed_row_are_those_of_its_documents_alone(kind: str, netw
     keys = {"attention_config": [[[kind], "all"]], **NETWORKS[network]}
     plan = small_plan(apply_query_key_layer_scaling=scaling, **keys)
     model, rows = GPT(plan, ParallelGrid.single()).eval(), packed_rows()
-    packed = model(rows, document_starts=document_starts(rows, EOD))
+    packed = model(rows, Context(document_starts=document_starts(rows, EOD)))
     for row, logits, lengths in zip(rows, packed, LENGTHS, strict=True):
         alone = torch.cat([model(document.unsqueeze(0))[0] for document in row.split(lengths)])
         torch.testing.assert_close(logits, alone, atol=1e-6, rtol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neox.model import GPT, LMHead
+from neox.model import GPT, LMHead, NetworkOutput
 from neox.objectives import CausalLM, build_objective
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss
@@ -33,8 +33,9 @@ def test_the_loss_is_the_mean_over_unmasked_tokens():
     head = LMHead(GRID, weight, lambda hidden: hidden @ weight.T)
     picked = head.logits(hidden).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     objective = CausalLM()
-    torch.testing.assert_close(objective.scores(hidden, head, (labels, mask))[0], -(picked * mask).sum() / 3)
-    assert objective.scores(hidden, head, (labels, torch.zeros(2, 3))).tolist() == [0.0]
+    output = NetworkOutput(hidden, head, {})
+    torch.testing.assert_close(objective.scores(output, (labels, mask))[0], -(picked * mask).sum() / 3)
+    assert objective.scores(output, (labels, torch.zeros(2, 3))).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("untied", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neox.model import GPT, LMHead
+from neox.model import GPT, Context, LMHead, NetworkOutput
 from neox.objectives import MaskedLM, build_objective
 from neox.parallel import ParallelGrid
 from tests.masked_batches import masked_samples
@@ -41,17 +41,19 @@ def test_the_loss_is_the_mean_over_masked_tokens_and_that_of_sentences():
     masked = -(logs[0, 2, 4] + logs[1, 1, 3] + logs[1, 0, 2]) / 3
     sentences = -(pairs.log_softmax(-1)[0, 0] + pairs.log_softmax(-1)[1, 1]) / 2
     objective = MaskedLM(sentences=True)
-    scores = objective.scores(hidden, head, targets)
+    scores = objective.scores(NetworkOutput(hidden, head, {}), targets)
     torch.testing.assert_close(scores, torch.stack([masked + sentences, masked, sentences, torch.tensor(0.5)]))
     assert objective.names == ("loss", "lm_loss", "sentence_loss", "sentence_accuracy")
     alone = MaskedLM(sentences=False)
-    torch.testing.assert_close(alone.scores(hidden, head._replace(sentences=None), targets), masked.unsqueeze(0))
+    output = NetworkOutput(hidden, head._replace(sentences=None), {})
+    torch.testing.assert_close(alone.scores(output, targets), masked.unsqueeze(0))
     assert alone.names == ("lm_loss",)
 
 
 def test_a_batch_without_masked_tokens_has_a_finite_loss():
     hidden, _, _, head, (positions, ids, weights, follows) = hand_made()
-    scores = MaskedLM(sentences=True).scores(hidden, head, (positions, ids, weights * 0, follows))
+    output = NetworkOutput(hidden, head, {})
+    scores = MaskedLM(sentences=True).scores(output, (positions, ids, weights * 0, follows))
     assert scores[1] == 0.0
     assert scores.isfinite().all()
 
@@ -62,10 +64,10 @@ def test_padding_and_later_samples_change_nothing_and_later_tokens_do(name: str)
     model = GPT(plan, GRID).eval()
     tokens = torch.randint(2, 100, (2, 16), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([10, 16])
-    hidden = model.hidden(tokens, lengths=lengths)
+    hidden = model.hidden(tokens, Context(lengths=lengths))
     changed = tokens.clone()
     changed[0, 10:] = 5
-    torch.testing.assert_close(model.hidden(changed, lengths=lengths)[0, :10], hidden[0, :10])
+    torch.testing.assert_close(model.hidden(changed, Context(lengths=lengths))[0, :10], hidden[0, :10])
     torch.testing.assert_close(model.hidden(tokens[:1, :10]), hidden[:1, :10])
     changed[0, 9] = 99 - changed[0, 9]
-    assert (model.hidden(changed, lengths=lengths)[0, 0] - hidden[0, 0]).abs().max() > 1e-6
+    assert (model.hidden(changed, Context(lengths=lengths))[0, 0] - hidden[0, 0]).abs().max() > 1e-6

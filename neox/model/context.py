@@ -1,0 +1,74 @@
+"""Values that a forward pass takes next to the hidden states, and the losses that blocks return next to them.
+
+Legend: B batch, S sequence, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from neox.model.cache import KVCache
+from neox.model.cache_step import CachedLayer, CacheStep
+from neox.model.positions import Tables
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a forward pass needs to know about its tokens.
+
+    Attributes:
+        cache: Keys and values of earlier tokens, to which these are appended; None in training and scoring.
+        document_starts: Index in the row at which each token's document starts, [B, S]. Attention and positions then
+            stay within documents. Not together with a cache.
+        token_types: Types of the tokens of a bidirectional network, [B, S]; all 0 if None.
+        lengths: Number of tokens of each sample that are not padding, in a bidirectional network, [B]; all if None.
+    """
+
+    cache: KVCache | CacheStep | None = None
+    document_starts: Tensor | None = None
+    token_types: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.cache is None or self.document_starts is None, "documents are kept apart without a cache only"
+        assert self.lengths is None or self.document_starts is None, "one of the two masks would be lost"
+
+    @property
+    def begins(self) -> bool:
+        """Whether the first of these tokens is the first of its sequence."""
+        return self.cache is None or not self.cache.begun
+
+
+class BlockContext(NamedTuple):
+    """What one block needs next to its hidden states; `Stage` makes it from a `Context`.
+
+    Attributes:
+        positions: Positions of the tokens, [S], or [B, S] if rows differ.
+        tables: What the position encoding computed from them (`PositionEncoding.tables`); None if there is none.
+        visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
+        cache: This block's keys and values of earlier tokens, in generation.
+    """
+
+    positions: Tensor
+    tables: Tables | None = None
+    visible: Tensor | None = None
+    cache: CachedLayer | None = None
+
+
+Aux = Mapping[str, Tensor]
+"""Losses that blocks add to the objective's, by name: fp32 scalars, already multiplied by their coefficients. Their
+names are known from the architecture (`neox.architecture.block_losses`)."""
+
+
+def add_aux(first: Aux, second: Aux) -> Aux:
+    """Return the losses of two parts of the network; equal names are summed."""
+    if not first or not second:
+        return first or second
+    total = dict(first)
+    for name, value in second.items():
+        total[name] = total[name] + value if name in total else value
+    return total

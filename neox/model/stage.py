@@ -1,0 +1,267 @@
+"""The forward pass of the layers on one rank: the whole network, or one pipeline stage.
+
+Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from neox.architecture import BLOCK_OFFSET
+from neox.model.block import Block, TransformerLayer
+from neox.model.cache import KVCache
+from neox.model.cache_step import CachedLayer, CacheStep
+from neox.model.context import Aux, BlockContext, Context, add_aux
+from neox.model.embedding import Embedding, Head, LMHead
+from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
+from neox.model.recomputation import Recomputation
+from neox.model.soft_prompt import SoftPrompt
+from neox.ops import same_document_pairs, unpadded_keys
+from neox.parallel import ParallelGrid, gather_tokens
+from neox.plan.run_plan import RunPlan
+from neox.plan.stages import LayerRange
+
+
+class NetworkOutput(NamedTuple):
+    """What the network gives to an objective.
+
+    Attributes:
+        hidden: Hidden states after the final norm [B, S, H].
+        head: The head.
+        aux: Losses that blocks add to the objective's.
+    """
+
+    hidden: Tensor
+    head: LMHead
+    aux: Aux
+
+
+class Stage:
+    """The layers on this rank. Training, scoring and generation all run them through `forward`.
+
+    They are one range of neighbouring layers, or several if the pipeline schedule says so; then each range runs by
+    itself. The modules belong to the caller, who gives them their names; this class only runs them.
+
+    Args:
+        plan: Plan of the run.
+        grid: Process groups.
+        layers: Index in the layer plan -> module. Identity layers may be left out. With a tied head, layer 0 is there
+            too, if only as the holder of its weight.
+        ranges: The layers that the stage runs, ascending.
+
+    Attributes:
+        layers: The modules.
+        parts: One part for each range.
+        blocks: The transformer blocks in order.
+        head_stage: Number of the pipeline stage that holds the head.
+    """
+
+    def __init__(
+        self, plan: RunPlan, grid: ParallelGrid, layers: Mapping[int, nn.Module], ranges: Sequence[LayerRange]
+    ) -> None:
+        self.grid = grid
+        self.architecture = plan.architecture
+        self.layers = layers
+        self.parts: list[StagePart] = []
+        self.blocks: list[Block] = []
+        for held in ranges:
+            part = StagePart(plan, grid, layers, held, first_block=len(self.blocks))
+            self.parts.append(part)
+            self.blocks += part.blocks
+        head_index = plan.layers.head.index
+        self.head_stage = _holder(plan, head_index)
+        self._words = cast(Embedding | None, layers.get(0))
+        self._head = layers.get(head_index)
+        self._sentence_head = cast(SentenceHead | None, layers.get(head_index + 1))
+
+    def forward(self, x: Tensor, context: Context, part: int = 0) -> tuple[Tensor, Aux]:
+        """Run the layers of one range.
+
+        Args:
+            x: Token ids [B, S] if the range begins with the embedding; else the hidden states [B, S, H] of the range
+                before. In training with sequence parallelism, each tensor rank has its share of these [B, S/T, H].
+            context: What is known of the tokens.
+            part: Number of the range on this stage.
+
+        Returns:
+            Hidden states for the next range, or for the head after the last one, and the losses of these blocks.
+        """
+        length = x.shape[1]
+        if self.parts[part].is_first and context.begins:
+            length += self.architecture.soft_prompt_tokens
+        x, aux = self.parts[part].forward(x, context)
+        if context.cache is not None and part == len(self.parts) - 1:
+            context.cache.advance(length)
+        return x, aux
+
+    @property
+    def head(self) -> LMHead:
+        """The head, on the stage that holds it. ZeRO 3 gathers its weight where it is read: inside a forward pass."""
+        if isinstance(self._head, Head):
+            return self._head.head
+        assert self._words is not None, "the stage of a tied head holds its weight"
+        if isinstance(self._head, MaskedLMHead):
+            return encoder_head(self._words, self._head, self._sentence_head)
+        return self._words.head
+
+    def new_cache(self, batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> KVCache:
+        """Return an empty cache of this stage's blocks and this rank's heads.
+
+        Args:
+            batch: Number of sequences.
+            max_length: Most tokens of a sequence.
+            device: Device of the cache.
+            dtype: Type of hidden states.
+        """
+        blocks = len(self.blocks)
+        return KVCache(self.architecture, self.grid, blocks, batch, max_length, device=device, dtype=dtype)
+
+
+class StagePart:
+    """One range of neighbouring layers on a stage.
+
+    Args:
+        plan: Plan of the run.
+        grid: Process groups.
+        layers: Index in the layer plan -> module, as `Stage` takes it.
+        held: The range.
+        first_block: Number of its first block among those of the stage.
+
+    Attributes:
+        is_first: Whether the range begins with tokens.
+        is_last: Whether the range ends with the hidden states that the head takes.
+        previous: Number of the pipeline stage that holds the range before; None before the first range.
+        following: Number of the pipeline stage that holds the range after; None after the last range.
+        blocks: The transformer blocks in order.
+        recomputation: What the backward pass computes again.
+    """
+
+    def __init__(
+        self, plan: RunPlan, grid: ParallelGrid, layers: Mapping[int, nn.Module], held: LayerRange, first_block: int
+    ) -> None:
+        self.grid = grid
+        self.prompt_length = plan.architecture.soft_prompt_tokens
+        self.is_first = held.start == 0
+        self.is_last = held.stop == len(plan.layers)
+        self.previous = None if self.is_first else _holder(plan, held.start - 1)
+        self.following = None if self.is_last else _holder(plan, held.stop)
+        self._embedding: Embedding | None = None
+        self._prompt: SoftPrompt | None = None
+        self._norm: nn.Module | None = None
+        numbers = []
+        for index in held:
+            kind = plan.layers[index].kind
+            if kind == "embedding":
+                self._embedding = cast(Embedding, layers[index])
+            elif kind == "prompt":
+                self._prompt = cast(SoftPrompt, layers[index])
+            elif kind == "block":
+                numbers.append(index - BLOCK_OFFSET)
+            elif kind == "norm":
+                self._norm = layers[index]
+        self.blocks = [cast(Block, layers[BLOCK_OFFSET + number]) for number in numbers]
+        self.recomputation = Recomputation.from_plan(plan, grid, numbers)
+        self._chunks = self.recomputation.chunks()
+        self._cached = slice(first_block, first_block + len(self.blocks))
+        self._has_last_block = plan.architecture.num_layers - 1 in numbers
+        attentions = [block.attention for block in self.blocks if isinstance(block, TransformerLayer)]
+        self._attention = attentions[0] if attentions else None
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
+        """Run the layers, as `Stage.forward` does."""
+        if self._embedding is not None:
+            x = self._embed(self._embedding, x, context)
+        if self._prompt is not None and context.begins:
+            x = self._prompt(x, None if context.cache is None else context.cache.start)
+        aux: Aux = {}
+        if self.blocks:
+            x, aux = self._run_blocks(x, context)
+        if self._norm is not None:
+            if self.prompt_length and context.begins:
+                x = x[:, self.prompt_length :]
+            x = self._norm(x)
+        return x, aux
+
+    def _embed(self, embedding: Embedding, tokens: Tensor, context: Context) -> Tensor:
+        positions = None
+        if embedding.position_embeddings is not None:
+            positions = token_positions(tokens.shape[1], tokens.device, context)
+            if self.prompt_length and not context.begins:  # the cache holds the prompt, whose vectors do not count
+                positions = (positions - self.prompt_length).clamp_(min=0)
+        x: Tensor = embedding(tokens, positions, context.token_types)
+        return x
+
+    def _run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
+        shares = self.blocks[0].shares
+        length = x.shape[1] * shares
+        shared = self._block_context(x, length, context)
+        if context.cache is not None:
+            return _run(self.blocks, x, shared, context.cache.layers(length)[self._cached])
+        if self.recomputation.acts_on(self.blocks):
+            x, aux = self._run_chunks(x, shared)
+        else:
+            x, aux = _run(self.blocks, x, shared)
+        if shares > 1 and self._has_last_block:
+            x = gather_tokens(x, self.grid)
+        return x, aux
+
+    def _run_chunks(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
+        """Run blocks in chunks, some of which are recomputed in the backward pass."""
+        total: Aux = {}
+        for recomputed, chunk in self._chunks:
+
+            def run(x: Tensor, blocks: Sequence[Block] = self.blocks[chunk]) -> tuple[Tensor, Aux]:
+                return _run(blocks, x, context)
+
+            x, aux = self.recomputation.run(run, x) if recomputed else run(x)
+            total = add_aux(total, aux)
+        return x, total
+
+    def _block_context(self, x: Tensor, length: int, context: Context) -> BlockContext:
+        """Return what all blocks share, for `length` tokens with hidden states x."""
+        cache = context.cache
+        visible = None
+        if context.document_starts is not None:
+            visible = same_document_pairs(context.document_starts)
+        elif context.lengths is not None:
+            visible = unpadded_keys(context.lengths, length)
+        positions = token_positions(length, x.device, context)
+        tables = None
+        if self._attention is not None:
+            keys = length if cache is None else cache.keys(length)
+            slots = cache.slot if isinstance(cache, CacheStep) else None
+            tables = self._attention.position_tables(positions, keys, x.dtype, slots)
+        return BlockContext(positions, tables, visible)
+
+
+def token_positions(length: int, device: torch.device, context: Context) -> Tensor:
+    """Return the positions of the next `length` tokens: [S], or [B, S] if rows differ. They start anew in documents."""
+    if context.cache is not None:
+        return context.cache.positions(length)
+    slots = torch.arange(length, device=device)
+    if context.document_starts is None:
+        return slots
+    return slots - context.document_starts
+
+
+def _run(
+    blocks: Sequence[Block], x: Tensor, shared: BlockContext, caches: Sequence[CachedLayer] | None = None
+) -> tuple[Tensor, Aux]:
+    """Run blocks one after another: [B, S, H] -> [B, S, H], and the sum of their losses."""
+    total: Aux = {}
+    for number, block in enumerate(blocks):
+        context = shared
+        if caches is not None:
+            context = BlockContext(shared.positions, shared.tables, None, caches[number])
+        x, aux = block(x, context)
+        total = add_aux(total, aux)
+    return x, total
+
+
+def _holder(plan: RunPlan, layer: int) -> int:
+    """Return the number of the pipeline stage that holds a layer."""
+    return next(stage.index for stage in plan.stages if stage.holds(layer))
