@@ -81,12 +81,10 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
     Returns:
         One report for each host, in order.
     """
-    workers = min(MAX_CONNECTIONS, len(spec.hosts))
+    numbers = range(len(spec.hosts))
+    workers = min(MAX_CONNECTIONS, len(numbers))
     with _marker_file(checks.save_paths) as (marker, problem), ThreadPoolExecutor(workers) as pool:
-        jobs = []
-        for number in range(len(spec.hosts)):
-            jobs.append(pool.submit(_ask, spec, number, checks, environment, marker))
-        reports = [job.result() for job in jobs]
+        reports = list(pool.map(lambda number: _ask(spec, number, checks, environment, marker), numbers))
     if problem:
         reports[0].problems.append(problem)
     _judge(reports, spec, checks, code_hash(code_root()))
@@ -135,8 +133,7 @@ def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spe
         if line.startswith(PROBE_MARK):
             report.answer = json.loads(line.removeprefix(PROBE_MARK))
             return
-    messages = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    last = messages[-1] if messages else "(no message)"
+    last = (done.stderr.strip() or "(no message)").splitlines()[-1]
     name = report.host.name
     if done.returncode == 255:
         report.problems.append(f"ssh failed: {last}; try `ssh {name} true` (keys, host name, port)")
@@ -247,7 +244,7 @@ def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]
 
 def format_reports(reports: Sequence[HostReport]) -> str:
     """Format the reports as a table, all problems, and the first thing to fix."""
-    rows = [_TITLES] + [_row(report) for report in reports]
+    rows = [_TITLES, *map(_row, reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -136,13 +136,16 @@ def _is_file(path: Path) -> bool:
 
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:
     """Return the variables that are forwarded to the ranks on every host, without secrets."""
-    names = [name for name in _matching(environment, patterns) if not is_secret(name) and name not in _NOT_FORWARDED]
-    return {name: environment[name] for name in names}
+    forwarded = {}
+    for name in _matching(environment, patterns):
+        if not is_secret(name) and name not in _NOT_FORWARDED:
+            forwarded[name] = environment[name]
+    return forwarded
 
 
 def forwarded_secrets(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> tuple[str, ...]:
     """Return the names of the secrets that match the patterns. They are sent separately from other variables."""
-    return tuple(name for name in _matching(environment, patterns) if is_secret(name))
+    return tuple(filter(is_secret, _matching(environment, patterns)))
 
 
 def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

@@ -81,10 +81,11 @@ def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> li
         failures: All failures, `cause` among them.
     """
     lines = []
-    others = sorted((failure for failure in failures if failure.rank != cause.rank), key=lambda other: other.rank)
+    others = [failure for failure in failures if failure.rank != cause.rank]
     if others:
         lines.append(f"rank {cause.rank} failed first; what followed on other ranks:")
-        lines += [f"  {line}" for line in _consequences(spec, cause, others)]
+        for line in _consequences(spec, cause, others):
+            lines.append(f"  {line}")
     host = spec.host_of(cause.rank).name
     how = failure_cause(cause.code, cause.out_of_memory, spec.rank_bytes)
     log = spec.log_path(cause.rank)
@@ -101,7 +102,7 @@ def _consequences(spec: LaunchSpec, cause: Failure, others: Sequence[Failure]) -
     ended = []
     same = []
     lines = []
-    for failure in others:
+    for failure in sorted(others, key=lambda other: other.rank):
         if failure.message and failure.message == cause.message:
             same.append(failure.rank)
         elif failure.killed and not failure.has_own_message():

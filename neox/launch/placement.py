@@ -164,8 +164,10 @@ def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"`{' '.join(command)}` failed ({error}): name the hosts in a hostfile") from None
-    names = [check_host_name(name, "SLURM_JOB_NODELIST") for name in done.stdout.split()]
-    return tuple(Host(name, tuple(range(count))) for name in names)
+    hosts = []
+    for name in done.stdout.split():
+        hosts.append(Host(check_host_name(name, "SLURM_JOB_NODELIST"), tuple(range(count))))
+    return tuple(hosts)
 
 
 def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, str]:

@@ -67,8 +67,8 @@ class LaunchSpec:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks over all hosts."""
-        return sum(len(host.slots) for host in self.hosts)
+        """Number of ranks on all hosts."""
+        return self.first_rank(len(self.hosts))
 
     def first_rank(self, node_rank: int) -> int:
         """Return the global rank of the first process on a host."""
@@ -76,8 +76,10 @@ class LaunchSpec:
 
     def host_of(self, rank: int) -> Host:
         """Return the host that a global rank runs on."""
-        for number, host in enumerate(self.hosts):
-            if rank < self.first_rank(number) + len(host.slots):
+        end = 0
+        for host in self.hosts:
+            end += len(host.slots)
+            if rank < end:
                 return host
         raise IndexError(rank)
 

@@ -77,9 +77,10 @@ class Supervisor:
         Args:
             environment: Variables of the commands; those of this process if left out.
         """
-        # A signal that is ignored, as SIGHUP under nohup, stays ignored.
-        caught = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._on_signal) for number in caught}
+        previous = {}
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                previous[number] = signal.signal(number, self._on_signal)
         try:
             with selectors.DefaultSelector() as selector:
                 for command in self.commands:
@@ -315,8 +316,10 @@ class Supervisor:
             return 1
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
-        statuses = [exit_status(process.returncode) for process in self.processes]
-        return max([1, *statuses])
+        status = 1
+        for process in self.processes:
+            status = max(status, exit_status(process.returncode))
+        return status
 
     def _write_stacks(self) -> str:
         """Write every rank's stacks to one file of the run directory, and return where they are."""

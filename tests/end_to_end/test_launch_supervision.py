@@ -25,7 +25,7 @@ def test_killing_any_process_leaves_nothing_running(tmp_path: Path, runs: list[L
         output = run.output()
         if role == "rank":
             assert run.process.returncode == 128 + signal.SIGKILL
-            assert re.search(r"error: rank \d on localhost ended with signal 9 \(SIGKILL\)", output)
+            assert re.search(r"error: rank \d on localhost .*SIGKILL", output)
         else:
             assert run.process.returncode != 0, (role, output)
 
@@ -48,17 +48,18 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_reported_as_that(tmp_path: P
     run.seconds_until_gone()
     group.rmdir()
     assert run.process.returncode == 128 + signal.SIGKILL
-    assert "rank 1 on localhost ended with signal 9 (SIGKILL): killed by the kernel for lack of memory" in output
+    assert re.search(r"error: rank 1 on localhost .*SIGKILL.* memory", output)
 
 
 def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     cases = {"raise": 1, "exit7": 7, "segfault": 128 + signal.SIGSEGV, "quick": 0}
+    reason = "ValueError: the reason of rank 1"
     runs += [LaunchedRun(tmp_path, NEOX_DUMMY=mode) for mode in cases]
     outputs = {mode: run.output(60) for mode, run in zip(cases, runs, strict=True)}
     assert {mode: run.process.returncode for mode, run in zip(cases, runs, strict=True)} == cases
-    assert outputs["raise"].rstrip().endswith("ValueError: the reason of rank 1")
-    assert "error: rank 1 on localhost ended with exit status 1" in outputs["raise"]
-    assert "KeyError: 'first'" in outputs["raise"].rpartition("its last lines")[2]  # the chain, whole
+    assert outputs["raise"].rstrip().endswith(reason)
+    explanation = outputs["raise"].partition("error: rank 1 on localhost ")[2]
+    assert "KeyError: 'first'" in explanation  # the chain, whole
     assert "runpy" not in outputs["raise"]
     assert "Fatal Python error: Segmentation fault" in outputs["segfault"]
     assert "rank 0 is up" in outputs["quick"]
@@ -108,7 +109,7 @@ def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None
     assert ANSWER_SECONDS < interrupted < 10
     for run, signum in zip(stuck, (signal.SIGTERM, signal.SIGINT), strict=True):
         output = run.output()
-        assert f"rank 0 on localhost did not answer the signal within {ANSWER_SECONDS:.0f} s: killed" in output
+        assert f"within {ANSWER_SECONDS:.0f} s: killed" in output
         assert run.process.returncode == 128 + signum
     output = answering.output()
     assert answered > 9  # which is longer than a rank has that does not answer
@@ -128,8 +129,8 @@ def test_a_stopped_rank_is_noticed_and_every_stack_shown(tmp_path: Path, runs: l
     os.kill(run.pids("rank")[-1], signal.SIGSTOP)
     output = run.output(30)
     assert run.process.returncode == 124, output
-    assert "stacks of rank 0 on localhost" in output
-    assert f"every rank's stacks are in {run.directory / 'run' / 'stacks.txt'}" in output
+    assert output.count("--- stacks of rank") == 2
+    assert str(run.directory / "run" / "stacks.txt") in output
     assert (run.directory / "run" / "stacks.txt").read_text().count("--- stacks of rank") == 2
     assert "dummy.py" in output  # where the other rank waits
     assert "the process is stopped" in output

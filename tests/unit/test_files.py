@@ -64,8 +64,9 @@ def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.
 
     write_text(tmp_path / "file", "old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError) as error:
         write_text(tmp_path / "file", "new")
+    assert error.value.errno == errno.ENOSPC
     assert (tmp_path / "file").read_text() == "old"
     assert names(tmp_path) == ["file"]
 
@@ -125,8 +126,9 @@ def test_the_old_directory_is_kept_where_it_cannot_be_renamed_back(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail_to_create)
-    with pytest.raises(OSError, match="Input/output"), atomic_directory(tmp_path / "a") as partial:
+    with pytest.raises(OSError) as error, atomic_directory(tmp_path / "a") as partial:
         (partial / "new").touch()
+    assert error.value.errno == errno.EIO
     (kept,) = tmp_path.iterdir()
     assert kept.suffix == ".old"
     assert names(kept) == ["old"]
@@ -144,7 +146,7 @@ def test_a_directory_that_another_process_creates_meanwhile(tmp_path: Path, monk
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", rename_later)
-    with pytest.raises(OSError, match=r"not empty|exists") as refused, atomic_directory(tmp_path / "a"):
+    with pytest.raises(OSError) as refused, atomic_directory(tmp_path / "a"):
         pass
     assert refused.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
     assert names(tmp_path / "a") == ["theirs"]
@@ -174,10 +176,12 @@ def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.M
     if code == errno.EINVAL:  # some network file systems
         fsync_path(tmp_path)
     else:
-        with pytest.raises(OSError, match=os.strerror(code)):
+        with pytest.raises(OSError) as error:
             fsync_path(tmp_path)
-    with pytest.raises(OSError, match=os.strerror(code)):
+        assert error.value.errno == code
+    with pytest.raises(OSError) as error:
         fsync_path(tmp_path / "file")
+    assert error.value.errno == code
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
@@ -215,5 +219,5 @@ def test_whether_a_file_could_be_written(tmp_path: Path) -> None:
     assert unwritable_parent(tmp_path / "file" / "b") == tmp_path / "file"
     check_writable(tmp_path / "new" / "x")
     assert names(tmp_path / "new") == []
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError):
         check_writable(tmp_path / "file" / "x")

@@ -14,7 +14,7 @@ def test_flags_become_keys() -> None:
     words = ["generate.py", "-d", "configs", "a", "--eval_tasks", "wikitext", "lambada", "--iteration", "5"]
     words += ["-i", "in.txt", "-o", "out.txt", "--set", "top_k=3", "b"]
     arguments = parse_arguments(words)
-    assert arguments.conf_file == ["a", "b"] or arguments.eval_tasks[-1] == "b"
+    assert arguments.conf_file == ["a", "b"]
     assert set(overrides(arguments)) == {
         "sample_input_file=in.txt",
         "sample_output_file=out.txt",
@@ -36,14 +36,15 @@ def test_a_short_flag_is_a_file_where_text_is_written_and_a_setting_elsewhere() 
 def test_a_file_of_completions_for_another_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["train.py", "a", "-o", "out.txt"])
-    assert "-o out.txt: train.py writes no text" in capsys.readouterr().err
+    assert "-o out.txt" in capsys.readouterr().err
 
 
 def test_scripts_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_script("generate").parent.name == "tools"
-    with pytest.raises(ConfigError, match=r"did you mean train\.py\?"):
+    with pytest.raises(ConfigError) as error:
         find_script("trian")
+    assert "train.py" in str(error.value)
     for script in ("train.py", "generate.py", "preprocess_data", "nothing.py", "doctor"):
         assert find_lone_tool(script) is None
     tool = find_lone_tool("reshard")

@@ -26,11 +26,12 @@ def test_a_traceback_as_torch_distributed_prints_it() -> None:
     marked = [f"[rank11]: {line}" if line else line for line in lines]
     assert failure_text(["INFO: a step", *marked]) == marked
     assert begins_failure(marked[0])
-    assert not begins_failure("[rank 3] error: a warning of a rank")
+    assert not begins_failure("[rank 3] error: a warning")
     assert without_rank_mark(marked[-1]) == "ValueError: y"
 
 
 def test_consequences_of_another_death() -> None:
-    assert is_secondary(["RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43"])
+    line = "RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:43"
+    assert is_secondary([line, "the last line"])
     assert not is_secondary(["ValueError: Connection of the layers"])
     assert not is_secondary([])

@@ -34,40 +34,36 @@ def test_the_old_spelling_works_with_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "place"),
     [
-        ("a slots=2\nb slots=2\na slots=4\n", "hostfile:3: host a is on line 1 already"),
-        ("a\n", "hostfile:1: expected `host slots=N`"),
+        ("a slots=2\nb slots=2\na slots=4\n", "hostfile:3: host a is on line 1"),
+        ("a\n", "hostfile:1"),
         ("a slots=two\n", "hostfile:1"),
         ("a slots=2 max=3\n", "hostfile:1"),
-        ("a slots=0\n", "no slots"),
-        ("", "names no host"),
-        ("# nobody\n", "names no host"),
-        ("$(reboot) slots=2\n", "not a host name"),
-        ("a;reboot slots=2\n", "not a host name"),
-        ("`id` slots=2\n", "not a host name"),
-        ("-oProxyCommand=id slots=2\n", "not a host name"),
-        ("a,b slots=2\n", "not a host name"),
-        ("a[1-9] slots=2\n", "not a host name"),
-        ("^file slots=2\n", "not a host name"),
+        ("b slots=1\na slots=0\n", "hostfile:2"),
+        ("", "hostfile"),
+        ("# nobody\n", "hostfile"),
+        ("$(reboot) slots=2\n", "hostfile:1"),
+        ("a;reboot slots=2\n", "hostfile:1"),
+        ("`id` slots=2\n", "hostfile:1"),
+        ("-oProxyCommand=id slots=2\n", "hostfile:1"),
+        ("a,b slots=2\n", "hostfile:1"),
+        ("a[1-9] slots=2\n", "hostfile:1"),
+        ("^file slots=2\n", "hostfile:1"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_what_is_refused(tmp_path: Path, text: str, place: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_hostfile(hostfile(tmp_path, text))
-    assert words in str(error.value)
+    assert place in str(error.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_hostfile(tmp_path / "none")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_hostfile(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_hostfile(tmp_path / "binary")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_hostfile("a\0b")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "binary", "a\0b"):
+        with pytest.raises(ConfigError) as error:
+            read_hostfile(path)
+        assert str(path) in str(error.value)
 
 
 def test_host_names() -> None:
@@ -90,16 +86,17 @@ def test_selections() -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ({"include": "d"}, "'d', which is not in the hostfile"),
-        ({"include": "c:2"}, "host c has 2 slots, so no slot 2"),
-        ({"include": "a:"}, "not a list of slots"),
-        ({"include": "a:1-2"}, "not a list of slots"),
+        ({"include": "d"}, "include 'd'"),
+        ({"exclude": "a@d"}, "exclude 'a@d'"),
+        ({"include": "c:2"}, "slot 2"),
+        ({"include": "a:"}, "include 'a:'"),
+        ({"include": "a:1-2"}, "'1-2'"),
         ({"include": "a@a:1"}, "twice"),
-        ({"include": "a", "exclude": "b"}, "one of them"),
-        ({"include": "a", "num_gpus": 1}, "take num_nodes and num_gpus out"),
-        ({"exclude": "a@b@c"}, "no host is left"),
-        ({"num_nodes": 4}, "only 3 hosts"),
-        ({"num_gpus": 3}, "host c has only 2 slots"),
+        ({"include": "a", "exclude": "b"}, "include and exclude"),
+        ({"include": "a", "num_gpus": 1}, "num_gpus"),
+        ({"exclude": "a@b@c"}, "include/exclude"),
+        ({"num_nodes": 4}, "num_nodes is 4"),
+        ({"num_gpus": 3}, "host c"),
     ],
 )
 def test_selections_that_are_refused(choice: dict[str, object], words: str) -> None:

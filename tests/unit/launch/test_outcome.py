@@ -41,7 +41,7 @@ def test_consequences_have_one_line_each_and_the_cause_comes_last() -> None:
 def test_an_error_that_ranks_share_is_written_once() -> None:
     failures = [Failure(rank, 1, text="error: the loss is not a number\n") for rank in range(4)]
     lines = explain(SPEC, failures[2], failures)
-    assert sum("the loss is not a number" in line for line in lines) == 1
+    assert sum("not a number" in line for line in lines) == 1
     assert sum("ranks 0-1, 3" in line for line in lines) == 1
 
 

@@ -61,7 +61,7 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLTS_HOSTFILE", str(path))
     devices(monkeypatch, 8)
     assert place_ranks(RunnerConfig()).world_size == 8
-    with pytest.raises(ConfigError, match="96, but the chosen hosts"):
+    with pytest.raises(ConfigError, match="global_num_gpus"):
         place_ranks(RunnerConfig(hostfile=str(path), global_num_gpus=96))
 
 
@@ -77,17 +77,17 @@ def test_visible_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_ranks_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="name the hosts in a hostfile"):
+    with pytest.raises(ConfigError):
         check_local_devices(place_ranks(RunnerConfig(global_num_gpus=4096)))
     devices(monkeypatch, 2)
     check_local_devices(place_ranks(RunnerConfig(num_gpus=2)))
-    with pytest.raises(ConfigError, match="has 2 accelerators"):
+    with pytest.raises(ConfigError):
         check_local_devices(place_ranks(RunnerConfig(num_gpus=4)))
 
 
 def test_hosts_without_a_hostfile() -> None:
     for request in (RunnerConfig(num_nodes=2), RunnerConfig(include="a@b"), RunnerConfig(exclude="a")):
-        with pytest.raises(ConfigError, match="hostfile"):
+        with pytest.raises(ConfigError):
             place_ranks(request)
 
 
@@ -106,7 +106,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     here = place_ranks(RunnerConfig(num_gpus=2))
     assert master_address(here, RunnerConfig()) == "127.0.0.1"
     assert master_address(here, RunnerConfig(master_addr="10.0.0.1")) == "10.0.0.1"
-    with pytest.raises(ConfigError, match="master_addr"):
+    with pytest.raises(ConfigError):
         master_address(here, RunnerConfig(master_addr="$(id)"))
     remote = Placement((Host("root@far", (0,)), Host("b", (0,))), "", 0)
     assert master_address(remote, RunnerConfig()) == "far"
@@ -114,8 +114,7 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        problem = master_port_problem(here, RunnerConfig(master_port=port))
-        assert f"master_port {port} is taken" in str(problem)
+        assert f"master_port {port}" in str(master_port_problem(here, RunnerConfig(master_port=port)))
         assert master_port_problem(remote, RunnerConfig(master_port=port)) is None
     assert master_port_problem(here, RunnerConfig(master_port=port)) is None
     assert master_port(here, RunnerConfig(master_port=port)) == port
@@ -141,12 +140,12 @@ def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert place_ranks(RunnerConfig(num_gpus=2)).is_local  # only where slurm is asked for
     found = place_ranks(RunnerConfig(launcher="slurm", num_gpus=2))
     assert found.hosts == (Host("node1", (0, 1)), Host("node2", (0, 1)))
-    with pytest.raises(ConfigError, match="SLURM_GPUS_ON_NODE"):
+    with pytest.raises(ConfigError, match="num_gpus"):
         place_ranks(RunnerConfig(launcher="slurm"))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     assert place_ranks(RunnerConfig(launcher="slurm", num_nodes=1)).world_size == 8
     monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
-    with pytest.raises(LaunchError, match="name the hosts in a hostfile"):
+    with pytest.raises(LaunchError, match="hostfile"):
         place_ranks(RunnerConfig(launcher="slurm"))
 
 
@@ -162,15 +161,16 @@ def test_a_dry_run_assumes_what_is_not_said() -> None:
     assert choose_hosts(config, asked)[0].why == "num_gpus"
     ranks, warning = choose()
     assert ranks == 8
-    assert "8 ranks are assumed, one copy of the model" in warning
+    assert "8 ranks" in warning
     assert choose(global_num_gpus=96) == choose(global_num_gpus=96, num_gpus=96) == (96, "")
     ranks, warning = choose(global_num_gpus=96, num_gpus=8)
     assert ranks == 96
-    assert "`num_gpus: 8` has no effect: without a hostfile `global_num_gpus: 96` counts" in warning
-    with pytest.raises(ConfigError, match="hostfile none does not exist"):
+    assert "`num_gpus: 8`" in warning
+    assert "`global_num_gpus: 96`" in warning
+    with pytest.raises(ConfigError):
         choose(hostfile="none", global_num_gpus=16)
     assert choose(hosts=12, gpus=8) == (96, "")
-    with pytest.raises(ConfigError, match="at most"):
+    with pytest.raises(ConfigError):
         choose(hosts=10**9)
 
 
@@ -188,14 +188,16 @@ def hosts_with(*slots: int) -> list[Host]:
 
 def test_hosts_that_are_alike_are_one_group() -> None:
     groups = host_groups(Topology(2, 4, 2), hosts_with(4, 4, 4, 4))
-    assert [str(group) for group in groups] == [
-        "h0 to h1 (2 hosts): 4 slots each, ranks 0-7, stage 0",
-        "h2 to h3 (2 hosts): 4 slots each, ranks 8-15, stage 1",
+    assert [(group.names, group.ranks, group.stages) for group in groups] == [
+        (("h0", "h1"), (0, 7), (0, 0)),
+        (("h2", "h3"), (8, 15), (1, 1)),
     ]
+    for words in ("h0 to h1", "4 slots", "ranks 0-7", "stage 0"):
+        assert words in str(groups[0])
 
 
 def test_a_host_may_hold_several_stages_and_hosts_may_differ() -> None:
     groups = host_groups(Topology(4, 1, 1), hosts_with(3, 1))
     assert [(group.ranks, group.stages) for group in groups] == [((0, 2), (0, 2)), ((3, 3), (3, 3))]
-    assert str(groups[1]) == "h1: 1 slot, rank 3, stage 3"
+    assert "rank 3, stage 3" in str(groups[1])
     assert [group.names for group in ranks_of_hosts(Topology(1, 2, 1), hosts_with(1, 1))] == [("h0",), ("h1",)]

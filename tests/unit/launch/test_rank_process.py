@@ -37,8 +37,8 @@ def texts(events: list[Event], kind: str = "line") -> list[str]:
 def test_a_full_disk_costs_the_log_and_not_the_run() -> None:
     process, events = run(0, "print('one', flush=True); print('two')", Path("/dev/full"))
     assert process.code == 0
-    assert [text for text in texts(events) if "log cannot be written" not in text] == ["one", "two"]
-    assert sum("[rank 0] its log cannot be written" in text for text in texts(events)) == 1
+    assert [text for text in texts(events) if not text.startswith("[rank 0] ")] == ["one", "two"]
+    assert sum(text.startswith("[rank 0] ") for text in texts(events)) == 1
 
 
 def test_output_events_and_logs(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_output_events_and_logs(tmp_path: Path) -> None:
     assert texts(events) == ["[rank 3] marked"]
     assert texts(events, "tail") == ["the reason"]
     assert (process.code, events[-1]["code"], events[-1]["rank"]) == (1, 1, 3)
-    assert (tmp_path / "log").read_text() == "plain\n[rank 3] marked\nthe reason\n"
+    assert (tmp_path / "log").read_text().splitlines() == ["plain", "[rank 3] marked", "the reason"]
     assert process.stack_lines(0) == ["not running"]
     _, events = run(0, "import os; os.kill(os.getpid(), 9)", tmp_path / "log")
     assert events[-1]["code"] == -9
@@ -145,4 +145,4 @@ def test_memory_that_a_rank_does_not_get_is_named(tmp_path: Path) -> None:
     process, events = run(0, code, tmp_path / "log")
     assert (process.code, events[-1]["out_of_memory"]) == (1, True)
     assert "plan" not in failure_cause(1, True, None)
-    assert lacks_memory(["RuntimeError: [enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried ..."])
+    assert lacks_memory(["DefaultCPUAllocator: can't allocate memory"])
