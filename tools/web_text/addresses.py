@@ -15,25 +15,34 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class PrivateAddressError(OSError):
-    """Host whose addresses are all private."""
+    """A host has only private addresses."""
 
 
 def may_contact(text: str, allowed: Sequence[Network]) -> bool:
-    """Return whether an address is public or in an allowed network; IPv4 addresses inside IPv6 ones count."""
-    address = _inner(ipaddress.ip_address(text.partition("%")[0]))
-    return any(address in network for network in allowed) or (address.is_global and not address.is_multicast)
+    """Return whether an address is public or in an allowed network.
+
+    An IPv6 address that stands for an IPv4 address is judged by that address.
+    """
+    address = _ipv4_inside(ipaddress.ip_address(text.partition("%")[0]))
+    if any(address in network for network in allowed):
+        return True
+    return address.is_global and not address.is_multicast
 
 
-def _inner(address: Address) -> Address:
-    if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64:
-            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else address)
-    return address
+def _ipv4_inside(address: Address) -> Address:
+    """Return the IPv4 address that an IPv6 address stands for; other addresses as they are."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    if address.teredo is not None:
+        _, client = address.teredo
+        return client
+    return address.ipv4_mapped or address.sixtofour or address
 
 
 def is_literal(host: str) -> bool:
-    """Return whether a host is an address, which no resolver is asked for."""
+    """Return whether a host is an address, so that no resolver is needed."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -45,7 +54,8 @@ class PublicResolver(AbstractResolver):
     """Resolver that returns only addresses that may be contacted; a connection uses what it returns."""
 
     def __init__(self, allowed: Sequence[Network]) -> None:
-        self._allowed, self._inner = allowed, ThreadedResolver()
+        self._allowed = allowed
+        self._inner = ThreadedResolver()
 
     async def resolve(self, host: str, port: int = 0, family: Any = 0) -> list[Any]:
         """Return addresses of a host. Raises PrivateAddressError if none may be contacted."""

@@ -1,8 +1,8 @@
 """Documents with equal keys: exact duplicates by digest, candidates for near-duplicates by the hash of a band.
 
-Keys are hashes, so equal ranges of them hold about equal numbers of documents. One range after another is selected from
-its column and sorted in memory: the lower the limit of memory, the more often a column is read. Documents that share a
-key are in one range, however many they are.
+Keys are hashes, so ranges of equal width hold about equal numbers of documents. One range after another is selected
+from its column and sorted in memory. The lower the limit of memory, the more often a column is read. All documents that
+share a key are in one range.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ def equal_keys(
     """
     ranges = max(1, -(-len(index) * _BYTES_PER_DOCUMENT // (memory_mb * _MIB)))
     for number in range(ranges):
-        low, high = number * 2**64 // ranges, (number + 1) * 2**64 // ranges - 1
-        keys, documents = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
+        low = np.uint64(number * 2**64 // ranges)
+        high = np.uint64((number + 1) * 2**64 // ranges - 1)
+        keys = [np.empty(0, np.uint64)]
+        documents = [np.empty(0, np.uint32)]
         for start, values in index.pieces(column):
-            chosen = (values >= np.uint64(low)) & (values <= np.uint64(high))
+            chosen = (values >= low) & (values <= high)
             if usable is not None:
                 chosen &= usable[start : start + len(values)]
             keys.append(values[chosen])
             documents.append((np.flatnonzero(chosen) + start).astype(np.uint32))
-        key, document = np.concatenate(keys), np.concatenate(documents)
-        del keys, documents
+        key = np.concatenate(keys)
+        document = np.concatenate(documents)
+        del keys, documents  # their memory is needed for sorting
         order = np.argsort(key, kind="stable")
         yield _groups_of_two(key[order], document[order])
 
@@ -62,7 +65,15 @@ def _groups_of_two(keys: NDArray[np.uint64], documents: Documents) -> tuple[Docu
 
 
 def write_firsts(index: DocumentIndex, path: Path, memory_mb: int) -> None:
-    """Write for each document the number of the first document with the same text [documents], by 128-bit digests."""
+    """Write for each document the number of the first document with the same text [documents].
+
+    Texts with equal 128-bit digests are equal.
+
+    Args:
+        index: The documents.
+        path: File to write.
+        memory_mb: Memory for keys.
+    """
     path.unlink(missing_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     firsts = np.memmap(partial, np.uint32, "w+", shape=max(len(index), 1))
@@ -71,10 +82,15 @@ def write_firsts(index: DocumentIndex, path: Path, memory_mb: int) -> None:
         firsts[start:stop] = np.arange(start, stop, dtype=np.uint32)
     rest = index.column("digest_1")
     for documents, sizes in equal_keys(index, "digest_0", None, memory_mb):
-        second, group = rest[documents], np.repeat(np.arange(len(sizes)), sizes)
+        # The groups share the first half of the digest: divide them by the second half.
+        second = rest[documents]
+        group = np.repeat(np.arange(len(sizes)), sizes)
         order = np.lexsort((documents, second, group))
-        documents, second, group = documents[order], second[order], group[order]
-        begins = np.append(True, (group[1:] != group[:-1]) | (second[1:] != second[:-1]))[: len(documents)]
+        documents = documents[order]
+        second = second[order]
+        group = group[order]
+        differs = (group[1:] != group[:-1]) | (second[1:] != second[:-1])
+        begins = np.append(True, differs)[: len(documents)]
         leaders = documents[begins]
         firsts[documents] = leaders[np.cumsum(begins) - 1]
     firsts.flush()
@@ -83,12 +99,12 @@ def write_firsts(index: DocumentIndex, path: Path, memory_mb: int) -> None:
 
 @dataclass(frozen=True)
 class FindCandidates:
-    """What a worker does with a band: writes the groups of documents that share its hash.
+    """Function of a band, for worker processes: writes the groups of documents that share the band's hash.
 
     Attributes:
         index: The documents.
-        firsts: File of `write_firsts`; only first documents are candidates.
-        memory_mb: Memory of this worker.
+        firsts: File of `write_firsts`. A document that repeats an earlier text is no candidate.
+        memory_mb: Memory of one worker.
     """
 
     index: DocumentIndex
@@ -96,7 +112,7 @@ class FindCandidates:
     memory_mb: int
 
     def path(self, band: int) -> Path:
-        """Return the file of a band's groups: the number of documents of a group, then the documents, uint32 each."""
+        """Return the file of a band's groups. A group is the number of its documents and then they, all uint32."""
         return self.index.directory / f"candidates_{band:03}"
 
     def __call__(self, band: int) -> None:
@@ -116,13 +132,23 @@ class FindCandidates:
 
 
 def read_groups(path: Path, most: int) -> Iterator[tuple[Documents, NDArray[np.int64]]]:
-    """Yield the groups of a file of candidates, several of together at most `most` documents (or one larger one)."""
+    """Yield the groups of a file of candidates, several at a time.
+
+    Args:
+        path: File of `FindCandidates`.
+        most: Most documents at a time; a larger group comes by itself.
+
+    Yields:
+        Documents of several groups, and the number of documents of each group.
+    """
     if not path.stat().st_size:
         return
     values = np.asarray(np.memmap(path, np.uint32, "r"))
     position = 0
     while position < len(values):
-        documents, sizes, taken = list[Documents](), list[int](), 0
+        documents: list[Documents] = []
+        sizes: list[int] = []
+        taken = 0
         while position < len(values) and (not taken or taken + int(values[position]) <= most):
             size = int(values[position])
             documents.append(np.array(values[position + 1 : position + 1 + size]))

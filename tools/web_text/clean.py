@@ -18,13 +18,14 @@ Fix = Literal["remove_512", "remove_256_javascript", "remove_512_non_english", "
 Rules = Literal["gopher-quality", "gopher-repetition", "c4"]
 _DETECTED_CHARS = 1000
 _COUNTED_CHARS = 16384
+_TOO_FEW = "too few tokens"
 
 
 class CleanSettings(Settings):
-    """Repair texts, and drop those of other languages, short ones and those that break a rule.
+    """Repair texts, and drop texts that are in other languages, too short, or break a rule.
 
-    In this order: ftfy, number of tokens, language, fixes, rules, and the number of tokens that is left. The dropped
-    documents are written, too, each with the reason.
+    The order is: ftfy, number of tokens, language, fixes, rules, number of tokens that is left. Dropped documents are
+    written, too, each with the reason.
     """
 
     ftfy: bool = True
@@ -34,29 +35,29 @@ class CleanSettings(Settings):
     """ISO 639-1 code of the language to keep; `any` keeps all."""
 
     detector: Literal["lingua", "fasttext"] = "lingua"
-    """What detects the language, from the first 1,000 characters."""
+    """Library that detects the language, from the first 1,000 characters."""
 
     fasttext_model: Path | None = None
-    """Model of fastText whose labels are `__label__CODE`."""
+    """fastText's model, with labels `__label__CODE`."""
 
     min_confidence: float = Field(0.5, ge=0, le=1)
     """Least probability of the language."""
 
     fixes: tuple[Fix, ...] = ()
-    """Tasks of OpenWebText's recipe, in this order."""
+    """Tasks of OpenWebText's recipe, in the order given."""
 
     rules: tuple[Rules, ...] = ()
-    """Rules of quality: Gopher's two sets, C4's (which also removes lines)."""
+    """Rules of quality: Gopher's two sets, or C4's, which also removes lines."""
 
     bad_words: Path | None = None
-    """File with a word or phrase in each line; a text with any of them is dropped, as in C4."""
+    """File with a word or phrase on each line; a text that contains one is dropped, as in C4."""
 
     min_tokens: int = Field(128, ge=0)
     """Fewest tokens of a text."""
 
     tokenizer: Path | None = None
-    """`tokenizer.json` to count tokens with. By default the pieces are counted that GPT-2 cuts a text into before it
-    merges bytes, of which no token holds more than one; so no text is kept that has fewer of GPT-2's tokens."""
+    """`tokenizer.json` to count tokens with. The default counts the pieces into which GPT-2 cuts a text before merging
+    bytes. A piece is at least one token, so no text is kept that has fewer of GPT-2's tokens."""
 
     @model_validator(mode="after")
     def _detector_has_model(self) -> CleanSettings:
@@ -67,50 +68,80 @@ class CleanSettings(Settings):
 
 def build_clean(settings: CleanSettings) -> DocumentFunction:
     """Return the function that cleans a document."""
-    detect = language_detector(settings)
-    fix = _ftfy() if settings.ftfy or "ftfy_fix_text" in settings.fixes else str
-    has_bad_word = _bad_words(settings.bad_words)
-    count = token_counter(settings)
+    cleaner = _Cleaner(settings)
 
-    def check(text: str, changed: list[str]) -> tuple[str, str | None]:
-        """Return the new text, and why it is dropped."""
+    def clean(record: Record) -> list[Outcome]:
+        changed: list[str] = []
+        text, dropped = cleaner.clean(record["text"], changed)
+        changes = tuple(changed) if dropped is None else ()
+        return [Outcome({**record, "text": text}, dropped, changes)]
+
+    return clean
+
+
+class _Cleaner:
+    """Detector, word list and tokenizer of the settings, and the order of the checks."""
+
+    def __init__(self, settings: CleanSettings) -> None:
+        self._settings = settings
+        self._detect = language_detector(settings)
+        self._fix = _ftfy() if settings.ftfy or "ftfy_fix_text" in settings.fixes else str
+        self._has_bad_word = _bad_words(settings.bad_words)
+        self._count = token_counter(settings)
+
+    def clean(self, text: str, changed: list[str]) -> tuple[str, str | None]:
+        """Clean a text.
+
+        Args:
+            text: The text.
+            changed: List to which the names of changes are added.
+
+        Returns:
+            The new text, and why it is dropped, or None.
+        """
+        settings = self._settings
         if settings.ftfy:
-            text = _noted(text, fix(text), "ftfy", changed)
-        if count(text) < settings.min_tokens:
-            return text, "too few tokens"
+            text = _noted(text, self._fix(text), "ftfy", changed)
+        if self._count(text) < settings.min_tokens:
+            return text, _TOO_FEW
         counted = text
-        if settings.language != "any":
-            code, confidence = detect(text)
-            if code != settings.language:
-                return text, f"language: {code}"
-            if confidence < settings.min_confidence:
-                return text, "language: not sure"
+        if (reason := self._other_language(text)) is not None:
+            return text, reason
         for name in settings.fixes:
-            new, dropped = old_fix(name, text, lambda part: detect(part)[0], fix)
+            new, dropped = old_fix(name, text, lambda part: self._detect(part)[0], self._fix)
             if dropped:
                 return text, name
             text = _noted(text, new, name, changed)
         for rule in settings.rules:
-            reason = None
-            if rule == "gopher-quality":
-                reason = gopher_quality(text)
-            elif rule == "gopher-repetition":
-                reason = gopher_repetition(text)
-            else:
-                new, reason = c4_lines(text)
-                text = _noted(text, new, "c4: lines removed", changed)
+            new, reason = _RULES[rule](text)
+            text = _noted(text, new, "c4: lines removed", changed)
             if reason is not None:
                 return text, reason
-        if has_bad_word(text):
+        if self._has_bad_word(text):
             return text, "bad words"
-        return text, "too few tokens" if text != counted and count(text) < settings.min_tokens else None
+        if text != counted and self._count(text) < settings.min_tokens:
+            return text, _TOO_FEW
+        return text, None
 
-    def clean(record: Record) -> list[Outcome]:
-        changed = list[str]()
-        text, dropped = check(record["text"], changed)
-        return [Outcome({**record, "text": text}, dropped, tuple(changed) if dropped is None else ())]
+    def _other_language(self, text: str) -> str | None:
+        """Return why a text is not in the language to keep; None if it is."""
+        settings = self._settings
+        if settings.language == "any":
+            return None
+        code, confidence = self._detect(text)
+        if code != settings.language:
+            return f"language: {code}"
+        if confidence < settings.min_confidence:
+            return "language: not sure"
+        return None
 
-    return clean
+
+# Rule -> function that returns the new text, and why the text is dropped, or None.
+_RULES: dict[Rules, Callable[[str], tuple[str, str | None]]] = {
+    "gopher-quality": lambda text: (text, gopher_quality(text)),
+    "gopher-repetition": lambda text: (text, gopher_repetition(text)),
+    "c4": c4_lines,
+}
 
 
 def _noted(old: str, new: str, name: str, changed: list[str]) -> str:
@@ -148,8 +179,9 @@ def language_detector(settings: CleanSettings) -> Callable[[str], tuple[str, flo
         found = detector.detect_language_of(text)
         if found is None:
             return "?", 0.0
-        # Rounded, since the order of the sums in it varies.
-        return found.iso_code_639_1.name.lower(), round(detector.compute_language_confidence(text, found), 6)
+        # lingua adds in a varying order, so the last digits vary.
+        confidence = round(detector.compute_language_confidence(text, found), 6)
+        return found.iso_code_639_1.name.lower(), confidence
 
     return detect
 
@@ -167,7 +199,10 @@ def _fasttext(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
     def detect(text: str) -> tuple[str, float]:
         line = text[:_DETECTED_CHARS].replace("\n", " ")
         found = model.f.predict(f"{line}\n", 1, 0.0, "strict")  # `model.predict` fails with numpy 2
-        return (found[0][1].removeprefix("__label__"), round(found[0][0], 6)) if found else ("?", 0.0)
+        if not found:
+            return "?", 0.0
+        probability, label = found[0]
+        return label.removeprefix("__label__"), round(probability, 6)
 
     return detect
 
@@ -200,7 +235,9 @@ def token_counter(settings: CleanSettings) -> Callable[[str], int]:
 def _count(enough: int, count: Callable[[str], int], text: str) -> int:
     """Count the start of a text, and the whole only if the start has too few."""
     found = count(text[:_COUNTED_CHARS]) if enough else 0
-    return found if found > enough or len(text) <= _COUNTED_CHARS else count(text)
+    if found > enough or len(text) <= _COUNTED_CHARS:
+        return found
+    return count(text)
 
 
 CLEAN = document_step("clean", CleanSettings, build_clean, packages=("ftfy", "lingua-language-detector", "tokenizers"))

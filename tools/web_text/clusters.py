@@ -18,11 +18,11 @@ from neox.log import progress
 from neox.workers import ordered_map
 from tools.web_text.candidates import Documents, FindCandidates, read_groups
 from tools.web_text.chunks import Chunk
-from tools.web_text.document_index import DocumentIndex, records_of
-from tools.web_text.shingles import SIMILARITIES, is_wide, shared, shingle_set
+from tools.web_text.document_index import DocumentIndex, good_records
+from tools.web_text.shingles import SIMILARITIES, is_wide, narrow_set, shared, wide_set
 
-EXHAUSTIVE = 32  # documents of a group of which all pairs are compared
-REPRESENTATIVES = 16  # of a larger group, with which its other documents are compared
+EXHAUSTIVE = 32  # all pairs of a group are compared up to this number of documents
+REPRESENTATIVES = 16  # documents of a larger group with which its others are compared
 _DOCUMENTS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 28
 _ROWS = 1 << 20
@@ -50,8 +50,9 @@ class TextFile:
         if complete.exists():
             return
         starts = np.memmap(self.starts, np.uint64, "w+", shape=max(len(index), 1))
-        mask, offset = np.asarray(np.memmap(needed, np.bool_, "r")), 0
+        mask = np.asarray(np.memmap(needed, np.bool_, "r"))
         lengths = index.column("bytes")
+        offset = 0
         with open(self.texts, "wb") as file, progress("texts of candidates", len(index), "documents") as bar:
             work = SelectTexts(needed)
             with closing(ordered_map(work, index.chunks(), workers)) as results:
@@ -68,65 +69,80 @@ class TextFile:
 
 @dataclass(frozen=True)
 class SelectTexts:
-    """What a worker does with a chunk: returns the texts of the documents that are needed, joined."""
+    """Function of a chunk, for worker processes: joins the texts of the documents that are needed."""
 
     needed: Path
 
     def __call__(self, numbered: tuple[int, int, Chunk]) -> bytes:
-        """Return the texts."""
+        """Return the texts.
+
+        Args:
+            numbered: Number of the chunk's first document, number after its last, and the chunk.
+        """
         start, end, chunk = numbered
-        wanted = np.memmap(self.needed, np.bool_, "r", shape=end)[start:].tolist() if end > start else []
+        if start == end:
+            return b""
+        wanted = np.memmap(self.needed, np.bool_, "r", shape=end)[start:].tolist()
         if not any(wanted):
             return b""
-        records = (record for record in records_of(chunk) if isinstance(record, dict))
-        return b"".join(record["text"].encode() for record, want in zip(records, wanted, strict=True) if want)
+        texts = []
+        for record, is_wanted in zip(good_records(chunk), wanted, strict=True):
+            if is_wanted:
+                texts.append(record["text"].encode())
+        return b"".join(texts)
 
 
 class _Sets:
-    """5-grams of documents, the last ones used in memory."""
+    """Sets of 5-grams of documents; those used last are kept in memory."""
 
     def __init__(self, index: DocumentIndex, texts: TextFile, file: BinaryIO) -> None:
-        self._lengths, self._starts, self._file = index.column("bytes"), np.memmap(texts.starts, np.uint64, "r"), file
+        self._lengths = index.column("bytes")
+        self._starts = np.memmap(texts.starts, np.uint64, "r")
+        self._file = file
         self._held: OrderedDict[tuple[int, bool], NDArray[Any]] = OrderedDict()
         self._bytes = 0
         self._wide: dict[int, bool] = {}
 
     def similarity(self, a: int, b: int, kind: str) -> float:
         """Return the exact similarity of two documents."""
-        wide = self.wide(a) or self.wide(b)
-        first, second = self.of(a, wide), self.of(b, wide)
+        wide = self._is_wide(a) or self._is_wide(b)
+        first = self._set(a, wide=wide)
+        second = self._set(b, wide=wide)
         return SIMILARITIES[kind](shared(first, second), len(first), len(second))
 
-    def wide(self, document: int) -> bool:
+    def _is_wide(self, document: int) -> bool:
         """Return whether a document's 5-grams need 20 bytes each."""
         if document not in self._wide:
             self._wide[document] = is_wide(self._read(document))
         return self._wide[document]
 
-    def of(self, document: int, wide: bool) -> NDArray[Any]:
+    def _set(self, document: int, *, wide: bool) -> NDArray[Any]:
         """Return the sorted distinct 5-grams of a document."""
         key = (document, wide)
         if key in self._held:
             self._held.move_to_end(key)
             return self._held[key]
-        found = self._held[key] = shingle_set(self._read(document), wide=wide)
+        text = self._read(document)
+        found = wide_set(text) if wide else narrow_set(text)
+        self._held[key] = found
         self._bytes += found.nbytes
         while self._bytes > _CACHE_BYTES and len(self._held) > 1:
             self._bytes -= self._held.popitem(last=False)[1].nbytes
         return found
 
     def _read(self, document: int) -> str:
-        length, start = int(self._lengths[document]), int(self._starts[document])
+        length = int(self._lengths[document])
+        start = int(self._starts[document])
         return os.pread(self._file.fileno(), length, start).decode()
 
 
 @dataclass(frozen=True)
 class CompareGroups:
-    """What a worker does with groups of candidates: finds the pairs that are similar.
+    """Function of groups of candidates, for worker processes: finds the pairs that are similar.
 
     Attributes:
         index: The documents.
-        texts: Their texts.
+        texts: Texts of the documents.
         threshold: Least similarity.
         kind: Key of `SIMILARITIES`.
     """
@@ -140,17 +156,21 @@ class CompareGroups:
         """Compare the documents of each group.
 
         Args:
-            groups: Documents, sizes of the groups, and the root of each document so far: equal ones are not compared.
+            groups: Documents, sizes of the groups, and the root of each document so far. Documents with equal roots are
+                not compared.
 
         Returns:
-            Pairs that are similar, and how many documents of large groups are like none of the representatives.
+            Pairs that are similar, and the number of documents in large groups that are like no representative.
         """
         documents, sizes, roots = groups
-        links, unlike, start = list[tuple[int, int]](), 0, 0
+        links: list[tuple[int, int]] = []
+        unlike = 0
+        start = 0
         with open(self.texts.texts, "rb") as file:
             sets = _Sets(self.index, self.texts, file)
             for size in sizes.tolist():
-                members, known = documents[start : start + size].tolist(), roots[start : start + size].tolist()
+                members = documents[start : start + size].tolist()
+                known = roots[start : start + size].tolist()
                 start += size
                 if size <= EXHAUSTIVE:
                     links += self._all_pairs(members, known, sets)
@@ -164,6 +184,7 @@ class CompareGroups:
         return sets.similarity(a, b, self.kind) >= self.threshold
 
     def _all_pairs(self, members: list[int], roots: list[int], sets: _Sets) -> Iterator[tuple[int, int]]:
+        """Yield the pairs that are similar, without those that earlier pairs have already joined."""
         for i, a in enumerate(members):
             for j in range(i + 1, len(members)):
                 if roots[i] != roots[j] and self._similar(a, members[j], sets):
@@ -172,8 +193,10 @@ class CompareGroups:
                     roots[:] = [roots[i] if root == joined else root for root in roots]
 
     def _representatives(self, members: list[int], sets: _Sets) -> tuple[list[tuple[int, int]], int]:
-        """Compare each document with those before it that began a cluster; the first few clusters have one."""
-        leaders, links, unlike = list[int](), list[tuple[int, int]](), 0
+        """Compare each document with representatives: the first documents that were like none before them."""
+        leaders: list[int] = []
+        links: list[tuple[int, int]] = []
+        unlike = 0
         for member in members:
             like = next((leader for leader in leaders if self._similar(leader, member, sets)), None)
             if like is not None:
@@ -186,10 +209,15 @@ class CompareGroups:
 
 
 class UnionFind:
-    """Clusters of documents as parents in a file; the root of a cluster is its first document."""
+    """Clusters of documents: the parent of each document, in a file. The root of a cluster is its first document."""
 
     def __init__(self, path: Path, firsts: Path) -> None:
-        """Start with the clusters of equal texts, of `write_firsts`."""
+        """Start with the clusters of equal texts.
+
+        Args:
+            path: File of the parents.
+            firsts: File of `write_firsts`.
+        """
         source = np.memmap(firsts, np.uint32, "r")
         self._file = np.memmap(path, np.uint32, "w+", shape=source.shape)
         for start in range(0, len(source), _ROWS):
@@ -237,7 +265,8 @@ def mark_needed(index: DocumentIndex, find: FindCandidates, bands: int, path: Pa
 def link_candidates(forest: UnionFind, find: FindCandidates, bands: int, compare: CompareGroups, workers: int) -> int:
     """Join the clusters of all candidates that are similar.
 
-    The clusters are those of the graph of all similar candidates, and do not depend on the order of comparisons.
+    The clusters are the connected parts of the graph of similar candidates. They do not depend on the order of
+    comparisons.
 
     Returns:
         Number of times a document of a large group was like none of its representatives.

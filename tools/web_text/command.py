@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def add_option(command: argparse.ArgumentParser, name: str, info: FieldInfo) -> None:
     """Add the option of a setting; its value is checked with the other settings."""
-    kind, about = info.annotation, (info.description or "").replace("\n", " ").replace("%", "%%")
+    kind = info.annotation
+    about = (info.description or "").replace("\n", " ").replace("%", "%%")
     if not info.is_required() and info.default not in (None, ()):
         about += f" (default: {info.default})"
     options: dict[str, Any] = {"help": about, "required": info.is_required(), "default": argparse.SUPPRESS}
@@ -72,19 +73,21 @@ def chosen_steps(args: argparse.Namespace) -> list[RecipeStep]:
     if args.command == "run":
         return read_recipe(args.recipe, STEPS)
     step: Step[Any] = STEPS[args.command]
-    values = {name: value for name, value in vars(args).items() if name != "command"}
+    values = dict(vars(args))
+    del values["command"]
     for name, value in values.items():
         if isinstance(value, list):
-            values[name] = tuple(part for item in value for part in item.split(",") if part)
+            values[name] = tuple(filter(None, ",".join(value).split(",")))
     return [RecipeStep(step, step.make_settings(values, lambda name: f"--{name.replace('_', '-')}"))]
 
 
 def executor_options(given: list[str]) -> dict[str, Any]:
     """Return the options of an executor. Raises ConfigError for one that is no NAME=VALUE."""
-    if wrong := [option for option in given if "=" not in option]:
-        raise ConfigError(f"--executor-option {wrong[0]}: give NAME=VALUE")
     options: dict[str, Any] = {}
-    for name, _, value in (option.partition("=") for option in given):
+    for option in given:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"--executor-option {option}: give NAME=VALUE")
         options |= parse_text(f"{name}: {value}", f"--executor-option {name}").values
     return options
 

@@ -1,4 +1,4 @@
-"""Step `decontaminate`: what evaluation sets contain is cut out of documents.
+"""Step `decontaminate`: cuts texts of evaluation sets out of documents.
 
 The method is that of Megatron-LM's OpenWebText recipe (its `filter_ngrams.py`), after Brown et al. 2020, appendix C.
 """
@@ -28,14 +28,14 @@ class DecontaminateSettings(Settings):
     """Cut out of documents what evaluation sets contain.
 
     Words are runs of letters, digits and underscores, in lower case. A match is cut with some characters on each side,
-    to the ends of sentences; what remains of a document are its pieces, which become documents with a `piece` number.
+    up to the ends of sentences. The pieces that remain become documents with a `piece` number.
     """
 
     evaluation: tuple[Path, ...] = Field(min_length=1)
     """Files or directories with the texts of evaluation sets, in any format that documents have."""
 
     ngram: int = Field(13, ge=_LEAST_WORDS, le=13)
-    """Words in a row that count as contained; of an evaluation text of fewer words, but at least 8, all of them."""
+    """Number of words in a row that are a match. An evaluation text of 8 or more, but fewer words, must match whole."""
 
     margin: int = Field(200, ge=0)
     """Characters that are cut on each side of a match, and then up to the end of a sentence."""
@@ -64,7 +64,7 @@ class EvaluationGrams:
         self._lengths: set[int] = set()
 
     def add(self, name: str, text: str) -> None:
-        """Add an evaluation text; one of fewer than 8 words has no n-grams."""
+        """Add an evaluation text; a text of fewer than 8 words has no n-grams."""
         words = _WORD.findall(text.lower())
         length = min(self._ngram, len(words))
         if length < _LEAST_WORDS:
@@ -81,11 +81,11 @@ class EvaluationGrams:
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Yield the matches in a text: first character, the one after the last, and the name of the evaluation set."""
         lowered = text.lower()
-        if len(lowered) != len(text):  # as of "İ", of which the positions would not fit
-            lowered = "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
+        if len(lowered) != len(text):  # "İ" has two characters in lower case, so that positions would not fit
+            lowered = "".join(map(_lower, text))
         words = _WORD.findall(lowered)
-        prefixes = map(hash, zip(*(words[skip:] for skip in range(_LEAST_WORDS)), strict=False))
-        starts = [word for word, prefix in enumerate(prefixes) if prefix in self._prefixes]
+        windows = zip(*(words[skip:] for skip in range(_LEAST_WORDS)), strict=False)
+        starts = [start for start, window in enumerate(windows) if hash(window) in self._prefixes]
         if not starts:
             return
         spans = [match.span() for match in _WORD.finditer(lowered)]
@@ -96,11 +96,17 @@ class EvaluationGrams:
                     yield spans[start][0], spans[start + length - 1][1], name
 
 
+def _lower(character: str) -> str:
+    """Return a character in lower case, if that is one character, too."""
+    lowered = character.lower()
+    return lowered if len(lowered) == 1 else character
+
+
 def cut_intervals(text: str, matches: Iterable[tuple[int, int]], margin: int) -> list[tuple[int, int]]:
-    """Return what is cut: each match with its margins and the rest of their sentences; overlapping cuts are joined.
+    """Return what is cut: each match with its margins, up to the ends of sentences. Overlapping cuts are joined.
 
     Args:
-        text: Document.
+        text: Text of a document.
         matches: First character, and the one after the last, of each match.
         margin: Characters on each side.
     """
@@ -130,19 +136,29 @@ def build_decontaminate(settings: DecontaminateSettings) -> DocumentFunction:
         matches = list(grams.find(text))
         if not matches:
             return [Outcome(record)]
-        cuts = cut_intervals(text, ((first, last) for first, last, _ in matches), settings.margin)
-        edges = [0, *(edge for cut in cuts for edge in cut), len(text)]
-        pieces = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        pieces = [piece for piece in pieces if len(piece) >= settings.least_characters]
+        cuts = cut_intervals(text, [match[:2] for match in matches], settings.margin)
+        pieces = [piece for piece in _pieces(text, cuts) if len(piece) >= settings.least_characters]
         if len(pieces) > settings.most_pieces:
             return [Outcome(record, dropped=f"over {settings.most_pieces} pieces")]
         if not pieces:
             return [Outcome(record, dropped=f"no piece of {settings.least_characters} characters")]
-        changes = tuple(f"cut: {name}" for name in sorted({name for _, _, name in matches}))
-        outcomes = [Outcome({**record, "text": piece, "piece": n}) for n, piece in enumerate(pieces)]
-        return [Outcome(outcomes[0].record, changed=changes), *outcomes[1:]]
+        changed = tuple(sorted({f"cut: {name}" for _, _, name in matches}))
+        outcomes = []
+        for number, piece in enumerate(pieces):
+            outcomes.append(Outcome({**record, "text": piece, "piece": number}, changed=changed))
+            changed = ()  # the changes of a document are counted with its first piece
+        return outcomes
 
     return decontaminate
+
+
+def _pieces(text: str, cuts: Iterable[tuple[int, int]]) -> Iterator[str]:
+    """Yield what is left of a text between its cuts."""
+    start = 0
+    for first, stop in cuts:
+        yield text[start:first].strip()
+        start = stop
+    yield text[start:].strip()
 
 
 DECONTAMINATE = document_step("decontaminate", DecontaminateSettings, build_decontaminate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,46 +10,26 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from neox.corpus import expand_inputs
 from neox.files import atomic_write, sha256_of
 from neox.log import progress
 from neox.workers import ordered_map
 from tools.web_text.chunks import Chunk
-from tools.web_text.document_index import DocumentIndex, records_of
+from tools.web_text.document_index import good_records
 from tools.web_text.documents import ChunkOutput, ChunkResult
-from tools.web_text.lines import empty_file, encode_line, text_bytes
-from tools.web_text.minhash import OLD_BANDS, Bands, bands_for
-from tools.web_text.near_duplicates import Groups, Similarity, group_documents, index_shard
-from tools.web_text.step import Job, Settings, Step
+from tools.web_text.lines import empty_file, encode_line, text_bytes, total_bytes
+from tools.web_text.near_duplicates import (
+    Groups,
+    NearDuplicateSettings,
+    group_documents,
+    index_shard,
+    make_index,
+)
+from tools.web_text.step import Job, Step, without
 
 _ROWS = 1 << 20
-_MIB = 1 << 20
 _Part = tuple[Chunk, range, list[int], list[int]]
-
-
-class NearDuplicateSettings(Settings):
-    """Settings of the search for near-duplicates."""
-
-    threshold: float = Field(0.9, gt=0, le=1)
-    """Least similarity of near-duplicates: of the sets of character 5-grams."""
-
-    similarity: Literal["union", "min", "max"] = "union"
-    """What the size of the intersection is divided by: the size of the union, or of the smaller or larger set.
-    Candidates are found by `union` in any case: `min` accepts more of them, `max` fewer, and neither finds others."""
-
-    old_defaults: bool = False
-    """10 bands of 10 rows as in Megatron's recipe, for any threshold; the report shows the expected recall."""
-
-    memory_mb: int = Field(4096, ge=16)
-    """Memory for sorting hashes; the output does not depend on it."""
-
-    RUNTIME: ClassVar[frozenset[str]] = Settings.RUNTIME | {"memory_mb"}
-
-    def bands(self) -> Bands:
-        """Return the division of the signatures. Raises ConfigError if the threshold is too low."""
-        return OLD_BANDS if self.old_defaults else bands_for(self.threshold)
 
 
 class DedupSettings(NearDuplicateSettings):
@@ -60,17 +39,22 @@ class DedupSettings(NearDuplicateSettings):
     """
 
     keep: Literal["first", "longest"] = "first"
-    """Which document of a group is kept: the first, in the order of the inputs, or the longest."""
+    """Which document of a group is kept: the first in the order of the inputs, or the longest."""
 
     exact: bool = False
     """Whether only documents with equal texts are duplicates."""
 
     against: tuple[Path, ...] = ()
-    """Files or directories of documents that are kept elsewhere: what is like one of them is dropped."""
+    """Files or directories of documents that are kept elsewhere; a document that is like one of them is dropped."""
 
     ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = dict.fromkeys(
         ("threshold", "similarity", "old_defaults"), ("exact", False)
     )
+
+    @property
+    def only_equal(self) -> bool:
+        """Whether only equal texts are looked for."""
+        return self.exact
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return the settings that determine the output's bytes, with the contents of the other files."""
@@ -80,14 +64,11 @@ class DedupSettings(NearDuplicateSettings):
 def dedup(job: Job[DedupSettings]) -> None:
     """Write one document of each group."""
     settings = job.settings
-    similarity = Similarity(
-        None if settings.exact else settings.bands(), settings.threshold, settings.similarity, settings.seed
-    )
     against = expand_inputs(settings.against)
-    index = DocumentIndex(job.work, (*against, *job.files), similarity.bands, settings.max_line_mb * _MIB)
+    index = make_index(job, (*against, *job.files))
     if job.shard is not None:
-        return index_shard(job, index, similarity)
-    groups = group_documents(job, index, similarity, settings.memory_mb)
+        return index_shard(job, index)
+    groups = group_documents(job, index)
     others = index.documents_of(len(against))
     kept = choose(groups, settings.keep, others, job.work)
     job.counts = groups.counts
@@ -98,36 +79,42 @@ def dedup(job: Job[DedupSettings]) -> None:
 
 
 def choose(groups: Groups, keep: str, others: int, work: Path) -> NDArray[np.uint32]:
-    """Return which document of each document's group is kept, or one of other files that stands for it [documents].
+    """Return for each document which document of its group is kept [documents].
+
+    A document of other files, which is in no output, may be the one that is kept.
 
     Args:
         groups: Groups of documents.
         keep: `first` or `longest`.
-        others: Number of documents of other files, which come first.
+        others: Number of documents in other files; they are numbered first.
         work: Directory for intermediate files.
     """
     if keep == "first":
         return groups.roots
     count = max(len(groups.roots), 1)
+    # for the root of each group: length of its longest document, then the number of the document that is kept
     longest = np.memmap(work / "longest", np.uint32, "w+", shape=count)
     chosen = np.memmap(work / "chosen", np.uint32, "w+", shape=count)
     chosen[:] = count - 1
     for start, characters in groups.index.pieces("characters"):
-        np.maximum.at(longest, groups.roots[start : start + len(characters)], characters)
+        roots = groups.roots[start : start + len(characters)]
+        np.maximum.at(longest, roots, characters)
     for start, characters in groups.index.pieces("characters"):
         roots = groups.roots[start : start + len(characters)]
         numbers = np.arange(start, start + len(characters), dtype=np.uint32)
         best = (characters == longest[roots]) & (roots >= others)
         np.minimum.at(chosen, roots[best], numbers[best])
-        np.minimum.at(chosen, roots[roots < others], roots[roots < others])
-    for start in range(0, len(groups.roots), _ROWS):  # the file `longest` is no longer needed
+        elsewhere = roots[roots < others]
+        np.minimum.at(chosen, elsewhere, elsewhere)
+    # The lengths are no longer needed: their file gets the result.
+    for start in range(0, len(groups.roots), _ROWS):
         longest[start : start + _ROWS] = chosen[groups.roots[start : start + _ROWS]]
     return np.asarray(longest)
 
 
 def _count_groups(groups: Groups) -> dict[str, int]:
     """Count the groups of at least two documents, and the documents of the largest."""
-    sizes = np.bincount(groups.roots) if len(groups.roots) else np.zeros(1, np.int64)
+    sizes = np.bincount(groups.roots, minlength=1)
     return {"of_several_documents": int(np.count_nonzero(sizes > 1)), "documents_of_the_largest": int(sizes.max())}
 
 
@@ -145,24 +132,33 @@ class WriteChunk:
                 the number of the first document with the same text.
         """
         chunk, numbers, chosen, firsts = part
-        records = (record for record in records_of(chunk) if isinstance(record, dict))
         output = ChunkOutput(self.output)
-        for record, number, choice, first in zip(records, numbers, chosen, firsts, strict=True):
+        for record, number, choice, first in zip(good_records(chunk), numbers, chosen, firsts, strict=True):
             size = text_bytes(record)
             if number == choice:
                 output.keep(encode_line(record), size)
                 continue
             reason = "exact duplicate" if first != number else "near duplicate"
-            rest = {key: value for key, value in record.items() if key != "text"}
-            output.drop({**rest, "dropped": reason, "document": number, "kept": choice}, reason, size)
+            output.drop(
+                {**without(record, "text"), "dropped": reason, "document": number, "kept": choice}, reason, size
+            )
         return output.result()
 
 
 def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], others: int) -> None:
-    output, index = job.settings.output, groups.index
+    """Write the documents that are kept, and those that are dropped.
+
+    Args:
+        job: The job; its counts are filled in.
+        groups: Groups of the documents.
+        kept: Number of the document that is kept, for each document [documents].
+        others: Number of documents in other files, which are not written.
+    """
+    output = job.settings.output
+    index = groups.index
 
     def parts() -> Iterator[_Part]:
-        with progress(f"{job.name}: writing", sum(map(os.path.getsize, index.files)), "B") as bar:
+        with progress(f"{job.name}: writing", total_bytes(index.files), "B") as bar:
             for start, end, chunk in index.chunks(bar.update):
                 if start >= others and end > start:
                     rows = slice(start, end)
@@ -174,9 +170,10 @@ def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], ot
                 file.write(written.kept)
                 dropped.write(written.dropped)
                 job.counts.add(written.counts)
-        for target, counted in ((file, job.counts.documents_out), (dropped, len(job.counts.dropped))):
-            if not counted:
-                target.write(empty_file(output))
+        if not job.counts.documents_out:
+            file.write(empty_file(output))
+        if not job.counts.dropped:
+            dropped.write(empty_file(output))
 
 
 DEDUP = Step("dedup", DedupSettings, dedup, packages=("rensa", "numpy"), sharded=True)

@@ -1,12 +1,11 @@
 """Columns on disk that describe each document of a job: digest, length, band hashes; resumable.
 
-Documents are numbered from 0 over all inputs. A document is about 20 bytes and 8 more for each band.
+Documents are numbered from 0 over all inputs. A document takes about 20 bytes, and 8 more for each band.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -25,10 +24,11 @@ from neox.resume import ResumeLog, open_at
 from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, Chunk, read_chunks
 from tools.web_text.documents import ChunkState
+from tools.web_text.lines import batches, total_bytes
 from tools.web_text.minhash import Bands, band_hashes
 from tools.web_text.step import Counts, Record
 
-LONGEST = 1 << 23  # characters; longer documents are compared exactly only
+LONGEST = 1 << 23  # characters; a longer document only equals others with the same text
 MAX_DOCUMENTS = 1 << 32
 _BATCH = 1 << 20  # characters whose signatures are made at once
 _ROWS = 1 << 20
@@ -42,9 +42,23 @@ def records_of(chunk: Chunk) -> Iterator[Record | BadInput]:
         yield from parse_records(chunk.content)
 
 
+def good_records(chunk: Chunk) -> Iterator[Record]:
+    """Yield the documents of a chunk."""
+    for record in records_of(chunk):
+        if not isinstance(record, BadInput):
+            yield record
+
+
 @dataclass(frozen=True)
 class ChunkRows:
-    """Rows of the columns for the documents of a chunk, as bytes; `documents` of them, of `text_bytes` in all."""
+    """Rows of the columns for the documents of a chunk.
+
+    Attributes:
+        columns: Bytes of each column.
+        documents: Number of rows.
+        text_bytes: UTF-8 bytes of the texts.
+        bad: Bad lines.
+    """
 
     __pydantic_config__ = RESULT_AS_JSON
 
@@ -56,11 +70,11 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class IndexChunk:
-    """What a worker does with a chunk.
+    """Function of a chunk, for worker processes: describes its documents.
 
     Attributes:
         bands: Division of the signatures; None leaves them out.
-        seed: Of the signatures.
+        seed: Seed of the signatures.
     """
 
     bands: Bands | None
@@ -68,7 +82,8 @@ class IndexChunk:
 
     def __call__(self, chunk: Chunk) -> ChunkRows:
         """Describe the documents of a chunk."""
-        bad, texts = list[BadInput](), list[str]()
+        bad: list[BadInput] = []
+        texts: list[str] = []
         for record in records_of(chunk):
             if isinstance(record, BadInput):
                 bad.append(record)
@@ -77,23 +92,19 @@ class IndexChunk:
         encoded = [text.encode() for text in texts]
         digests = b"".join(hashlib.blake2b(data, digest_size=16).digest() for data in encoded)
         halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-        sizes = np.array([(len(text), len(data)) for text, data in zip(texts, encoded, strict=True)], dtype="<u4")
-        columns = [halves[:, 0], halves[:, 1], *sizes.reshape(-1, 2).T]
+        characters = np.array(list(map(len, texts)), dtype="<u4")
+        sizes = np.array(list(map(len, encoded)), dtype="<u4")
+        columns: list[NDArray[Any]] = [halves[:, 0], halves[:, 1], characters, sizes]
         if self.bands is not None:
             columns += list(self._hashes(texts, self.bands).T)
-        size = sum(map(len, encoded))
-        return ChunkRows(tuple(column.tobytes() for column in columns), len(texts), size, tuple(bad))
+        rows = tuple(column.tobytes() for column in columns)
+        return ChunkRows(rows, len(texts), sum(map(len, encoded)), tuple(bad))
 
     def _hashes(self, texts: list[str], bands: Bands) -> NDArray[np.uint64]:
+        """Return the band hashes of texts [texts, bands]; those of a text that is too long mean nothing."""
         found = [np.empty((0, bands.count), dtype=np.uint64)]
-        batch, size = list[str](), 0
-        for text in texts:
-            batch.append(text if len(text) <= LONGEST else "")
-            size += len(text)
-            if size >= _BATCH:
-                found.append(band_hashes(batch, bands, self.seed))
-                batch, size = [], 0
-        if batch:
+        short = (text if len(text) <= LONGEST else "" for text in texts)
+        for batch in batches(short, _BATCH):
             found.append(band_hashes(batch, bands, self.seed))
         return np.concatenate(found)
 
@@ -121,7 +132,7 @@ class DocumentIndex:
         directory: Where the columns are.
         files: The files, in order.
         bands: Division of the signatures; None if there are none.
-        max_line_bytes: Limit of a line.
+        max_line_bytes: Longest line.
     """
 
     directory: Path
@@ -131,15 +142,18 @@ class DocumentIndex:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns."""
+        """Names of the columns, without the one of the chunks."""
         count = self.bands.count if self.bands is not None else 0
-        return ("digest_0", "digest_1", "characters", "bytes", *(f"band_{number:03}" for number in range(count)))
+        bands = [f"band_{number:03}" for number in range(count)]
+        return ("digest_0", "digest_1", "characters", "bytes", *bands)
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column, memory-mapped [documents]."""
         kind = np.dtype(f"<u{_width(name)}")
         path = self.directory / name
-        return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
+        if not path.stat().st_size:  # an empty file cannot be mapped
+            return np.empty(0, kind)
+        return np.asarray(np.memmap(path, kind, "r"))
 
     def pieces(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield a column piece by piece, each with the number of its first document."""
@@ -164,7 +178,14 @@ class DocumentIndex:
         return ResumeLog(self.directory / "index.progress.json", "index", _Indexed.from_json)
 
     def chunks(self, consumed: Callable[[int], Any] = lambda _: None) -> Iterator[tuple[int, int, Chunk]]:
-        """Yield the chunks of the files again: number of the first document, number after the last, chunk."""
+        """Read the chunks of the files again.
+
+        Args:
+            consumed: Function that is called with the number of bytes newly read.
+
+        Yields:
+            Number of a chunk's first document, number after its last, and the chunk.
+        """
         ends = np.cumsum(self.column(_CHUNKS), dtype=np.int64)
         read = read_chunks(self.files, (0, Position()), self.max_line_bytes, consumed)
         start = 0
@@ -176,8 +197,8 @@ class DocumentIndex:
         """Fill the columns, or continue where an earlier call was interrupted.
 
         Args:
-            work: What to describe.
-            workers: Processes.
+            work: Function of a chunk.
+            workers: Number of processes.
             skip_bad: Number of bad inputs that may be skipped.
 
         Returns:
@@ -192,7 +213,7 @@ class DocumentIndex:
             return state.counts
         with ExitStack() as stack:
             columns = [stack.enter_context(file) for file in self._open_columns(state)]
-            bar = stack.enter_context(progress("signatures", sum(map(os.path.getsize, self.files)), "B"))
+            bar = stack.enter_context(progress("signatures", total_bytes(self.files), "B"))
             chunks = read_chunks(self.files, state.next, self.max_line_bytes, bar.update)
             results = stack.enter_context(closing(ordered_map(work, chunks, workers)))
             for chunk, rows in results:

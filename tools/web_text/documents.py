@@ -7,7 +7,6 @@ last chunk that its state file counts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ from neox.log import get_logger, progress
 from neox.resume import ResumeLog, open_at
 from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, Chunk, Reader, read_chunks
-from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes
+from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes, total_bytes
 from tools.web_text.shards import with_shards, write_shard
-from tools.web_text.step import Counts, DocumentFunction, Job, Outcome, Record, S, Step
+from tools.web_text.step import Counts, DocumentFunction, Job, Outcome, Record, S, Step, without
 
 _log = get_logger(f"neox.{__name__}")
 _MIB = 1 << 20
@@ -127,7 +126,7 @@ class ChunkWork(Generic[S]):
             output.keep(encode_line(record), size)
             return
         if not self.keep_text:
-            record = {name: value for name, value in record.items() if name != self.key}
+            record = without(record, self.key)
         output.drop(record, outcome.dropped, size)
 
 
@@ -193,7 +192,7 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
         chunks = read(job.files, start, job.settings.max_line_mb * _MIB, consumed)
         return ordered_map(function, chunks, workers)
 
-    write_results(job, produce, "B", sum(os.path.getsize(file) for file in job.files))
+    write_results(job, produce, "B", total_bytes(job.files))
 
 
 def write_results(

@@ -17,14 +17,15 @@ from pydantic import Field, field_validator
 from neox.corpus import Position
 from neox.files import write_text
 from tools.web_text.chunks import Chunk
-from tools.web_text.documents import ChunkResult, Results, write_results
+from tools.web_text.documents import ChunkOutput, Results, write_results
 from tools.web_text.filter_urls import expand_suffixes, read_lines
-from tools.web_text.lines import compress_lines, encode_line
+from tools.web_text.lines import encode_line
 from tools.web_text.pages import WARC_SUFFIXES, decode_page
-from tools.web_text.step import Counts, Job, Settings, Step
+from tools.web_text.step import Job, Settings, Step
 
 if TYPE_CHECKING:
-    from tools.web_text.fetch import Limits, Page
+    from tools.web_text.addresses import Network
+    from tools.web_text.fetch import Fetcher, Page
 
 _URLS_OF_CHUNK = 64
 _LONGEST_URL = 8192
@@ -34,15 +35,15 @@ _MIB = 1 << 20
 class DownloadSettings(Settings):
     """Download the pages of lists of URLs.
 
-    Every host is asked for its robots.txt, gets few requests at once and none too soon after the one before. The output
-    is `.jsonl[.zst]` with `url` and `html`, or `.warc[.gz]`, in the order of the URLs.
+    Every host is asked for its robots.txt. It gets few requests at once, with a delay between them. The output is
+    `.jsonl[.zst]` with `url` and `html`, or `.warc.gz`, in the order of the URLs.
     """
 
     concurrency: int = Field(64, ge=1, le=10_000)
-    """Pages that are fetched at once."""
+    """Number of pages that are fetched at once."""
 
     per_host: int = Field(1, ge=1)
-    """Requests to one host at once."""
+    """Number of requests to one host at once."""
 
     delay: float = Field(1.0, ge=0)
     """Seconds between the starts of two requests to one host; robots.txt may ask for more, up to 30."""
@@ -51,25 +52,25 @@ class DownloadSettings(Settings):
     """Seconds for one request, from the start of the connection to the end of the page."""
 
     max_page_mb: int = Field(8, ge=1)
-    """Limit of a page, after decompression; a larger one is dropped."""
+    """Largest page, after decompression; a larger one is dropped."""
 
     max_redirects: int = Field(5, ge=0)
-    """Redirects that are followed."""
+    """Number of redirects that are followed."""
 
     retries: int = Field(1, ge=0)
-    """Further attempts after a timeout, a failed connection, or a status that may be temporary."""
+    """Number of further attempts after a timeout, a failed connection, or a status that may be temporary."""
 
     robots: bool = True
     """Whether robots.txt is respected."""
 
     user_agent: str = Field("neox-web-text", min_length=1)
-    """Name for servers and robots.txt. Add an address where you can be reached."""
+    """Name for servers and robots.txt. Add an address at which you can be reached."""
 
     allow_addresses: tuple[str, ...] = ()
-    """Private networks that may be contacted, as 10.0.0.0/8. Others are refused, after redirects and DNS, too."""
+    """Private networks that may be contacted, such as 10.0.0.0/8. Others are refused, also after redirects and DNS."""
 
     memory_mb: int = Field(512, ge=1)
-    """Memory for pages that wait for an earlier one; those being fetched come in addition."""
+    """Memory for pages that wait for an earlier one. Pages that are being fetched come in addition."""
 
     RUNTIME: ClassVar[frozenset[str]] = Settings.RUNTIME | {"concurrency", "per_host", "delay", "memory_mb"}
 
@@ -80,27 +81,13 @@ class DownloadSettings(Settings):
             ipaddress.ip_network(network)
         return value
 
-    def limits(self) -> Limits:
-        """Return the limits of the fetcher."""
-        from tools.web_text.fetch import Limits
-
-        return Limits(
-            concurrency=self.concurrency,
-            per_host=self.per_host,
-            delay=self.delay,
-            timeout=self.timeout,
-            page_bytes=self.max_page_mb * _MIB,
-            held_bytes=self.memory_mb * _MIB,
-            max_redirects=self.max_redirects,
-            retries=self.retries,
-            robots=self.robots,
-            user_agent=self.user_agent,
-            allowed=tuple(map(ipaddress.ip_network, self.allow_addresses)),
-        )
+    def networks(self) -> tuple[Network, ...]:
+        """Return the private networks that may be contacted."""
+        return tuple(map(ipaddress.ip_network, self.allow_addresses))
 
 
 def download(job: Job[DownloadSettings]) -> None:
-    """Write the pages of a job's URLs, and the URLs without a page with their reasons."""
+    """Write the pages of a job's URLs. URLs without a page are written, too, with their reasons."""
     started = job.work / "started"  # the date of all records, so that an interrupted run makes the same bytes
     if not started.exists():
         write_text(started, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
@@ -121,26 +108,22 @@ def _fetched(
         try:
             while results := runner.run(fetcher.results(_URLS_OF_CHUNK - done % _URLS_OF_CHUNK)):
                 done += len(results)
-                counts, kept, dropped = Counts(documents_in=len(results)), list[bytes](), list[bytes]()
+                output = ChunkOutput(job.settings.output)
+                output.counts.documents_in = len(results)
                 for url, result in results:
                     if isinstance(result, str):
-                        counts.drop(result, 0)
-                        dropped.append(encode_line({"url": url, "dropped": result}))
+                        output.drop({"url": url}, result, 0)
                     else:
-                        counts.documents_out += 1
-                        counts.bytes_out += len(result.body)
-                        kept.append(encode(url, result, date))
+                        output.keep(encode(url, result, date), len(result.body))
                 consumed(len(results))
-                path = job.settings.output
-                data = ChunkResult(compress_lines(kept, path), compress_lines(dropped, path), (), counts)
-                yield Chunk(None, (), (0, Position(1, done))), data
+                yield Chunk(None, (), (0, Position(1, done))), output.result()
         finally:
             runner.run(fetcher.close())
 
 
-async def _new(kind: Callable[[Limits, Iterator[str]], Any], job: Job[DownloadSettings], skip: int) -> Any:
+async def _new(kind: type[Fetcher], job: Job[DownloadSettings], skip: int) -> Fetcher:
     """Make a fetcher inside the event loop."""
-    return kind(job.settings.limits(), islice(_urls(job.files), skip, None))
+    return kind(job.settings, islice(_urls(job.files), skip, None))
 
 
 def _urls(files: tuple[str, ...]) -> Iterator[str]:
@@ -149,7 +132,7 @@ def _urls(files: tuple[str, ...]) -> Iterator[str]:
 
 
 def _json_line(url: str, page: Page, date: str) -> bytes:
-    """Return a page as a JSON line; `final_url` only after redirects."""
+    """Return a page as a JSON line, with `final_url` after redirects."""
     record: dict[str, Any] = {"url": url, "html": decode_page(page.body, page.charset), "content_type": page.media_type}
     if page.url != url:
         record["final_url"] = page.url
@@ -157,7 +140,7 @@ def _json_line(url: str, page: Page, date: str) -> bytes:
 
 
 def _warc_record(url: str, page: Page, date: str) -> bytes:
-    """Return a page as a compressed record of a WARC file, with the content as it is after decompression."""
+    """Return a page as a compressed record of a WARC file; its content is not compressed in itself."""
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
 

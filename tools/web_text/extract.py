@@ -1,4 +1,4 @@
-"""Step `extract`: the text of web pages."""
+"""Step `extract`: web pages to text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.web_text.chunks import Chunk, read_chunks
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
 from tools.web_text.pages import WARC_SUFFIXES, decode_page, warc_reader
-from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step
+from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
 
 _KEY = "html"
 _NO_TEXT = ("script", "style", "noscript", "template")
@@ -32,13 +32,13 @@ class ExtractSettings(Settings):
     """`trafilatura` finds the main text; `bs4` joins all paragraphs; `raw` is the page as it is."""
 
     favor: Literal["balance", "precision", "recall"] = "balance"
-    """What trafilatura prefers where it is not sure."""
+    """What trafilatura prefers if it is not sure."""
 
     tables: bool = True
     """Whether trafilatura keeps the text of tables."""
 
     max_page_mb: int = Field(8, ge=1, le=1024)
-    """Limit of a page; a larger one is dropped."""
+    """Largest page; a larger one is dropped."""
 
     ONLY_WITH: ClassVar[Mapping[str, tuple[str, Any]]] = {
         "favor": ("method", "trafilatura"),
@@ -48,25 +48,25 @@ class ExtractSettings(Settings):
 
 def build_extract(settings: ExtractSettings) -> DocumentFunction:
     """Return the function that extracts the text of a page."""
-    method: Callable[[str, str | None], str | None]
-    if settings.method == "trafilatura":
-        method = _trafilatura(settings)
-    else:
-        method = _paragraphs if settings.method == "bs4" else lambda html, url: html
+    methods = {"trafilatura": _trafilatura, "bs4": lambda _: _paragraphs, "raw": lambda _: _whole}
+    method: Callable[[str, str | None], str | None] = methods[settings.method](settings)
 
     def extract(record: Record) -> list[Outcome]:
-        html, url = record[_KEY], record.get("url")
-        kept = {key: value for key, value in record.items() if key not in _PAGE_KEYS}
+        html = record[_KEY]
+        kept = without(record, *_PAGE_KEYS)
         if record.get("too_large") or len(html) > settings.max_page_mb << 20:
             return [Outcome(kept, "page too large")]
         if isinstance(html, bytes):
             html = decode_page(html, record.get("charset"))
-        try:
-            text = html if record.get("content_type") == "text/plain" else method(html, url)
-        except (ValueError, TypeError, AttributeError, RecursionError, AssertionError) as error:  # odd pages
-            return [Outcome(kept, f"extractor failed: {type(error).__name__}")]
+        text: str | None = html
+        if record.get("content_type") != "text/plain":
+            try:
+                text = method(html, record.get("url"))
+            except (ValueError, TypeError, AttributeError, RecursionError, AssertionError) as error:  # odd pages
+                return [Outcome(kept, f"extractor failed: {type(error).__name__}")]
         text = (text or "").replace("\0", "").strip()
-        return [Outcome({"text": text, **kept}, None if text else "no text")]
+        dropped = None if text else "no text"
+        return [Outcome({"text": text, **kept}, dropped)]
 
     return extract
 
@@ -74,7 +74,7 @@ def build_extract(settings: ExtractSettings) -> DocumentFunction:
 def _trafilatura(settings: ExtractSettings) -> Callable[[str, str | None], str | None]:
     import trafilatura
 
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # what fails is counted
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # pages that fail are counted
 
     def extract(html: str, url: str | None) -> str | None:
         return trafilatura.extract(
@@ -89,18 +89,22 @@ def _trafilatura(settings: ExtractSettings) -> Callable[[str, str | None], str |
     return extract
 
 
+def _whole(html: str, url: str | None) -> str:
+    return html
+
+
 def _paragraphs(html: str, url: str | None) -> str:
     from bs4 import BeautifulSoup
 
     soup = BeautifulSoup(html, "lxml")
     for element in soup(_NO_TEXT):
         element.decompose()
-    texts = (" ".join(element.get_text(" ").split()) for element in soup("p"))
-    return "\n".join(text for text in texts if text)
+    texts = [" ".join(element.get_text(" ").split()) for element in soup("p")]
+    return "\n".join(filter(None, texts))
 
 
 def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Replace directories by the WARC files in them or, without any, by other inputs."""
+    """Replace directories by the WARC files in them or, if there are none, by other inputs."""
     files: list[str] = []
     for path in paths:
         warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
@@ -113,10 +117,10 @@ def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
 
 def extract(job: Job[ExtractSettings]) -> None:
     """Write the texts of the pages of a job. Raises ConfigError if WARC files are mixed with others."""
-    warc = [file.endswith(WARC_SUFFIXES) for file in job.files]
-    if any(warc) and not all(warc):
+    warc = [file for file in job.files if file.endswith(WARC_SUFFIXES)]
+    if warc and len(warc) < len(job.files):
         raise ConfigError("extract: give either WARC files or .jsonl files, not both at once")
-    if any(warc) and "max_line_mb" in job.settings.model_fields_set:
+    if warc and "max_line_mb" in job.settings.model_fields_set:
         raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of WARC files")
     limit = job.settings.max_page_mb << 20
 
@@ -126,7 +130,7 @@ def extract(job: Job[ExtractSettings]) -> None:
         return warc_reader(files, start, limit, consumed)
 
     work = ChunkWork(build_extract, job.settings, key=_KEY, keep_text=False)
-    map_documents(job, work, read_pages if all(warc) else read_chunks)
+    map_documents(job, work, read_pages if warc else read_chunks)
 
 
 EXTRACT = Step(

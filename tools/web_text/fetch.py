@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import ssl
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
@@ -19,10 +18,14 @@ from protego import Protego
 from tools.web_text.addresses import PrivateAddressError, PublicResolver, is_literal, may_contact
 from tools.web_text.pages import PAGE_TYPES, content_type
 
+if TYPE_CHECKING:
+    from tools.web_text.download import DownloadSettings
+
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRIED = (429, 500, 502, 503, 504)
 _PIECE_BYTES = 1 << 16
-_WINDOW_OF_URLS = 16  # URLs begun, for each of those fetched at once
+_MIB = 1 << 20
+_WINDOW_OF_URLS = 16  # URLs begun, for each URL that may be fetched at once
 _ROBOTS_BYTES = 1 << 19
 _ROBOTS_KEPT = 10_000
 _LONGEST_CRAWL_DELAY = 30.0
@@ -30,11 +33,11 @@ _PROBED_BYTES = 1024
 
 
 class Refused(Exception):
-    """Page that is not kept; the message is the reason that is counted."""
+    """A page is not kept. The message is the reason that is counted."""
 
 
 class Retry(Refused):
-    """Failure that may be temporary."""
+    """A page could not be fetched, perhaps only now."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Page:
 
     Attributes:
         url: URL at the end of the redirects.
-        media_type: Media type, of `PAGE_TYPES`.
+        media_type: Media type, one of `PAGE_TYPES`.
         charset: Charset of the header.
         headers: Headers of the response.
         body: Content, decompressed.
@@ -54,23 +57,6 @@ class Page:
     charset: str | None
     headers: tuple[tuple[str, str], ...]
     body: bytes
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of fetching; those of `DownloadSettings`."""
-
-    concurrency: int
-    per_host: int
-    delay: float
-    timeout: float
-    page_bytes: int
-    held_bytes: int
-    max_redirects: int
-    retries: int
-    robots: bool
-    user_agent: str
-    allowed: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
 
 
 @dataclass
@@ -95,14 +81,18 @@ class _Pending:
 class Fetcher:
     """Fetches URLs in bounded memory; results come in the order of the URLs."""
 
-    def __init__(self, limits: Limits, urls: Iterator[str]) -> None:
-        self.limits, self._urls = limits, urls
+    def __init__(self, settings: DownloadSettings, urls: Iterator[str]) -> None:
+        self._settings = settings
+        self._networks = settings.networks()
+        self._urls = urls
         self._pending: deque[_Pending] = deque()
         self._hosts: dict[str, _Host] = {}
         self._robots: OrderedDict[str, asyncio.Task[Protego | str]] = OrderedDict()
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
         self._changed = asyncio.Condition()
-        self._held, self._next, self._first = 0, 0, 0
+        self._held = 0  # bytes of pages that wait for an earlier one
+        self._next = 0  # number of the next URL to begin
+        self._first = 0  # number of the first URL without a result
         self._session: aiohttp.ClientSession | None = None
 
     async def results(self, count: int) -> list[tuple[str, Page | str]]:
@@ -123,7 +113,7 @@ class Fetcher:
         return found
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel all requests and close the connections."""
         tasks = [pending.task for pending in self._pending] + list(self._robots.values())
         for task in tasks:
             task.cancel()
@@ -132,7 +122,7 @@ class Fetcher:
             await self._session.close()
 
     def _begin(self) -> None:
-        while len(self._pending) < self.limits.concurrency * _WINDOW_OF_URLS:
+        while len(self._pending) < self._settings.concurrency * _WINDOW_OF_URLS:
             url = next(self._urls, None)
             if url is None:
                 return
@@ -143,12 +133,12 @@ class Fetcher:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            resolver = PublicResolver(self.limits.allowed)
+            resolver = PublicResolver(self._networks)
             connector = aiohttp.TCPConnector(limit=0, resolver=resolver, enable_cleanup_closed=False)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"User-Agent": self.limits.user_agent, "Accept-Encoding": "gzip, deflate"},
+                headers={"User-Agent": self._settings.user_agent, "Accept-Encoding": "gzip, deflate"},
                 auto_decompress=False,
                 trust_env=False,
             )
@@ -156,15 +146,21 @@ class Fetcher:
 
     async def _page(self, pending: _Pending) -> Page | str:
         """Return the page of a URL, or the reason why there is none."""
-        async with self._changed:  # the first URL never waits, so that memory is freed
-            await self._changed.wait_for(lambda: self._held < self.limits.held_bytes or pending.number == self._first)
-        for attempt in range(self.limits.retries + 1):
+        settings = self._settings
+
+        def may_start() -> bool:
+            is_first = pending.number == self._first  # it never waits, because its end frees memory
+            return is_first or self._held < settings.memory_mb * _MIB
+
+        async with self._changed:
+            await self._changed.wait_for(may_start)
+        for attempt in range(settings.retries + 1):
             try:
-                page = await self._follow(pending.url, self.limits.page_bytes, robots=self.limits.robots)
+                page = await self._follow(pending.url, settings.max_page_mb * _MIB, robots=settings.robots)
                 self._held += len(page.body)
                 return page
             except Retry as error:
-                if attempt == self.limits.retries:
+                if attempt == settings.retries:
                     return str(error)
             except Refused as error:
                 return str(error)
@@ -173,7 +169,7 @@ class Fetcher:
     async def _follow(self, url: str, limit: int, *, robots: bool, types: tuple[str, ...] = PAGE_TYPES) -> Page:
         """Follow redirects to a page. Raises Refused."""
         visited = {url}
-        for _ in range(self.limits.max_redirects + 1):
+        for _ in range(self._settings.max_redirects + 1):
             result = await self._request(url, limit, robots=robots, types=types)
             if isinstance(result, Page):
                 return result
@@ -185,45 +181,28 @@ class Fetcher:
 
     async def _request(self, url: str, limit: int, *, robots: bool, types: tuple[str, ...]) -> Page | str:
         """Return the page of a URL, or where it redirects to. Raises Refused."""
-        try:
-            parts = urlsplit(url)
-            host, _ = parts.hostname or "", parts.port
-        except ValueError:
-            raise Refused("malformed URL") from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise Refused("malformed URL")
-        if is_literal(host) and not may_contact(host, self.limits.allowed):
+        origin, host = _origin_and_host(url)
+        if is_literal(host) and not may_contact(host, self._networks):
             raise Refused("private address")
-        delay = self.limits.delay
+        delay = self._settings.delay
         if robots:
-            delay = max(delay, await self._check_robots(f"{parts.scheme}://{parts.netloc}", url))
-        try:
+            delay = max(delay, await self._check_robots(origin, url))
+        with _refusals():
             async with (
                 self._slot(host, delay),
-                asyncio.timeout(self.limits.timeout),
+                asyncio.timeout(self._settings.timeout),
                 self._open().get(url, allow_redirects=False) as response,
             ):
                 return await self._read(response, limit, types)
-        except TimeoutError:
-            raise Retry("timeout") from None
-        except aiohttp.ClientConnectorDNSError as error:
-            private = isinstance(error.os_error, PrivateAddressError)
-            raise Refused("private address" if private else "host not found") from None
-        except (aiohttp.ClientSSLError, ssl.SSLError):
-            raise Refused("TLS") from None
-        except (aiohttp.InvalidURL, UnicodeError):
-            raise Refused("malformed URL") from None
-        except (aiohttp.ClientPayloadError, zlib.error):
-            raise Retry("incomplete or damaged") from None
-        except (aiohttp.ClientError, OSError, ValueError):
-            raise Retry("connection failed") from None
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, types: tuple[str, ...]) -> Page | str:
         """Return the page of a response, or where it redirects to. Raises Refused."""
         if response.status in _REDIRECTS and "Location" in response.headers:
             return response.headers["Location"]
+        if response.status in _RETRIED:
+            raise Retry(f"status {response.status}")
         if response.status != 200:
-            raise (Retry if response.status in _RETRIED else Refused)(f"status {response.status}")
+            raise Refused(f"status {response.status}")
         media_type, charset = content_type(response.headers.get("Content-Type", ""))
         if types and media_type not in types:
             raise Refused("not a page")
@@ -238,7 +217,7 @@ class Fetcher:
     @asynccontextmanager
     async def _slot(self, name: str, delay: float) -> AsyncIterator[None]:
         """Wait until a request to a host may start."""
-        host = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self.limits.per_host)))
+        host = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._settings.per_host)))
         host.users += 1
         loop = asyncio.get_running_loop()
         try:
@@ -267,36 +246,72 @@ class Fetcher:
         rules = await asyncio.shield(task)
         if isinstance(rules, str):
             raise Refused(rules)
-        if not rules.can_fetch(url, self.limits.user_agent):
+        if not rules.can_fetch(url, self._settings.user_agent):
             raise Refused("robots.txt")
-        return min(float(rules.crawl_delay(self.limits.user_agent) or 0), _LONGEST_CRAWL_DELAY)
+        return min(float(rules.crawl_delay(self._settings.user_agent) or 0), _LONGEST_CRAWL_DELAY)
 
     async def _fetch_robots(self, origin: str) -> Protego | str:
-        """Return the rules of a host: all is allowed without a file, and nothing if its server fails (RFC 9309)."""
+        """Return the rules of a host, or the reason why nothing may be fetched.
+
+        Everything is allowed if there is no file, and nothing if the server fails (RFC 9309).
+        """
         try:
             page = await self._follow(f"{origin}/robots.txt", _ROBOTS_BYTES, robots=False, types=())
         except Refused as error:
             reason = str(error)
             if reason.startswith("status 4") and reason != "status 429":
                 return Protego.parse("")
-            return (
-                reason if reason in ("private address", "host not found", "malformed URL") else "robots.txt: " + reason
-            )
+            if reason in ("private address", "host not found", "malformed URL"):
+                return reason
+            return f"robots.txt: {reason}"
         return Protego.parse(page.body.decode("utf-8", "replace"))
 
 
+def _origin_and_host(url: str) -> tuple[str, str]:
+    """Return the origin of a URL, such as http://example.com:8080, and its host. Raises Refused."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for a bad one
+    except ValueError:
+        raise Refused("malformed URL") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Refused("malformed URL")
+    return f"{parts.scheme}://{parts.netloc}", parts.hostname
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise Refused or Retry in place of the errors of a request."""
+    try:
+        yield
+    except TimeoutError:
+        raise Retry("timeout") from None
+    except aiohttp.ClientConnectorDNSError as error:
+        private = isinstance(error.os_error, PrivateAddressError)
+        raise Refused("private address" if private else "host not found") from None
+    except (aiohttp.ClientSSLError, ssl.SSLError):
+        raise Refused("TLS") from None
+    except (aiohttp.InvalidURL, UnicodeError):
+        raise Refused("malformed URL") from None
+    except (aiohttp.ClientPayloadError, zlib.error):
+        raise Retry("incomplete or damaged") from None
+    except (aiohttp.ClientError, OSError, ValueError):
+        raise Retry("connection failed") from None
+
+
 async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return the decompressed content; no more than the limit is ever decompressed. Raises Refused."""
+    """Return the decompressed content. Never decompresses more than the limit. Raises Refused."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("gzip", "x-gzip", "deflate", "identity", ""):
         raise Refused("unknown content encoding")
     decoder: Any = None
     if encoding not in ("identity", ""):
         decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)
-    parts, size = list[bytes](), 0
+    parts: list[bytes] = []
+    size = 0
     async for data in response.content.iter_chunked(_PIECE_BYTES):
         if decoder is not None:
-            if encoding == "deflate" and not size and data[0] & 0x0F != 8:  # without zlib's header, as some servers do
+            if encoding == "deflate" and not size and data[0] & 0x0F != 8:  # some servers leave zlib's header out
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS)
             data = decoder.decompress(data, limit + 1 - size)
         size += len(data)

@@ -1,9 +1,8 @@
-"""Step `filter-urls`: lists of URLs to one list without unwanted, malformed and repeated ones."""
+"""Step `filter-urls`: joins lists of URLs without the unwanted, malformed and repeated ones."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -23,6 +22,7 @@ from neox.errors import ConfigError, DataError, os_errors
 from neox.files import atomic_write
 from neox.log import progress
 from neox.workers import ordered_map
+from tools.web_text.lines import total_bytes
 from tools.web_text.step import Job, Settings, Step
 
 DUPLICATE = "duplicate"
@@ -30,7 +30,7 @@ _LINES = 8192
 _BUCKETS = 64
 _ENTRY = np.dtype([("digest", "<u8"), ("number", "<u8")])
 _MALFORMED = re.compile(r"[\s\x00-\x1f\x7f<>\"{}|\\^`]")
-# OpenWebText's list, with the two that it lost (.7z and .ai).
+# OpenWebText's list, and two endings that are missing in it by mistake (.7z and .ai).
 _EXTENSIONS = (
     "3gp 7z ai aif apk app avi bin bmp bz2 css csv dat deb dmg doc docx exe gif gifv gz iso jar jpeg jpg js log mid "
     "midi mkv mov mp3 mp4 mpeg mpg ogg ogv otf pdf pkg png pps ppt pptx psd py qt ram rar sql svg swf tar tgz tiff ttf "
@@ -39,19 +39,19 @@ _EXTENSIONS = (
 
 
 class FilterUrlsSettings(Settings):
-    """Filter lists of URLs: by domain, extension, length and form, and each URL once.
+    """Filter lists of URLs by domain, extension, length and form, and keep each URL once.
 
     The inputs are `.txt` files with one URL in a line.
     """
 
     domains: tuple[Path, ...] = ()
-    """Files with more domains to leave out, in the form of `tools/web_text/default_domains.txt`."""
+    """Files with more domains to leave out, written like `tools/web_text/default_domains.txt`."""
 
     default_domains: bool = True
     """Whether the domains of `tools/web_text/default_domains.txt` are left out."""
 
     extensions: tuple[str, ...] = tuple(_EXTENSIONS.split())
-    """Endings of paths to leave out, without the dot."""
+    """Endings of paths to leave out, without their dots."""
 
     min_length: int = Field(9, ge=1)
     """Fewest characters of a URL."""
@@ -68,14 +68,14 @@ class DomainList:
     """Domains to leave out.
 
     Attributes:
-        domains: Domains, each with everything below it.
-        names: Names under any public suffix.
+        domains: Domains; hosts below them are left out, too.
+        names: Names that are left out under every public suffix.
     """
 
     domains: frozenset[str]
     names: frozenset[str]
 
-    def reason(self, host: str, name: str) -> bool:
+    def blocks(self, host: str, name: str) -> bool:
         """Return whether a host, whose registered domain is `name.SUFFIX`, is left out."""
         if name in self.names:
             return True
@@ -105,23 +105,28 @@ def read_domains(paths: Sequence[Path], *, default: bool) -> DomainList:
         ConfigError: If a line is no domain, or a public suffix, under which anyone can register.
         DataError: If a file cannot be read.
     """
-    texts = {"default": (package_files("tools.web_text") / "default_domains.txt").read_text()} if default else {}
-    try:
-        texts |= {str(path): path.read_text(encoding="utf-8") for path in paths}
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"a list of domains cannot be read: {error}") from error
-    domains, names, problems = set(), set(), []
-    for path, text in texts.items():
+    texts: dict[str, str] = {}
+    if default:
+        texts["default"] = (package_files("tools.web_text") / "default_domains.txt").read_text()
+    for path in paths:
+        try:
+            texts[str(path)] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"a list of domains cannot be read: {error}") from error
+    domains: set[str] = set()
+    names: set[str] = set()
+    problems: list[str] = []
+    for source, text in texts.items():
         for number, line in enumerate(text.splitlines(), start=1):
             entry = line.partition("#")[0].strip().lower().removeprefix("www.")
             if not entry:
                 continue
             if entry.endswith(".*") and re.fullmatch(r"[\w-]+", entry[:-2]):
                 names.add(entry[:-2])
-            elif _suffixes()(entry)[0] and _suffixes()(entry)[1]:
+            elif all(_suffixes()(entry)):
                 domains.add(entry)
             else:
-                problems.append(f"{path}:{number}: {entry!r} is no registered domain; write example.com or example.*")
+                problems.append(f"{source}:{number}: {entry!r} is no registered domain; write example.com or example.*")
     if problems:
         raise ConfigError(problems)
     return DomainList(frozenset(domains), frozenset(names))
@@ -129,13 +134,13 @@ def read_domains(paths: Sequence[Path], *, default: bool) -> DomainList:
 
 @dataclass(frozen=True)
 class UrlFilter:
-    """Filter of lines; the same for every worker."""
+    """Function of lines, for worker processes: checks each line."""
 
     settings: FilterUrlsSettings
     blocked: DomainList
 
     def __call__(self, lines: list[bytes]) -> list[tuple[str, str | None, int]]:
-        """Return for each line its URL, the reason why it is dropped or None, and a digest of its normal form."""
+        """Return for each line its URL, the reason why it is dropped (or None), and a digest of its normal form."""
         return [self.check(line) for line in lines]
 
     def check(self, line: bytes) -> tuple[str, str | None, int]:
@@ -147,21 +152,29 @@ class UrlFilter:
             url = line.decode("utf-8").strip()
         except UnicodeDecodeError:
             return repr(line), "not UTF-8", 0
-        if not settings.min_length <= len(url) <= settings.max_length:
-            return url, "too short" if len(url) < settings.min_length else "too long", 0
+        if len(url) < settings.min_length:
+            return url, "too short", 0
+        if len(url) > settings.max_length:
+            return url, "too long", 0
         parts = _split(url)
         if parts is None or parts.hostname is None:
             return url, "malformed", 0
-        host = parts.hostname.rstrip(".")
-        name, suffix = _suffixes()(host)
-        if not (name and suffix) and not settings.keep_addresses:
-            return url, "no registered domain", 0
-        if self.blocked.reason(host, name):
-            return url, "domain", 0
-        if parts.path.lower().endswith(tuple(f".{extension.lower()}" for extension in settings.extensions)):
-            return url, "extension", 0
+        reason = self._unwanted(parts.hostname.rstrip("."), parts.path.lower())
+        if reason is not None:
+            return url, reason, 0
         url = parts._replace(fragment="").geturl()
         return url, None, url_digest(url)
+
+    def _unwanted(self, host: str, path: str) -> str | None:
+        """Return why a host or a path is not wanted; None if both are."""
+        name, suffix = _suffixes()(host)
+        if not (name and suffix) and not self.settings.keep_addresses:
+            return "no registered domain"
+        if self.blocked.blocks(host, name):
+            return "domain"
+        if path.endswith(tuple(f".{extension.lower()}" for extension in self.settings.extensions)):
+            return "extension"
+        return None
 
 
 def _split(url: str) -> SplitResult | None:
@@ -184,16 +197,14 @@ def _is_host(host: str) -> bool:
         ascii_host = host.encode("idna").decode()
     except UnicodeError:
         return False
-    return len(ascii_host) < 254 and all(
-        re.fullmatch(r"[\w-]{1,63}", part) for part in ascii_host.rstrip(".").split(".")
-    )
+    return len(ascii_host) < 254 and re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.*", ascii_host) is not None
 
 
 def url_digest(url: str) -> int:
     """Return 64 bits of a hash of a URL's normal form.
 
-    The normal form has no scheme, `www.`, default port, fragment, last slash and tracking parameters, and sorts the
-    parameters.
+    The normal form has no scheme, `www.`, default port, fragment, last slash or tracking parameters. Other parameters
+    are sorted.
     """
     from courlan import normalize_url
 
@@ -205,15 +216,38 @@ def url_digest(url: str) -> int:
 def filter_urls(job: Job[FilterUrlsSettings]) -> None:
     """Write the URLs to keep, and the dropped ones with their reasons."""
     settings = job.settings
+    digests = [job.work / f"digests{number:02}" for number in range(_BUCKETS)]
+    with atomic_write(job.dropped) as dropped:
+        count = _check_urls(job, digests, dropped)
+        repeated = _repeated(digests, count)
+        with atomic_write(settings.output) as output, open(job.work / "urls", "rb") as urls:
+            for line, is_repeated in zip(urls, repeated, strict=True):
+                if is_repeated:
+                    _drop(job, dropped, line[:-1].decode(), DUPLICATE)
+                else:
+                    output.write(line)
+                    job.counts.documents_out += 1
+                    job.counts.bytes_out += len(line) - 1
+
+
+def _check_urls(job: Job[FilterUrlsSettings], digests: Sequence[Path], dropped: IO[bytes]) -> int:
+    """Write the URLs that pass every check to `urls` in the work directory, and their digests to buckets.
+
+    Args:
+        job: The job; its counts are filled in.
+        digests: File of each bucket.
+        dropped: File for the other URLs.
+
+    Returns:
+        Number of URLs that pass.
+    """
+    settings = job.settings
     check = UrlFilter(settings, read_domains(settings.domains, default=settings.default_domains))
-    kept_path, digests = job.work / "urls", [job.work / f"digests{number:02}" for number in range(_BUCKETS)]
-    total = sum(os.path.getsize(file) for file in job.files)
     count = 0
     with ExitStack() as stack:
-        kept = stack.enter_context(open(kept_path, "wb"))
+        kept = stack.enter_context(open(job.work / "urls", "wb"))
         buckets = [stack.enter_context(open(path, "wb")) for path in digests]
-        dropped = stack.enter_context(atomic_write(job.dropped))
-        bar = stack.enter_context(progress(job.name, total, "B"))
+        bar = stack.enter_context(progress(job.name, total_bytes(job.files), "B"))
         batches = _batches(read_lines(job.files, 4 * settings.max_length, bar.update))
         for lines, results in ordered_map(check, batches, settings.workers):
             job.counts.documents_in += len(lines)
@@ -227,17 +261,7 @@ def filter_urls(job: Job[FilterUrlsSettings]) -> None:
                 else:
                     _drop(job, dropped, url, reason)
             _distribute(np.array(found, _ENTRY), buckets)
-        for file in (kept, *buckets):
-            file.flush()
-        repeated = _repeated(digests, count)
-        with atomic_write(settings.output) as output, open(kept_path, "rb") as urls:
-            for number, line in enumerate(urls):
-                if repeated[number]:
-                    _drop(job, dropped, line[:-1].decode(), DUPLICATE)
-                else:
-                    output.write(line)
-                    job.counts.documents_out += 1
-                    job.counts.bytes_out += len(line) - 1
+    return count
 
 
 def _drop(job: Job[FilterUrlsSettings], dropped: IO[bytes], url: str, reason: str) -> None:
@@ -246,11 +270,18 @@ def _drop(job: Job[FilterUrlsSettings], dropped: IO[bytes], url: str, reason: st
 
 
 def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield lines that are not blank, without their ends; of a line over `limit` bytes only its start."""
+    """Yield lines that are not blank, without their line ends.
+
+    Args:
+        paths: Text files.
+        limit: Longest line in bytes; a longer line is cut off.
+        consumed: Function that is called with the number of bytes newly read.
+    """
     for path in paths:
         with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as file:
             while line := file.readline(limit + 2):
-                size, rest = len(line), line
+                size = len(line)
+                rest = line
                 while len(rest) > limit and not rest.endswith(b"\n"):
                     rest = file.readline(limit + 2)
                     size += len(rest)
@@ -272,7 +303,12 @@ def _distribute(entries: np.ndarray, buckets: Sequence[IO[bytes]]) -> None:
 
 
 def _repeated(paths: Sequence[Path], count: int) -> np.ndarray:
-    """Return for each URL whether an earlier one has its digest; memory holds one bucket and a byte for each URL."""
+    """Return for each URL whether an earlier URL has its digest [URLs]. Memory holds one bucket at a time.
+
+    Args:
+        paths: Files of the buckets.
+        count: Number of URLs.
+    """
     repeated = np.zeros(count, bool)
     for path in paths:
         entries = np.fromfile(path, _ENTRY)
@@ -284,18 +320,26 @@ def _repeated(paths: Sequence[Path], count: int) -> np.ndarray:
 
 
 def expand_suffixes(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace each directory by the files in it whose names have one of these ends, sorted by name.
+    """Replace each directory by the files in it whose names have one of some endings, sorted by name.
 
     Raises:
-        DataError: If a path does not exist, has another end, or is a directory without such files.
+        DataError: If a path does not exist, has another ending, or is a directory without such files.
     """
     files: list[str] = []
     for path in paths:
-        inside = sorted(str(file) for file in path.iterdir() if file.name.endswith(suffixes)) if path.is_dir() else []
-        if not inside and (path.is_dir() or not path.exists() or not path.name.endswith(suffixes)):
-            problem = "holds no input" if path.is_dir() else "is no input" if path.exists() else "does not exist"
-            raise DataError(f"{path} {problem}: give files that end with {', '.join(suffixes)}, or directories of them")
-        files += inside or [str(path)]
+        found = [path]
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
+        if not path.exists():
+            problem = "does not exist"
+        elif not found:
+            problem = "holds no input"
+        elif not path.is_dir() and not path.name.endswith(suffixes):
+            problem = "is no input"
+        else:
+            files += map(str, found)
+            continue
+        raise DataError(f"{path} {problem}: give files that end with {', '.join(suffixes)}, or directories of them")
     return tuple(files)
 
 

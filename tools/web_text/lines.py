@@ -34,7 +34,7 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
     """
     settings = job.settings
     counts = job.counts
-    with progress(f"{job.name}: reading", sum(os.path.getsize(file) for file in job.files), "B") as bar:
+    with progress(f"{job.name}: reading", total_bytes(job.files), "B") as bar:
         for file in job.files:
             for block in read_blocks(
                 file,
@@ -51,6 +51,11 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
                     counts.documents_in += 1
                     counts.bytes_in += text_bytes(record, key)
                     yield record
+
+
+def total_bytes(files: Iterable[str]) -> int:
+    """Return the size of some files."""
+    return sum(map(os.path.getsize, files))
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:

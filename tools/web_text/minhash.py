@@ -28,7 +28,11 @@ class Bands:
     rows: int
 
     def recall(self, similarity: float) -> float:
-        """Return the expected share of pairs of this Jaccard similarity that are candidates (Leskovec et al., 3.4)."""
+        """Return the expected share of pairs that are candidates (Leskovec et al., section 3.4).
+
+        Args:
+            similarity: Jaccard similarity of the pairs.
+        """
         return 1 - (1 - similarity**self.rows) ** self.count
 
 
@@ -58,14 +62,14 @@ def band_hashes(texts: Sequence[str], bands: Bands, seed: int) -> NDArray[np.uin
     Args:
         texts: Texts, at least one.
         bands: Division of the signature.
-        seed: Of the signature's hash functions; hashes of different seeds cannot be compared.
+        seed: Seed of the signature's hash functions; hashes of different seeds cannot be compared.
     """
     from rensa import RMinHash
 
-    permutations = PERMUTATIONS if bands.count * bands.rows <= PERMUTATIONS else bands.count * bands.rows
+    used = bands.count * bands.rows
     ids, starts = shingles_of_texts(texts)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(ids, starts, permutations, seed)
-    values = np.array(matrix.to_rows(), dtype=np.uint64)[:, : bands.count * bands.rows]
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(ids, starts, max(PERMUTATIONS, used), seed)
+    values = np.array(matrix.to_rows(), dtype=np.uint64)[:, :used]
     # Multilinear hashing (Lemire and Kaser 2014): odd random factors, sum modulo 2**64.
     factors = np.random.default_rng(0).integers(0, 1 << 64, bands.rows, dtype=np.uint64) | np.uint64(1)
     hashes: NDArray[np.uint64] = values.reshape(len(texts), bands.count, bands.rows) @ factors

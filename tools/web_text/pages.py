@@ -1,4 +1,4 @@
-"""Pages of the web: their encoding, and WARC files of them."""
+"""Web pages: their encoding, and WARC files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_RECORDS = 256
 _READ_BYTES = 1 << 18
-# As browsers read them (WHATWG's encoding standard).
+# Encodings that browsers read as another one (WHATWG's encoding standard).
 _BROWSERS = {"iso8859-1": "cp1252", "ascii": "cp1252"}
 
 
@@ -31,23 +31,32 @@ def content_type(header: str) -> tuple[str, str | None]:
 
 
 def decode_page(data: bytes, charset: str | None) -> str:
-    """Return the text of a page: in the charset of its header, the one it declares, UTF-8, or Windows-1252.
+    """Return the text of a page.
 
-    Undecodable bytes of a page become replacement characters if its charset is named, or if no charset fits.
+    These charsets are tried: that of the byte order mark, of the header, of the page's own declaration, UTF-8 and
+    Windows-1252. If the page names a charset that does not fit all its bytes, the others become replacement characters.
+
+    Args:
+        data: The page.
+        charset: Charset of the header.
     """
     from bs4.dammit import EncodingDetector
 
     _, bom = EncodingDetector.strip_byte_order_mark(data)
     declared = EncodingDetector.find_declared_encoding(data[:4096], is_html=True)
-    named = None
+    named = None  # the first charset that exists
     for name in (bom, charset, declared, "utf-8"):
         with suppress(LookupError, UnicodeError):
             codec = codecs.lookup(name or "")
             chosen = _BROWSERS.get(codec.name, codec.name)
-            named = named or chosen
-            return data.decode("utf-8-sig" if chosen == "utf-8" else chosen)
-    named = "cp1252" if named in (None, "utf-8") and not (bom or charset or declared) else named
-    return data.decode(named or "cp1252", "replace")
+            if named is None:
+                named = chosen
+            if chosen == "utf-8":
+                chosen = "utf-8-sig"
+            return data.decode(chosen)
+    if named is None or not (bom or charset or declared):
+        named = "cp1252"
+    return data.decode(named, "replace")
 
 
 def warc_reader(
@@ -60,9 +69,9 @@ def warc_reader(
 
     Args:
         files: Paths of `.warc` or `.warc.gz` files.
-        start: Number of the file, and a position in it: number of the record, byte of the file.
-        max_bytes: Limit of a page; the record of a longer one has `too_large` and no content.
-        consumed: Called with the number of bytes newly read.
+        start: Number of the first file, and the position in it: number of the record, byte of the file.
+        max_bytes: Longest page; the record of a longer one has `too_large` and no content.
+        consumed: Function that is called with the number of bytes newly read.
 
     Raises:
         DataError: If a file cannot be read.
@@ -80,7 +89,10 @@ def _file_chunks(
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
-    held, size, count, bad = list[Record](), 0, at.line, list[BadInput]()
+    held: list[Record] = []
+    size = 0  # of the pages held
+    count = at.line
+    bad: list[BadInput] = []
     reported = at.offset
     iterator = ArchiveIterator(file, arc2warc=True)
     empty = True
@@ -92,14 +104,17 @@ def _file_chunks(
                 consumed(offset - reported)
                 reported = offset
                 yield Chunk(tuple(held), (), (number, Position(count, offset)))
-                held, size = [], 0
+                held = []
+                size = 0
             count += 1
-            if (record := _page(entry, max_bytes)) is not None:
-                held.append(record)
-                size += len(record["html"])
-            if getattr(entry.raw_stream, "limit", 0) and "too_large" not in (record or {}) and record is not None:
+            record = _page(entry, max_bytes)
+            if record is None:
+                continue
+            size += len(record["html"])
+            if getattr(entry.raw_stream, "limit", 0) and "too_large" not in record:  # bytes that did not come
                 bad.append(BadInput(path, count - 1, offset, "the WARC record is truncated"))
-                held.pop()
+                continue
+            held.append(record)
     except (ArchiveLoadFailed, EOFError, UnicodeError, ValueError) as error:
         bad.append(BadInput(path, count, None, f"the rest is damaged or no WARC ({str(error).strip()[:200]})"))
     if empty and not bad:
@@ -117,12 +132,14 @@ def _page(entry: Any, max_bytes: int) -> Record | None:
     elif entry.rec_type in ("response", "resource"):
         headers = entry.http_headers or entry.rec_headers
         kind, charset = content_type(headers.get_header("Content-Type") or "")
-        status = entry.http_headers.get_statuscode() if entry.http_headers else "200"
-        if status != "200" or kind not in PAGE_TYPES:
+        failed = entry.http_headers and entry.http_headers.get_statuscode() != "200"
+        if failed or kind not in PAGE_TYPES:
             return None
     else:
         return None
-    stream, parts, size = entry.content_stream(), list[bytes](), 0
+    stream = entry.content_stream()
+    parts: list[bytes] = []
+    size = 0
     for part in iter(partial(stream.read, _READ_BYTES), b""):
         size += len(part)
         if size > max_bytes:

@@ -40,16 +40,29 @@ def gopher_quality(text: str) -> str | None:
         return "gopher: number of words"
     if not 3 <= sum(map(len, words)) / len(words) <= 10:
         return "gopher: mean length of words"
-    if text.count("#") / len(words) > 0.1 or sum(map(text.count, _ELLIPSES)) / len(words) > 0.1:
+    ellipses = sum(map(text.count, _ELLIPSES))
+    if max(text.count("#"), ellipses) / len(words) > 0.1:
         return "gopher: symbols for words"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if sum(line.startswith(_BULLETS) for line in lines) > 0.9 * len(lines):
+    return _gopher_lines(text) or _gopher_words(words)
+
+
+def _gopher_lines(text: str) -> str | None:
+    lines = list(filter(None, map(str.strip, text.splitlines())))
+    bullets = sum(line.startswith(_BULLETS) for line in lines)
+    if bullets > 0.9 * len(lines):
         return "gopher: lines that start with a bullet"
-    if sum(line.endswith(_ELLIPSES) for line in lines) > 0.3 * len(lines):
+    ellipses = sum(line.endswith(_ELLIPSES) for line in lines)
+    if ellipses > 0.3 * len(lines):
         return "gopher: lines that end with an ellipsis"
-    if sum(any(map(str.isalpha, word)) for word in words) < 0.8 * len(words):
+    return None
+
+
+def _gopher_words(words: Sequence[str]) -> str | None:
+    with_letters = sum(any(map(str.isalpha, word)) for word in words)
+    if with_letters < 0.8 * len(words):
         return "gopher: words without a letter"
-    if len(_STOP_WORDS & {word.strip(".,;:!?\"'()").lower() for word in words}) < 2:
+    distinct = {word.strip(".,;:!?\"'()").lower() for word in words}
+    if len(_STOP_WORDS & distinct) < 2:
         return "gopher: stop words"
     return None
 
@@ -57,7 +70,7 @@ def gopher_quality(text: str) -> str | None:
 def gopher_repetition(text: str) -> str | None:
     """Return the name of the first of Gopher's repetition rules that a text breaks; None if it keeps all."""
     for name, pattern in (("lines", r"\n+"), ("paragraphs", r"\n{2,}")):
-        parts = [part for part in re.split(pattern, text.strip()) if part]
+        parts = list(filter(None, re.split(pattern, text.strip())))
         repeated = _repetitions(parts)
         if len(repeated) > 0.3 * len(parts):
             return f"gopher: repeated {name}"
@@ -66,11 +79,8 @@ def gopher_repetition(text: str) -> str | None:
     words = text.split()[:_LONGEST_WORDS]
     size = sum(map(len, words))
     for n, share in _TOP_NGRAMS.items():
-        ngrams = [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
-        if ngrams:
-            ((top, count),) = Counter(ngrams).most_common(1)
-            if count > 1 and (len(top) - n + 1) * count > share * size:
-                return f"gopher: the most frequent {n}-gram"
+        if _characters_of_the_most_frequent(words, n) > share * size:
+            return f"gopher: the most frequent {n}-gram"
     for n, share in _REPEATED_NGRAMS.items():
         if _repeated_characters(words, n) > share * size:
             return f"gopher: repeated {n}-grams"
@@ -79,13 +89,30 @@ def gopher_repetition(text: str) -> str | None:
 
 def _repetitions(parts: Sequence[str]) -> list[str]:
     """Return the parts that have occurred before."""
-    seen = set[str]()
-    return [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
+    seen: set[str] = set()
+    repeated = []
+    for part in parts:
+        if part in seen:
+            repeated.append(part)
+        seen.add(part)
+    return repeated
+
+
+def _characters_of_the_most_frequent(words: Sequence[str], n: int) -> int:
+    """Return the number of characters in all occurrences of the most frequent n-gram; 0 if it occurs once."""
+    ngrams = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+    if not ngrams:
+        return 0
+    ((top, count),) = ngrams.most_common(1)
+    spaces = n - 1
+    return (len(top) - spaces) * count if count > 1 else 0
 
 
 def _repeated_characters(words: Sequence[str], n: int) -> int:
     """Return the number of characters in n-grams that have occurred before; each word counts once."""
-    seen, last, total = set[str](), 0, 0
+    seen: set[str] = set()
+    last = 0  # word after the last that is counted
+    total = 0
     for i in range(len(words) - n + 1):
         ngram = " ".join(words[i : i + n])
         if ngram in seen:

@@ -15,7 +15,7 @@ from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
 from neox.resume import only_run
-from tools.web_text.step import Job, S, Settings, Step, dropped_path
+from tools.web_text.step import Job, S, Settings, Step, dropped_path, without
 
 _log = get_logger(f"neox.{__name__}")
 _FORMAT = 1
@@ -69,8 +69,8 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
         with only_run(f"{settings.output}.step"):
             report = _run_or_keep(step, settings, files)
             if settings.report is not None:
-                copy = {key: value for key, value in report.items() if key != "fresh"}
-                write_text(settings.report, json.dumps(copy, indent=1, ensure_ascii=False) + "\n")
+                text = json.dumps(without(report, "fresh"), indent=1, ensure_ascii=False)
+                write_text(settings.report, f"{text}\n")
     except OSError as error:
         raise DataError(f"{error.filename or settings.output}: {error.strerror or error}") from error
     return report
@@ -132,7 +132,7 @@ def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:
         raise DataError(f"{step.name}: no inputs; give files or directories with --input")
     if (problem := step.output_problem(settings)) is not None:
         raise ConfigError(f"{step.name}: {problem}")
-    read = [Path(file) for file in files]
+    read = list(map(Path, files))
     for name in settings.model_fields_set - {"input", "output", "report"}:
         read += _paths_of(settings, name)
     outputs = [settings.output, *step.outputs(settings), dropped_path(settings.output)]

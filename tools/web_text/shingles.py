@@ -1,7 +1,7 @@
 """Character 5-grams of texts as integers, and exact similarities of two texts.
 
-Where all five code points of a 5-gram are below 4096, it is the number of their 60 bits. Others (Chinese, emoji) are
-hashed for signatures, and the exact similarity compares their code points.
+If all five code points of a 5-gram are below 4096, the 5-gram is their 60 bits as a number. Other 5-grams (Chinese,
+emoji) are wide: signatures use a hash of them, and the exact similarity compares their code points.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ Ids = NDArray[np.uint64]
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
-    """Return the code points of a text [characters]; a text under five characters is padded with NUL."""
+    """Return the code points of a text [characters]; a text shorter than five characters is padded with NUL."""
     return np.frombuffer(text.ljust(NGRAM, "\0").encode("utf-32-le"), dtype="<u4")
 
 
 def shingles_of_texts(texts: Sequence[str]) -> tuple[Ids, Ids]:
     """Return the 5-grams of several texts, one for each character, in one array.
 
-    The last four places of a text, where no 5-gram starts, repeat its first one; a signature does not depend on that.
+    No 5-gram starts at the last four characters of a text. Their places repeat the text's first 5-gram, which does not
+    change its signature.
 
     Returns:
-        The 5-grams of all texts [characters], and where each text starts and the last one ends [texts + 1].
+        The 5-grams of all texts [characters]; the start of each text, and the end of the last one [texts + 1].
     """
-    padded = [text if len(text) >= NGRAM else text.ljust(NGRAM, "\0") for text in texts]
+    padded = [text.ljust(NGRAM, "\0") for text in texts]
     starts = np.zeros(len(texts) + 1, dtype=np.uint64)
     np.cumsum([len(text) for text in padded], out=starts[1:])
     ids = _packed(code_points("".join(padded) + "\0" * (NGRAM - 1)))
@@ -44,7 +45,7 @@ def shingles_of_texts(texts: Sequence[str]) -> tuple[Ids, Ids]:
 
 
 def _packed(codes: NDArray[np.uint32]) -> Ids:
-    """Return the 5-gram that starts at each code point but the last four."""
+    """Return the 5-gram that starts at each code point, except the last four."""
     count = len(codes) - NGRAM + 1
     ids = np.empty(max(count, 0), dtype=np.uint64)
     for start in range(0, count, _CHUNK):
@@ -64,7 +65,7 @@ def _packed(codes: NDArray[np.uint32]) -> Ids:
 
 
 def _hashed(c: Ids) -> Ids:
-    """Return a 63-bit hash of the 5-gram at each position, marked as one."""
+    """Return a 63-bit hash of the 5-gram at each position; its highest bit marks it as a hash."""
     value = c[: 1 - NGRAM].copy()
     for offset in range(1, NGRAM):
         value *= _FACTOR
@@ -74,21 +75,19 @@ def _hashed(c: Ids) -> Ids:
     return value | _WIDE
 
 
-def shingle_set(text: str, *, wide: bool | None = None) -> NDArray[Any]:
-    """Return the distinct 5-grams of a text, sorted and without hashing.
+def narrow_set(text: str) -> Ids:
+    """Return the distinct 5-grams of a text that is not wide, sorted, as integers."""
+    return _distinct(_packed(code_points(text)))
 
-    Args:
-        text: Text of any length.
-        wide: Whether to return them as 20 bytes each instead of as 64-bit integers; the default is what the text needs.
-    """
-    codes = code_points(text)
-    if wide or (wide is None and is_wide(text)):
-        windows = np.lib.stride_tricks.sliding_window_view(codes, NGRAM)
-        grams: NDArray[Any] = np.array(windows, order="C").view(f"S{4 * NGRAM}").ravel()
-        grams.sort()
-    else:
-        grams = _packed(codes)
-        grams.sort()
+
+def wide_set(text: str) -> NDArray[Any]:
+    """Return the distinct 5-grams of any text, sorted, as 20 bytes each."""
+    windows = np.lib.stride_tricks.sliding_window_view(code_points(text), NGRAM)
+    return _distinct(np.array(windows, order="C").view(f"S{4 * NGRAM}").ravel())
+
+
+def _distinct(grams: NDArray[Any]) -> NDArray[Any]:
+    grams.sort()
     return grams[np.append(True, grams[1:] != grams[:-1])]
 
 
@@ -120,6 +119,7 @@ def similarity(a: str, b: str, kind: str = "union") -> float:
         b: Another one.
         kind: Key of `SIMILARITIES`: what the size of the intersection is divided by.
     """
-    wide = is_wide(a) or is_wide(b)
-    first, second = shingle_set(a, wide=wide), shingle_set(b, wide=wide)
+    make_set = wide_set if is_wide(a) or is_wide(b) else narrow_set
+    first = make_set(a)
+    second = make_set(b)
     return SIMILARITIES[kind](shared(first, second), len(first), len(second))

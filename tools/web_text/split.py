@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,9 +14,15 @@ from neox.corpus import BadInput, LineBlock
 from neox.errors import ConfigError
 from neox.log import progress
 from tools.dataset.split import draw_parts, write_parts
-from tools.web_text.dedup import NearDuplicateSettings
 from tools.web_text.document_index import DocumentIndex, records_of
-from tools.web_text.near_duplicates import Groups, Similarity, group_documents, index_shard
+from tools.web_text.lines import total_bytes
+from tools.web_text.near_duplicates import (
+    Groups,
+    NearDuplicateSettings,
+    group_documents,
+    index_shard,
+    make_index,
+)
 from tools.web_text.step import Job, Step
 
 _MIB = 1 << 20
@@ -26,9 +31,9 @@ _MIB = 1 << 20
 class SplitSettings(NearDuplicateSettings):
     """Divide documents at random into `OUTPUT`, `OUTPUT.valid` and `OUTPUT.test` (before `.jsonl` or `.jsonl.zst`).
 
-    Near-duplicates go to one part. The part of each document, or of the first of its near-duplicates, is drawn by
-    itself, so the shares hold on average. Lines are copied unchanged. A `.tsv` beside each part holds, for each of its
-    lines, the file it came from and its line there, from 1.
+    Near-duplicates go to one part. The part of each document, or of the first of its near-duplicates, is drawn
+    independently, so the shares hold on average. Lines are copied unchanged. A `.tsv` next to each part holds, for each
+    of its lines, the file it came from and its line there, from 1.
     """
 
     test_percent: float = Field(5, ge=0, lt=100)
@@ -39,6 +44,11 @@ class SplitSettings(NearDuplicateSettings):
 
     near_duplicates: bool = True
     """Whether near-duplicates are kept together; otherwise only equal texts are."""
+
+    @property
+    def only_equal(self) -> bool:
+        """Whether only equal texts are looked for."""
+        return not self.near_duplicates
 
     def parts(self) -> tuple[Path, ...]:
         """Return the files for train, validation and test."""
@@ -52,23 +62,22 @@ def split(job: Job[SplitSettings]) -> None:
     train = 100 - settings.test_percent - settings.dev_percent
     if train <= 0:
         raise ConfigError("split: --test-percent and --dev-percent leave nothing to train on")
-    bands = settings.bands() if settings.near_duplicates else None
-    index = DocumentIndex(job.work, job.files, bands, settings.max_line_mb * _MIB)
-    similarity = Similarity(bands, settings.threshold, settings.similarity, settings.seed)
+    index = make_index(job, job.files)
     if job.shard is not None:
-        return index_shard(job, index, similarity)
-    groups = group_documents(job, index, similarity, settings.memory_mb)
+        return index_shard(job, index)
+    groups = group_documents(job, index)
     draws = draw_parts(f"{train},{settings.dev_percent},{settings.test_percent}", settings.seed)
     part_of = _parts_of_groups(groups, draws, job.work / "parts")
     outputs = [(path, path.with_name(f"{path.name.rpartition('.jsonl')[0]}.tsv")) for path in settings.parts()]
     written = write_parts(_lines(index), map(int, part_of), outputs)
     job.counts = groups.counts
-    job.counts.documents_out, job.counts.bytes_out = job.counts.documents_in, job.counts.bytes_in
+    job.counts.documents_out = job.counts.documents_in
+    job.counts.bytes_out = job.counts.bytes_in
     job.counts.details |= written
 
 
 def _parts_of_groups(groups: Groups, draws: Iterator[int], path: Path) -> NDArray[np.int8]:
-    """Return the part of each document, that of the first document of its group [documents]; kept in a file."""
+    """Return the part of each document [documents], in a file. It is the part of the first document of its group."""
     count = len(groups.roots)
     parts = np.memmap(path, np.int8, "w+", shape=max(count, 1))
     for start in range(0, count, _MIB):
@@ -80,15 +89,21 @@ def _parts_of_groups(groups: Groups, draws: Iterator[int], path: Path) -> NDArra
 
 def _lines(index: DocumentIndex) -> Iterator[tuple[str, int, bytes]]:
     """Yield the lines of all documents: file, number of the line, bytes; bad lines are left out."""
-    with progress("split: writing", sum(map(os.path.getsize, index.files)), "B") as bar:
+    with progress("split: writing", total_bytes(index.files), "B") as bar:
         for _, _, chunk in index.chunks(bar.update):
             if not isinstance(chunk.content, LineBlock):
                 continue
-            lines = enumerate(chunk.content.data.split(b"\n"), start=chunk.content.start.line)
-            written = ((number, line) for number, line in lines if line and not line.isspace())
-            for (number, line), record in zip(written, records_of(chunk), strict=True):
+            numbers = _document_lines(chunk.content)
+            for (number, line), record in zip(numbers, records_of(chunk), strict=True):
                 if not isinstance(record, BadInput):
                     yield chunk.content.file, number, line
+
+
+def _document_lines(block: LineBlock) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the bytes of each line that is not blank."""
+    for number, line in enumerate(block.data.split(b"\n"), start=block.start.line):
+        if line and not line.isspace():
+            yield number, line
 
 
 SPLIT = Step("split", SplitSettings, split, outputs=SplitSettings.parts, packages=("rensa", "numpy"), sharded=True)

@@ -67,6 +67,11 @@ class Settings(Section):
 S = TypeVar("S", bound=Settings)
 
 
+def without(record: Mapping[str, Any], *keys: str) -> Record:
+    """Return a copy of a record without some keys."""
+    return {key: value for key, value in record.items() if key not in keys}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of a step for one document.

@@ -71,7 +71,8 @@ class TokenizeSettings(Settings):
 
 def tokenize(job: Job[TokenizeSettings]) -> None:
     """Write the datasets of a job."""
-    settings, tokens = job.settings, {}
+    settings = job.settings
+    tokens = {}
     for prefix, inputs in settings.prefixes().items():
         report = preprocess(
             PreprocessSettings(

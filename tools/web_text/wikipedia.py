@@ -16,7 +16,7 @@ from neox.errors import DataError, os_errors
 from tools.web_text.chunks import Chunk
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
-from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step
+from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECT = re.compile(r"\s*#\w+[^\n\[]*\[\[")
@@ -24,12 +24,12 @@ _SPECIAL_LINK = re.compile(r"^\s*:?\s*[^:\[\]|]+:", re.IGNORECASE)
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 _STYLE = re.compile("'{2,5}")
 _EMPTY_BRACKETS = re.compile(r"\s*\((?:[\s,;:]|&nbsp;)*\)")
-# Contents that are no running text.
+# Tags whose contents are no running text.
 _TAGS = frozenset(
     {"ref", "references", "gallery", "table", "math", "chem", "ce", "timeline", "syntaxhighlight", "source", "score"}
     | {"graph", "mapframe", "imagemap", "templatestyles", "hiero", "categorytree", "inputbox", "section"}
 )
-# Templates that stand for a part of a sentence, with the number of the parameter that is the text.
+# Templates that are part of a sentence -> number of the parameter that holds the text.
 _INLINE = {
     **dict.fromkeys(("nowrap", "nobr", "small", "big", "abbr", "tooltip", "ill", "interlanguage link", "sic", "em"), 1),
     **dict.fromkeys(("strong", "smallcaps", "sc", "sup", "sub", "mvar", "math", "linktext", "quote", "blockquote"), 1),
@@ -43,8 +43,8 @@ _UNITS = ("convert", "cvt")
 class WikipediaSettings(Settings):
     """Extract the articles of a Wikipedia dump, `pages-articles.xml[.bz2]`.
 
-    Templates inside sentences (language, unit, quotation) become text. Other templates, tables, references, images,
-    and the sections that only list are removed. Headings remain as lines.
+    Templates inside sentences (language, unit, quotation) become text. Other templates, tables, references, images, and
+    sections that are only lists are removed. Headings remain as lines.
     """
 
     drop_sections: tuple[str, ...] = (
@@ -70,7 +70,7 @@ def build_wikipedia(settings: WikipediaSettings) -> DocumentFunction:
     titles = frozenset(title.strip().lower() for title in settings.drop_sections)
 
     def convert(record: Record) -> list[Outcome]:
-        kept = {key: value for key, value in record.items() if key not in ("ns", "redirect")}
+        kept = without(record, "ns", "redirect")
         if record["ns"] != "0":
             return [Outcome(kept, "no article")]
         if record["redirect"] or _REDIRECT.match(record["text"]):
@@ -79,7 +79,8 @@ def build_wikipedia(settings: WikipediaSettings) -> DocumentFunction:
             text = plain_text(record["text"], titles, headings=settings.headings)
         except RecursionError:
             return [Outcome(kept, "markup nested too deeply")]
-        return [Outcome({**kept, "text": text}, None if text else "no text")]
+        dropped = None if text else "no text"
+        return [Outcome({**kept, "text": text}, dropped)]
 
     return convert
 
@@ -109,14 +110,14 @@ def plain_text(markup: str, titles: frozenset[str], *, headings: bool) -> str:
         title = heading.title.strip_code().strip()
         _replace(code, heading, f"\n\n{title}\n\n" if headings else "\n\n")
     text = _STYLE.sub("", code.strip_code(normalize=True, collapse=True))
-    lines = (line.strip().lstrip("*#:;").strip() for line in _EMPTY_BRACKETS.sub("", text).splitlines())
-    return _BLANK_LINES.sub("\n\n", "\n".join(line for line in lines)).strip()
+    lines = [line.strip().lstrip("*#:;").strip() for line in _EMPTY_BRACKETS.sub("", text).splitlines()]
+    return _BLANK_LINES.sub("\n\n", "\n".join(lines)).strip()
 
 
 def _remove(code: Any, node: Any) -> None:
     try:
         code.remove(node)
-    except ValueError:  # it stood in something that was removed before
+    except ValueError:  # it was in something that has been removed
         return
 
 
@@ -128,18 +129,21 @@ def _replace(code: Any, node: Any, text: str) -> None:
 
 
 def _template_text(template: Any) -> str:
-    """Return the text that a template stands for; empty for boxes, notes and unknown ones."""
+    """Return the text that a template stands for; empty for boxes, notes and unknown templates."""
     name = str(template.name).strip().lower().replace("_", " ")
-    name = "lang" if name.startswith("lang-") else name
 
     def parameter(number: int) -> str:
-        return str(template.get(number).value).strip() if template.has(number) else ""
+        if not template.has(number):
+            return ""
+        return str(template.get(number).value).strip()
 
     if name in _UNITS:
         return f"{parameter(1)} {parameter(2)}"
-    if str(template.name).strip().lower().startswith("lang-"):
+    if name.startswith("lang-"):
         return parameter(1)
-    return _PREFIXES.get(name, "") + parameter(_INLINE[name]) if name in _INLINE else ""
+    if name in _INLINE:
+        return _PREFIXES.get(name, "") + parameter(_INLINE[name])
+    return ""
 
 
 def read_dump(
@@ -149,10 +153,10 @@ def read_dump(
 
     Args:
         files: Paths of `.xml` or `.xml.bz2` files.
-        start: Number of the file; the line of the position is the number of the first page. The pages before it are
-            read again, since a compressed file has no positions.
-        max_bytes: Limit of a page's text; a longer one is a bad input.
-        consumed: Called with the number of bytes newly read.
+        start: Number of the first file, and a position whose line is the number of the first page. The pages before it
+            are read again, because a compressed file has no positions.
+        max_bytes: Longest text of a page; a longer one is a bad input.
+        consumed: Function that is called with the number of bytes newly read.
 
     Raises:
         DataError: If a file cannot be read.
@@ -170,7 +174,11 @@ def _chunks(
 ) -> Iterator[Chunk]:
     from lxml import etree
 
-    held, size, bad, page, reported = list[Record](), 0, list[BadInput](), first, 0
+    held: list[Record] = []
+    size = 0  # of the pages held
+    bad: list[BadInput] = []
+    page = first
+    reported = 0
     pages = _pages(file)
     try:
         for page, record in enumerate(islice(pages, first - 1, None), start=first):
@@ -184,7 +192,9 @@ def _chunks(
                 consumed(raw.tell() - reported)
                 reported = raw.tell()
                 yield Chunk(tuple(held), tuple(bad), (number, Position(page + 1, page)))
-                held, size, bad = [], 0, []
+                held = []
+                size = 0
+                bad = []
     except (etree.XMLSyntaxError, EOFError, OSError, ValueError) as error:
         reason = str(error).strip()[:200] or type(error).__name__
         bad.append(BadInput(path, page, None, f"the rest of the dump is damaged or no XML ({reason})"))
