@@ -29,15 +29,15 @@ def find_checkpoint(
 ) -> Path:
     """Return the checkpoint directory to load, and log the choice and its reason.
 
-    The one that `latest` names is tried first (so an edited `latest` rolls a run back), unless a newer commit was
-    interrupted before it could write `latest`; then the others, latest commit first.
+    The checkpoint that `latest` names is tried first, so that editing `latest` rolls a run back. A newer commit that
+    was interrupted before it wrote `latest` goes before it. The others follow, the last commit first.
 
     Args:
         load: A directory of `global_stepN` directories, or such a directory itself.
-        iteration: Exactly this one is loaded.
-        verify: Compare sha256 of every file with the manifest (without a manifest, as gpt-neox writes checkpoints: the
-            checksums inside the files).
-        way_out: What a user can do if there is none, for the message.
+        iteration: The only iteration that may be loaded; None for any.
+        verify: Whether sha256 of every file is compared with the manifest. gpt-neox writes no manifest; the checksums
+            inside its files are compared instead.
+        way_out: What a user can do if there is no checkpoint, for the message.
 
     Raises:
         CheckpointError: If none is complete, with a reason for each.
@@ -49,18 +49,15 @@ def find_checkpoint(
         return _only(load, verify)
     if iteration is not None:
         return _only(_existing(load, iteration), verify)
-    candidates, notes = _candidates(load)
-    for note in notes:
-        _log.warning("%s", note)
     reasons: list[str] = []
-    for path in candidates:
+    for path in _candidates(load):
         problems = why_incomplete(path, hashes=verify)
         if not problems:
             _log_choice(path, reasons, verify)
             return path
         reasons.append(f"{path.name}: {'; '.join(problems)}")
         _log.warning("checkpoint %s is not complete: %s", path, "; ".join(problems))
-    found = "\n  ".join(reasons) if reasons else "no global_stepN directories"
+    found = "\n  ".join(reasons) or "no global_stepN directories"
     raise CheckpointError(f"load: no complete checkpoint in {load}:\n  {found}\n{way_out}")
 
 
@@ -68,23 +65,38 @@ def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
 
     Raises:
-        ConfigError: If the directory is no checkpoint and has none.
+        ConfigError: If the directory is not a checkpoint and holds none.
         CheckpointError: If none in it is complete.
     """
-    if path.is_dir():
-        if is_checkpoint(path):
-            return path
-        if checkpoint_directories(path):
-            return find_checkpoint(path, verify=False, way_out="give another directory")
-    what = "has no model files and no global_stepN directories" if path.is_dir() else "is not a directory"
-    beside = [] if path.is_dir() or not path.parent.is_dir() else checkpoint_directories(path.parent)
-    there = f" ({path.parent} has {', '.join(sorted(p.name for p in beside))})" if beside else ""
-    raise ConfigError(f"{path} {what}{there}; give the global_stepN directory of a NeoX checkpoint")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory{_beside(path)}; give the global_stepN directory of a checkpoint")
+    if is_checkpoint(path):
+        return path
+    if checkpoint_directories(path):
+        return find_checkpoint(path, verify=False, way_out="give another directory")
+    raise ConfigError(
+        f"{path} has no model files and no global_stepN directories; give the global_stepN directory of a checkpoint"
+    )
+
+
+def _beside(path: Path) -> str:
+    """Return the names of the checkpoints in the parent of a missing directory, for a message."""
+    if not path.parent.is_dir():
+        return ""
+    names = names_of_checkpoints(path.parent)
+    if not names:
+        return ""
+    return f" ({path.parent} has {names})"
+
+
+def names_of_checkpoints(save: Path) -> str:
+    """Return the names of all checkpoints in a directory, separated by commas."""
+    return ", ".join(sorted(path.name for path in checkpoint_directories(save)))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory holds model files itself."""
-    return any(_holds_weights(p.name) for p in path.iterdir())
+    return any(_holds_weights(file.name) for file in path.iterdir())
 
 
 def _holds_weights(name: str) -> bool:
@@ -92,19 +104,24 @@ def _holds_weights(name: str) -> bool:
 
 
 def why_incomplete(path: Path, *, hashes: bool = True) -> list[str]:
-    """Return the reasons why a checkpoint must not be loaded; empty if it is complete."""
+    """Return the reasons why a checkpoint must not be loaded; none if it is complete.
+
+    Args:
+        path: The checkpoint.
+        hashes: Whether every byte is read and compared with hashes or checksums.
+    """
     try:
         if read_manifest(path) is None:
-            open_source(path)  # complete over tensor ranks?
+            open_source(path)  # raises if a tensor rank's file is missing
         return _damage(path, lambda name: True, hashes=hashes)
     except CheckpointError as error:
         return [str(error)]
 
 
 def damaged_weights(path: Path) -> list[str]:
-    """Return the damage of the files of weights, which are read completely.
+    """Return what is wrong with the files of weights, which are read completely.
 
-    Meant for a thread beside the one that converts them.
+    It may run in a thread next to the one that converts the weights.
     """
     try:
         return _damage(path, _holds_weights, hashes=True)
@@ -113,26 +130,45 @@ def damaged_weights(path: Path) -> list[str]:
 
 
 def _damage(path: Path, wanted: Callable[[str], bool], *, hashes: bool) -> list[str]:
-    """Compare the wanted files with the manifest, or without one with their own checksums."""
+    """Check some files of a checkpoint, and return what is wrong with them.
+
+    Args:
+        path: The checkpoint.
+        wanted: Whether a file, given by name, is checked.
+        hashes: Whether every byte is read and compared with hashes or checksums.
+    """
     manifest = read_manifest(path)
     if manifest is None:
-        return _broken_archives([file for file in sorted(path.glob("*.pt")) if wanted(file.name)], hashes)
-    files = {name: record for name, record in manifest.files.items() if wanted(name)}
+        archives = [file for file in sorted(path.glob("*.pt")) if wanted(file.name)]
+        return _broken_archives(archives, hashes)
+    files = {}
+    megabytes = 0.0
+    for name, record in manifest.files.items():
+        if wanted(name):
+            files[name] = record
+            megabytes += record.size / 1e6
     started = time.perf_counter()
     problems = check_manifest(path, replace(manifest, files=files), hashes=hashes)
     if hashes and not problems:
-        size, seconds = sum(r.size for r in files.values()) / 1e6, time.perf_counter() - started
-        _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, size, size / max(seconds, 1e-9))
+        seconds = time.perf_counter() - started
+        _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, megabytes, megabytes / max(seconds, 1e-9))
     return problems
 
 
 def _broken_archives(files: list[Path], checksums: bool) -> list[str]:
-    """Check the zip structure (and with `checksums` every CRC-32) of files without a manifest."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # checksums release the interpreter lock
-        return [problem for problem in pool.map(lambda file: _broken_archive(file, checksums), files) if problem]
+    """Check files without a manifest, in threads, because checksums release the interpreter lock.
+
+    Args:
+        files: Files that `torch.save` has written.
+        checksums: Whether every CRC-32 is checked, not only the structure of the zip file.
+    """
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        problems = pool.map(lambda file: _broken_archive(file, checksums), files)
+        return list(filter(None, problems))
 
 
 def _broken_archive(file: Path, checksums: bool) -> str | None:
+    """Return what is wrong with one file, or None."""
     try:
         with open(file, "rb") as stream:
             if stream.read(2) != b"PK":
@@ -141,76 +177,93 @@ def _broken_archive(file: Path, checksums: bool) -> str | None:
             bad = archive.testzip() if checksums else None
     except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"{file.name} is truncated or damaged ({error})"
-    return None if bad is None else f"{file.name} is damaged (checksum of {bad})"
+    if bad is not None:
+        return f"{file.name} is damaged (checksum of {bad})"
+    return None
 
 
 def _only(path: Path, verify: bool) -> Path:
-    if problems := why_incomplete(path, hashes=verify):
+    """Return a checkpoint that was chosen. Raises CheckpointError if it is not complete."""
+    problems = why_incomplete(path, hashes=verify)
+    if problems:
         raise CheckpointError(f"{path} is not complete: {'; '.join(problems)}")
     _log_choice(path, [], verify)
     return path
 
 
 def _existing(load: Path, iteration: int) -> Path:
-    there = checkpoint_directories(load)
+    """Return the checkpoint of an iteration. Raises CheckpointError if there is none."""
     name = step_directory(iteration)
-    if found := [path for path in there if path.name.endswith(name)]:
-        return found[0]
-    names = ", ".join(path.name for path in there) or "none"
-    raise CheckpointError(f"iteration: {load / name} does not exist; {load} has: {names}")
+    for path in checkpoint_directories(load):
+        if path.name.endswith(name):
+            return path
+    raise CheckpointError(
+        f"iteration: {load / name} does not exist; {load} has: {names_of_checkpoints(load) or 'none'}"
+    )
 
 
-def _candidates(load: Path) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints in the order to try them, and notes about `latest`."""
-    named, notes = _read_latest(load)
-    order = sorted(checkpoint_directories(load), key=_sequence, reverse=True)
-    first = [named] if named is not None else []
+def _candidates(load: Path) -> list[Path]:
+    """Return the checkpoints in the order in which to try them. Warn if `latest` does not name the first one."""
+    named = _named_by_latest(load)
+    by_commit = sorted(checkpoint_directories(load), key=_sequence, reverse=True)
+    order = [path for path in by_commit if path != named]
+    if named is not None:
+        order.insert(0, named)
     pending = load / PENDING
     if pending.is_file():
         interrupted = load / pending.read_text(encoding="utf-8").strip()
         if interrupted in order and interrupted != named:
-            notes.append(f"the save of {interrupted.name} was interrupted before `latest` was written; trying it first")
-            first.insert(0, interrupted)
-    elif named is not None and order and _sequence(order[0]) > _sequence(named):
-        notes.append(f"`latest` names {named.name}, not the newer {order[0].name}; `iteration` chooses another")
-    return [*first, *(path for path in order if path not in first)], notes
+            _log.warning("the save of %s was interrupted before it wrote `latest`; trying it first", interrupted.name)
+            order.remove(interrupted)
+            order.insert(0, interrupted)
+    elif named is not None and by_commit and _sequence(by_commit[0]) > _sequence(named):
+        _log.warning("`latest` names %s, not the newer %s; `iteration` chooses another", named.name, by_commit[0].name)
+    return order
 
 
-def _read_latest(load: Path) -> tuple[Path | None, list[str]]:
+def _named_by_latest(load: Path) -> Path | None:
+    """Return the checkpoint that `latest` names. If it names none, warn and return None."""
     latest = load / LATEST
     try:
         tag = latest.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return None, [f"{latest} is missing; taking the newest complete checkpoint"]
+        problem = "is missing"
     except (OSError, UnicodeDecodeError) as error:
-        return None, [f"{latest} cannot be read ({error}); taking the newest complete checkpoint"]
-    if not tag:
-        return None, [f"{latest} is empty; taking the newest complete checkpoint"]
-    path = load / tag
-    if Path(tag).name != tag or not path.is_dir():
-        return None, [f"{latest} names {tag!r}, which does not exist; taking the newest complete checkpoint"]
-    return path, []
+        problem = f"cannot be read ({error})"
+    else:
+        path = load / tag
+        if tag and Path(tag).name == tag and path.is_dir():
+            return path
+        problem = f"names {tag!r}, which does not exist" if tag else "is empty"
+    _log.warning("%s %s; taking the newest complete checkpoint", latest, problem)
+    return None
 
 
 def _sequence(path: Path) -> int:
+    """Return the number of a checkpoint's commit; 0 without a manifest, or with a broken one."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         return 0
-    return manifest.sequence if manifest else 0
+    if manifest is None:
+        return 0
+    return manifest.sequence
 
 
 def _log_choice(path: Path, reasons: list[str], verify: bool) -> None:
+    """Log which checkpoint is loaded, how it was checked, and why newer ones are not."""
     checked = "hashes checked" if verify else "sizes checked"
-    skipped = f"; skipped {len(reasons)} newer: {' | '.join(reasons)}" if reasons else ""
+    skipped = ""
+    if reasons:
+        skipped = f"; skipped {len(reasons)} newer: {' | '.join(reasons)}"
     _log.info("loading checkpoint %s (%s)%s", path, checked, skipped)
 
 
 def keep_last(save: str | Path, count: int) -> list[Path]:
-    """Delete all but the newest checkpoints of a run; call on one rank.
+    """Delete all but the newest checkpoints of a run. One rank calls it.
 
-    The one that `latest` names is never deleted, and nothing is deleted unless a kept one is complete (by sizes, not
-    hashes), so that the last good one remains.
+    The checkpoint that `latest` names is never deleted. Nothing is deleted unless a kept checkpoint is complete (by the
+    sizes of its files), so that a good one remains.
 
     Args:
         save: Directory of the run's checkpoints.
@@ -222,11 +275,14 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
     save = Path(save)
     assert count >= 1, count
     directories = checkpoint_directories(save)
-    kept = directories[:count]
     latest = save / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
-    old = [path for path in directories[count:] if path.name != named]
-    if old and not any(not why_incomplete(path, hashes=False) for path in kept):
+    named = ""
+    if latest.is_file():
+        named = latest.read_text(encoding="utf-8").strip()
+    old = list(directories[count:])
+    if named and save / named in old:
+        old.remove(save / named)
+    if old and all(why_incomplete(path, hashes=False) for path in directories[:count]):
         _log.warning(
             "keep_last_n_checkpoints: none of the %d newest in %s is complete; nothing is deleted", count, save
         )

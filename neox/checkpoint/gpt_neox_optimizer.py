@@ -1,16 +1,17 @@
 """The optimizer's state in checkpoints of gpt-neox: their layout, and the parameters that the states belong to.
 
-gpt-neox keeps no names. It makes its groups by walking the modules: matrices decay, biases and norms do not, and with a
+gpt-neox keeps no names. It makes its groups by walking the modules: matrices decay, biases and norms do not. With a
 weight decay of zero there is one group of all. Layer files hold a stage's parameters in the order of that walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.names import mp_rank_file, parse_optimizer_file
+from neox.architecture import WORD_EMBEDDINGS
+from neox.checkpoint.names import OptimizerFile, mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import Key
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.tensor_files import load_file
@@ -18,47 +19,70 @@ from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, optimi
 from neox.errors import CheckpointError
 
 WRITER = "written by"
+"""Key of a layout that is not ours."""
 
 
 def gpt_neox_layout(path: Path) -> dict[str, Any]:
     """Return the layout of a gpt-neox checkpoint whose optimizer state can be loaded.
 
     Raises:
-        CheckpointError: If it has no such state, or in a format that is not supported; the message says what to do.
+        CheckpointError: If it has no such state, or in a format that is not supported. The message says what to do.
     """
     weights = CheckpointReader(path)
-    files = {entry: parsed for entry in path.iterdir() if (parsed := parse_optimizer_file(entry.name)) is not None}
-    first = path / mp_rank_file(0)
-    client: Mapping[str, Any] = load_file(first) if first.is_file() else {}
+    files: dict[Path, OptimizerFile] = {}
+    for file in sorted(path.iterdir()):
+        parsed = parse_optimizer_file(file.name)
+        if parsed is not None:
+            files[file] = parsed
+    client: Mapping[str, Any] = {}
+    if (path / mp_rank_file(0)).is_file():
+        client = load_file(path / mp_rank_file(0))
     settings = client.get("ds_config")
-    if not isinstance(settings, Mapping) or not weights.pp_size or (not files and client.get("optimizer") is None):
+    has_state = bool(files) or client.get("optimizer") is not None
+    if not has_state or not isinstance(settings, Mapping) or not weights.pp_size:
         raise CheckpointError(
             f"{path}: holds no optimizer state, or none in a supported format; {WITHOUT_SAVED_OPTIMIZER}"
         )
-    zero = settings.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
-    if stage == 3:
+    zero_stage = _zero_stage(settings)
+    if zero_stage == 3:
         raise CheckpointError(
             f"{path}: gpt-neox's optimizer state of ZeRO 3 is not supported; {WITHOUT_SAVED_OPTIMIZER}"
         )
-    for file in sorted(files)[:1]:  # refused here, before a model is built
-        divided_keys(file, [load_file(file)["optimizer_state_dict"]])
+    if files:
+        first = next(iter(files))
+        state = load_file(first)["optimizer_state_dict"]
+        divided_keys(first, [state])  # refused here, before a model is built
+        states = state["base_optimizer_state"]
+        data_ranks = 1 + max(file.dp_rank for file in files.values())
+    else:
+        states = client["optimizer"]
+        data_ranks = int(client.get("dp_world_size", 1))
     return {
         WRITER: "gpt-neox",
         "pp": weights.pp_size,
         "mp": weights.tp_size,
-        "dp": 1 + max((file.dp_rank for file in files.values()), default=int(client.get("dp_world_size", 1)) - 1),
-        "zero_stage": stage,
+        "dp": data_ranks,
+        "zero_stage": zero_stage,
         "precision": _precision(settings),
-        "optimizer": _optimizer(path, client.get("optimizer"), sorted(files)),
+        "optimizer": _optimizer(path, states),
     }
 
 
-def _optimizer(path: Path, whole: Any, files: Sequence[Path]) -> str:
-    """Return the optimizer by the names of its states. Raises CheckpointError for an unknown one."""
-    state = load_file(files[0])["optimizer_state_dict"]["base_optimizer_state"] if files else whole
-    states = state.get("state", {}) if isinstance(state, Mapping) else {}
-    names = {name for value in states.values() if isinstance(value, Mapping) for name in value}
+def _zero_stage(settings: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage in DeepSpeed's configuration."""
+    zero = settings.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return 0
+    return int(zero.get("stage", 0))
+
+
+def _optimizer(path: Path, state: Any) -> str:
+    """Return the name of the optimizer that has a state dict's states. Raises CheckpointError for an unknown one."""
+    names: set[str] = set()
+    if isinstance(state, Mapping):
+        for value in state.get("state", {}).values():
+            if isinstance(value, Mapping):
+                names.update(value)
     found = optimizer_of_states(names)
     if found is None:
         raise CheckpointError(
@@ -69,10 +93,14 @@ def _optimizer(path: Path, whole: Any, files: Sequence[Path]) -> str:
 
 
 def _precision(settings: Mapping[str, Any]) -> str:
-    fp16, bf16 = settings.get("fp16") or {}, settings.get("bf16") or settings.get("bfloat16") or {}
+    """Return the precision in DeepSpeed's configuration."""
+    fp16 = settings.get("fp16") or {}
+    bf16 = settings.get("bf16") or settings.get("bfloat16") or {}
     if bf16.get("enabled") or fp16.get("type") == "bfloat16":
         return "bf16"
-    return "fp16" if fp16.get("enabled") or fp16.get("fp16") else "fp32"
+    if fp16.get("enabled") or fp16.get("fp16"):
+        return "fp16"
+    return "fp32"
 
 
 def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights: CheckpointReader) -> list[Key]:
@@ -87,62 +115,72 @@ def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights
     Raises:
         CheckpointError: If the numbers do not fit the layers.
     """
-    keys = [Key(index, name) for index, name in weights.items()]
-    tied = not any(key.name == "final_linear.weight" for key in keys)
-    pp, position = len(counts), 0
-    for number, groups in enumerate(counts):
-        here: list[Key] = []
-        if tied and pp > 1 and number == pp - 1:  # the embedding's copy, which gpt-neox registers before the layers
-            here.append(Key(0, "word_embeddings.weight"))
-        taken = sum(groups) - len(here)
-        here += keys[position : position + taken]
-        position += taken
-        ordered = list(_by_group(here, weights)) if len(groups) > 1 else [here]
-        if [len(group) for group in ordered] != list(groups):
-            raise CheckpointError(
-                f"{path}: stage {number} has optimizer groups of {list(groups)} parameters, its layers would give "
-                f"{[len(group) for group in ordered]}; {WITHOUT_SAVED_OPTIMIZER}"
-            )
-        if number == stage:
-            return [key for group in ordered for key in group]
-    raise CheckpointError(f"{path}: has no stage {stage}")
+    stored = [Key(index, name) for index, name in weights.items()]
+    is_tied = not any(key.name == "final_linear.weight" for key in stored)
+    here: list[Key] = []
+    if is_tied and len(counts) > 1 and stage == len(counts) - 1:
+        # The embedding's copy, which gpt-neox registers before the layers. No layer file holds it again.
+        here.append(Key(0, WORD_EMBEDDINGS))
+    first = sum(map(sum, counts[:stage]))
+    here += stored[first : first + sum(counts[stage]) - len(here)]
+    groups = [here]
+    if len(counts[stage]) > 1:
+        groups = _by_decay(here, weights)
+    sizes = list(map(len, groups))
+    if sizes != list(counts[stage]):
+        raise CheckpointError(
+            f"{path}: stage {stage} has optimizer groups of {list(counts[stage])} parameters, its layers would give "
+            f"{sizes}; {WITHOUT_SAVED_OPTIMIZER}"
+        )
+    order: list[Key] = []
+    for group in groups:
+        order += group
+    return order
 
 
-def group_counts(path: Path, pp: int, mp: int) -> list[list[int]]:
+def _by_decay(keys: Sequence[Key], weights: CheckpointReader) -> list[list[Key]]:
+    """Return the two groups of an optimizer with weight decay: matrices, then vectors."""
+    matrices: list[Key] = []
+    vectors: list[Key] = []
+    for key in keys:
+        group = matrices if weights.parts(*key)[0].dim() > 1 else vectors
+        group.append(key)
+    return [matrices, vectors]
+
+
+def group_counts(path: Path, pp: int, tp: int) -> list[list[int]]:
     """Return the sizes of every stage's optimizer groups, from the client state files. Raises CheckpointError."""
-    return [
-        [len(group["params"]) for group in _whole_state(path / mp_rank_file(stage * mp))["param_groups"]]
-        for stage in range(pp)
-    ]
+    counts = []
+    for stage in range(pp):
+        groups = _whole_state(path / mp_rank_file(stage * tp))["param_groups"]
+        counts.append([len(group["params"]) for group in groups])
+    return counts
 
 
 def divided_keys(file: Path, states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the parameters' names in ZeRO files of one model rank.
+    """Return the parameters' names in ZeRO files of one model rank, each once.
 
     Raises:
         CheckpointError: For the formats of DeepSpeed before 0.7.
     """
+    names: dict[str, None] = {}
     for state in states:
         if "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
             raise CheckpointError(
                 f"{file}: a format of optimizer state that does not name parameters (DeepSpeed before 0.7, "
                 f"GPT-NeoX-20B's full weights among them, or its elastic checkpoints); {WITHOUT_SAVED_OPTIMIZER}"
             )
-    names = [name for state in states for fragments in state["param_slice_mappings"] for name in fragments]
-    return list(dict.fromkeys(names))
+        for fragments in state["param_slice_mappings"]:
+            names.update(dict.fromkeys(fragments))
+    return list(names)
 
 
 def _whole_state(file: Path) -> Mapping[str, Any]:
+    """Return torch's state dict in an `mp_rank` file. Raises CheckpointError for another format."""
     state = load_file(file).get("optimizer")
-    if not isinstance(state, Mapping) or "param_groups" not in state:
-        form = "fp16's flat groups without ZeRO" if isinstance(state, Mapping) else "none"
-        raise CheckpointError(
-            f"{file}: a format of optimizer state that is not supported ({form}); {WITHOUT_SAVED_OPTIMIZER}"
-        )
-    return state
-
-
-def _by_group(keys: Sequence[Key], weights: CheckpointReader) -> Iterator[list[Key]]:
-    """Yield the matrices, then the vectors."""
-    for wanted in (True, False):
-        yield [key for key in keys if (len(weights.parts(*key)[0].shape) > 1) is wanted]
+    if isinstance(state, Mapping) and "param_groups" in state:
+        return state
+    form = "fp16's flat groups without ZeRO" if isinstance(state, Mapping) else "none"
+    raise CheckpointError(
+        f"{file}: a format of optimizer state that is not supported ({form}); {WITHOUT_SAVED_OPTIMIZER}"
+    )

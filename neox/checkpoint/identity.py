@@ -1,4 +1,4 @@
-"""Identity of a checkpoint's model: what is stored about it, and how it is compared with the model that loads it."""
+"""Identity of a checkpoint's model: what is stored about it, and its comparison with the model that loads it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 from neox.errors import CheckpointError
 from neox.plan import RunPlan, architecture_settings, setting_differences
 
-# gpt-neox compares exactly its own names with its arguments and stops at one it does not know: ours stand apart.
-ARGS, MODEL = "args", "model_identity"
+ARGS = "args"
+"""Key of the settings under gpt-neox's names. gpt-neox compares them with its own and stops at a name that it lacks."""
+MODEL = "model_identity"
+"""Key of our further settings."""
 
 
 def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
-    """Return the client state that identifies the model: gpt-neox's `args`, and what else decides its function."""
+    """Return the part of the client state that identifies the model: gpt-neox's `args`, and our further settings."""
     model = plan.config.model
     args = {
         "num_layers": model.num_layers,
@@ -27,50 +29,65 @@ def identity_state(plan: RunPlan) -> dict[str, dict[str, Any]]:
         "tokenizer_type": plan.config.tokenizer.tokenizer_type,
         "model_parallel_size": plan.grid.tp_size,
     }
-    return {
-        ARGS: args,
-        MODEL: {
-            **{key: value for key, value in architecture_settings(plan.config).items() if key not in args},
-            "lora": None if plan.layers.lora is None else asdict(plan.layers.lora),
-            "vocab_size": plan.vocab_size,
-            "pipe_parallel_size": plan.grid.pp_size,
-            "data_parallel_size": plan.grid.dp_size,
-            "zero_stage": plan.config.deepspeed.zero_optimization.stage,
-            "precision": plan.precision,
-        },
+    further = {key: value for key, value in architecture_settings(plan.config).items() if key not in args}
+    further |= {
+        "lora": _adapters_of(plan),
+        "vocab_size": plan.vocab_size,
+        "pipe_parallel_size": plan.grid.pp_size,
+        "data_parallel_size": plan.grid.dp_size,
+        "zero_stage": plan.config.deepspeed.zero_optimization.stage,
+        "precision": plan.precision,
     }
+    return {ARGS: args, MODEL: further}
+
+
+def _adapters_of(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the adapters that a run trains, as a checkpoint stores them; None without adapters."""
+    if plan.layers.lora is None:
+        return None
+    return asdict(plan.layers.lora)
 
 
 def check_same_model(
     path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """Compare a checkpoint's network with the plan's over what the checkpoint stores.
+    """Compare a checkpoint's network with the plan's, as far as the checkpoint stores it.
 
     Degrees, precision and vocabulary padding may differ.
 
     Args:
         path: The checkpoint, for messages.
-        args: What it stores of its model (`CheckpointReader.args`).
+        args: The model's settings in the checkpoint (`CheckpointReader.args`).
         plan: The run that loads it.
         finetune: Whether positions, attention and head may differ.
 
     Returns:
-        The settings that differ and may: YAML key -> (the checkpoint's value, the run's).
+        The settings that may differ and do: YAML key -> (the checkpoint's value, the run's).
 
     Raises:
-        CheckpointError: With a table of the settings that differ and may not.
+        CheckpointError: With a table of the settings that differ and must not.
     """
+    # None asks for all settings, False for those that must not differ even in fine-tuning.
     refused = setting_differences(args, plan.config, finetune=False if finetune else None)
     if refused:
-        rows = [("key", "checkpoint", "this run"), *((key, str(a), str(b)) for key, (a, b) in refused.items())]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        table = "\n".join(
-            ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
-        )
         raise CheckpointError(
-            f"{path} is of another model:\n{table}\ngive the checkpoint's values, or another checkpoint"
+            f"{path} is of another model:\n{_difference_table(refused)}\n"
+            "give the checkpoint's values, or another checkpoint"
         )
     return setting_differences(args, plan.config, finetune=True)
+
+
+def _difference_table(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return a table of settings with the checkpoint's values and the run's."""
+    rows = [("key", "checkpoint", "this run")]
+    for key, (saved, wanted) in differences.items():
+        rows.append((key, str(saved), str(wanted)))
+    key_width = max(len(row[0]) for row in rows)
+    saved_width = max(len(row[1]) for row in rows)
+    lines = []
+    for key, saved, wanted in rows:
+        lines.append(f"  {key.ljust(key_width)}  {saved.ljust(saved_width)}  {wanted}")
+    return "\n".join(lines)
 
 
 def check_same_adapters(path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool) -> None:
@@ -78,32 +95,34 @@ def check_same_adapters(path: Path, args: Mapping[str, Any], plan: RunPlan, *, f
 
     Args:
         path: The checkpoint, for messages.
-        args: What it stores of its model.
+        args: The model's settings in the checkpoint.
         plan: The run that trains.
-        finetune: Whether the run may add adapters to a model without them, or train a model with them whole.
+        finetune: Whether the run may add adapters to a model without them, or train all weights of a model with them.
 
     Raises:
         CheckpointError: If the checkpoint has other adapters.
     """
-    saved, lora = args.get("lora"), plan.layers.lora
-    wanted = None if lora is None else asdict(lora)
-    saved = None if saved is None else {**saved, "targets": tuple(saved["targets"])}
-    if saved == wanted or (finetune and None in (saved, wanted)):
+    saved = args.get("lora")
+    if saved is not None:
+        saved = {**saved, "targets": tuple(saved["targets"])}
+    wanted = _adapters_of(plan)
+    if saved == wanted:
         return
+    if finetune and (saved is None or wanted is None):
+        return
+    has = f"the adapters {saved}" if saved else "no adapters"
+    trains = f"the adapters {wanted}" if wanted else "all weights"
     way_out = "export it (tools/convert_to_hf.py) and import it" if finetune else "set `finetune: true`"
-    raise CheckpointError(
-        f"{path} has {f'the adapters {saved}' if saved else 'no adapters'}, and this run trains "
-        f"{f'the adapters {wanted}' if wanted else 'all weights'}; give the same `lora`, or {way_out}"
-    )
+    raise CheckpointError(f"{path} has {has}, and this run trains {trains}; give the same `lora`, or {way_out}")
 
 
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
     """Return a note if the vocabulary is padded to another size than the checkpoint's, else None."""
-    saved, here = args.get("padded_vocab_size"), plan.padded_vocab_size
+    saved = args.get("padded_vocab_size")
+    here = plan.padded_vocab_size
     if saved is None or saved == here:
         return None
-    keep = saved % plan.grid.tp_size == 0 and saved >= plan.vocab_size
-    advice = f"; `padded_vocab_size: {saved}` keeps them and the loss as they were" if keep else ""
-    return (
-        f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which changes the loss{advice}"
-    )
+    note = f"the vocabulary is padded to {here} rows instead of the checkpoint's {saved}, which changes the loss"
+    if saved % plan.grid.tp_size == 0 and saved >= plan.vocab_size:
+        note += f"; `padded_vocab_size: {saved}` keeps them and the loss as they were"
+    return note

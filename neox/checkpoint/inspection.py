@@ -1,4 +1,4 @@
-"""Checkpoint tools: summaries, comparison, and rewriting weights with other parallel degrees."""
+"""Checkpoint tools: summaries, comparison, and new files for other parallel degrees."""
 
 from __future__ import annotations
 
@@ -27,10 +27,22 @@ from neox.plan import architecture_of, saved_architecture
 
 @dataclass(frozen=True)
 class Summary:
-    """One checkpoint at a glance. Degrees are those of its files; None if they are unknown.
+    """One checkpoint at a glance.
 
     Attributes:
-        problems: Why it is incomplete or damaged (its manifest's hashes, or the archives' own checksums).
+        path: Its directory.
+        iteration: Completed steps, if known.
+        tp_size: Tensor-parallel degree of the files.
+        pp_size: Pipeline degree of the files, if known.
+        dp_size: Data-parallel degree of the optimizer's files, if there are any.
+        layers: Number of blocks.
+        parameters: Number of parameters.
+        dtypes: Dtypes of the weights.
+        bytes_on_disk: Size of all files.
+        has_manifest: Whether it has a manifest.
+        optimizer_files: Number of the optimizer's files.
+        args: The model's settings that the run stored.
+        problems: Reasons why it is incomplete or damaged (hashes of its manifest, or checksums in its files).
     """
 
     path: Path
@@ -50,7 +62,18 @@ class Summary:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """One parameter over all tensor ranks. `sha256` is of its bytes, row-major."""
+    """One parameter over all tensor ranks.
+
+    Attributes:
+        index: Index of its layer.
+        name: Its name in the layer.
+        shape: Its shape.
+        dtype: Its dtype.
+        norm: Its 2-norm.
+        largest: Its largest absolute value.
+        finite: Whether all values are finite.
+        sha256: Hash of its bytes, row-major.
+    """
 
     index: int
     name: str
@@ -64,7 +87,15 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One parameter that differs: the kind of difference, and its size if the shapes are equal."""
+    """One parameter that differs.
+
+    Attributes:
+        index: Index of its layer.
+        name: Its name in the layer.
+        what: Kind of difference, in words.
+        largest: Largest absolute difference; None unless the shapes are equal.
+        relative: Largest difference as a fraction of the largest value.
+    """
 
     index: int
     name: str
@@ -87,48 +118,69 @@ def open_checkpoint(path: Path, *, config: NeoXConfig | None = None) -> Checkpoi
 
 
 def find_layer_plan(reader: CheckpointReader, config: NeoXConfig | None = None) -> LayerPlan:
-    """Return the layers of a checkpoint: from a configuration, from what it stores about itself, or from its files.
+    """Return the layers of a checkpoint: from a configuration, from the settings that it stores, or from its files.
 
     Args:
         reader: Reader without layers.
-        config: The run's configuration, for files that say too little.
+        config: The run's configuration, for a checkpoint that does not describe its network.
 
     Raises:
-        CheckpointError: If layers are missing, or the files are of a network that they do not describe.
+        CheckpointError: If layers are missing, or the files are of another network than the one described.
     """
-    indices = set(reader.indices)
-    if 0 not in indices or BLOCK_OFFSET not in indices:
-        raise CheckpointError(f"{reader.path}: has no embedding (layer 0) or no first block (layer {BLOCK_OFFSET})")
-    blocks = next(i for i in range(BLOCK_OFFSET, max(indices) + 2) if i not in indices) - BLOCK_OFFSET
-    hidden = reader.parts(0, WORD_EMBEDDINGS)[0].shape[1]
-    head = blocks + 4
-    untied = head in indices and "final_linear.weight" in reader.names(head)
-    split_by_rows = untied and reader.parts(head, "final_linear.weight")[0].shape[1] != hidden
     if config is not None:
         architecture = architecture_of(config)
     else:
-        architecture = _stored_architecture(reader) or _architecture_of_files(reader, blocks, hidden, untied)
-    plan = build_layer_plan(architecture, reader.vocabulary_rows, head_parallelism="row" if split_by_rows else "column")
+        architecture = _stored_architecture(reader) or _architecture_of_files(reader)
+    head = _head_weight(reader)
+    hidden = reader.parts(0, WORD_EMBEDDINGS)[0].shape[1]
+    split_by_hidden = head is not None and head.shape[1] != hidden
+    plan = build_layer_plan(
+        architecture, reader.vocabulary_rows, head_parallelism="row" if split_by_hidden else "column"
+    )
+    unused = UNUSED_IN_NEOX if architecture.residual == "parallel_one_norm" else ()
     for index in (0, BLOCK_OFFSET):
-        unused = UNUSED_IN_NEOX if architecture.residual == "parallel_one_norm" else ()
         stored = {name for name in reader.names(index) if not name.startswith(unused)}
-        if stored != {p.name for p in plan[index].parameters}:
-            raise CheckpointError(
-                f"{reader.path}: layer {index} holds {', '.join(sorted(stored))}; "
-                + ("the config is of another network" if config else "give the run's config, which says what network")
-            )
+        if stored != {spec.name for spec in plan[index].parameters}:
+            advice = "the config is of another network" if config else "give the run's config, which names the network"
+            raise CheckpointError(f"{reader.path}: layer {index} holds {', '.join(sorted(stored))}; {advice}")
     return plan
 
 
+def _number_of_blocks(reader: CheckpointReader) -> int:
+    """Return the number of blocks that have files. Raises CheckpointError without an embedding or a first block."""
+    indices = set(reader.indices)
+    if 0 not in indices or BLOCK_OFFSET not in indices:
+        raise CheckpointError(f"{reader.path}: has no embedding (layer 0) or no first block (layer {BLOCK_OFFSET})")
+    blocks = 0
+    while BLOCK_OFFSET + blocks in indices:
+        blocks += 1
+    return blocks
+
+
+def _head_weight(reader: CheckpointReader) -> Tensor | None:
+    """Return tensor rank 0's part of an untied head's weight; None if the head is tied."""
+    head = BLOCK_OFFSET + _number_of_blocks(reader) + 2
+    if head not in reader.indices or "final_linear.weight" not in reader.names(head):
+        return None
+    return reader.parts(head, "final_linear.weight")[0]
+
+
 def _stored_architecture(reader: CheckpointReader) -> Architecture | None:
-    """Return the network by what the checkpoint stores; None where that is not enough (gpt-neox's, older ones)."""
+    """Return the network that the checkpoint's settings describe.
+
+    None if settings are missing, as in checkpoints of gpt-neox and of older versions.
+    """
     stored = saved_architecture(reader.args)
-    needed = {f.name for f in fields(Architecture) if f.default is MISSING}
-    return Architecture(**stored) if needed <= stored.keys() else None
+    for field in fields(Architecture):
+        if field.default is MISSING and field.name not in stored:
+            return None
+    return Architecture(**stored)
 
 
-def _architecture_of_files(reader: CheckpointReader, blocks: int, hidden: int, untied: bool) -> Architecture:
+def _architecture_of_files(reader: CheckpointReader) -> Architecture:
     """Return the network of GPT-NeoX's kind whose shapes the files have."""
+    blocks = _number_of_blocks(reader)
+    hidden = reader.parts(0, WORD_EMBEDDINGS)[0].shape[1]
     parallel = reader.args.get("gpt_j_residual")
     if parallel is None and reader.tp_size > 1:  # for one rank the values are the same either way
         raise CheckpointError(
@@ -152,28 +204,41 @@ def _architecture_of_files(reader: CheckpointReader, blocks: int, hidden: int, u
         max_positions=0,
         attention=("global",) * blocks,
         residual="parallel" if parallel else "sequential",
-        tie_word_embeddings=not untied,
+        tie_word_embeddings=_head_weight(reader) is None,
     )
 
 
 def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:
-    """Describe a checkpoint; `verify` reads every byte to check it."""
+    """Describe a checkpoint.
+
+    Args:
+        reader: Reader with layers.
+        verify: Whether every byte is read and checked.
+    """
     assert reader.layers is not None
-    files = [p for p in reader.path.rglob("*") if p.is_file()]
-    optimizer = [found for p in files if (found := parse_optimizer_file(p.name)) is not None]
-    dtypes = {_name(reader.parts(index, name)[0].dtype) for index, name in reader.items()}
+    bytes_on_disk = 0
+    data_ranks = []
+    for path in reader.path.rglob("*"):
+        if path.is_file():
+            bytes_on_disk += path.stat().st_size
+            optimizer_file = parse_optimizer_file(path.name)
+            if optimizer_file is not None:
+                data_ranks.append(optimizer_file.dp_rank)
+    dtypes = set()
+    for index, name in reader.items():
+        dtypes.add(_name(reader.parts(index, name)[0].dtype))
     return Summary(
         path=reader.path,
         iteration=reader.iteration_or_none,
         tp_size=reader.tp_size,
         pp_size=reader.pp_size,
-        dp_size=1 + max(f.dp_rank for f in optimizer) if optimizer else None,
+        dp_size=1 + max(data_ranks) if data_ranks else None,
         layers=reader.layers.architecture.num_layers,
         parameters=reader.layers.numel,
         dtypes=tuple(sorted(dtypes)),
-        bytes_on_disk=sum(p.stat().st_size for p in files),
+        bytes_on_disk=bytes_on_disk,
         has_manifest=read_manifest(reader.path) is not None,
-        optimizer_files=len(optimizer),
+        optimizer_files=len(data_ranks),
         args=dict(reader.args),
         problems=tuple(why_incomplete(reader.path, hashes=verify)),
     )
@@ -198,25 +263,33 @@ def tensor_stats(reader: CheckpointReader) -> Iterator[TensorStats]:
 
 def compare_checkpoints(first: CheckpointReader, second: CheckpointReader) -> Iterator[TensorDifference]:
     """Yield the parameters that differ between two checkpoints of any parallel degrees."""
-    one, two = set(first.items()), set(second.items())
-    for index, name in sorted(one | two):
-        if (index, name) not in two:
+    in_first = set(first.items())
+    in_second = set(second.items())
+    for index, name in sorted(in_first | in_second):
+        if (index, name) not in in_second:
             yield TensorDifference(index, name, "only in the first")
-        elif (index, name) not in one:
+            continue
+        if (index, name) not in in_first:
             yield TensorDifference(index, name, "only in the second")
-        elif (found := _compare(first.full(index, name), second.full(index, name))) is not None:
-            yield TensorDifference(index, name, *found)
+            continue
+        difference = _compare(index, name, first.full(index, name), second.full(index, name))
+        if difference is not None:
+            yield difference
 
 
-def _compare(a: Tensor, b: Tensor) -> tuple[str, float | None, float | None] | None:
+def _compare(index: int, name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
+    """Return the difference of a parameter in two checkpoints; None if it is the same."""
     if a.shape != b.shape:
-        return f"shape {list(a.shape)} and {list(b.shape)}", None, None
+        return TensorDifference(index, name, f"shape {list(a.shape)} and {list(b.shape)}")
     if a.dtype == b.dtype and torch.equal(a, b):
         return None
-    difference = (a.double() - b.double()).abs().max().item()
     what = "values" if a.dtype == b.dtype else f"{_name(a.dtype)} and {_name(b.dtype)}"
-    largest = max(a.double().abs().max().item(), b.double().abs().max().item())
-    return what, difference, difference / largest if largest > 0 else 0.0
+    a = a.double()
+    b = b.double()
+    difference = (a - b).abs().max().item()
+    largest = max(a.abs().max().item(), b.abs().max().item())
+    relative = difference / largest if largest > 0 else 0.0
+    return TensorDifference(index, name, what, difference, relative)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -242,22 +315,21 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     """
     layers = reader.layers
     assert layers is not None
-    heads = layers.architecture.num_kv_heads
-    if heads % tp_size:
-        raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
-    for spec in (spec for layer in layers.weight_layers for spec in layer.parameters):
-        if not spec.is_divisible(tp_size):
-            raise CheckpointError(f"{spec.name}: shape {list(spec.shape)} does not divide by {tp_size} tensor ranks")
+    _check_degree(layers, tp_size)
     iteration = reader.iteration
-    if (save / reader.path.name).exists() and (save / reader.path.name).samefile(reader.path):
+    target = save / reader.path.name
+    if target.exists() and target.samefile(reader.path):
         raise CheckpointError(f"{save}: the result would replace the checkpoint that is read; choose another directory")
-    if problems := damaged_weights(reader.path):
+    problems = damaged_weights(reader.path)
+    if problems:
         raise CheckpointError(f"{reader.path} is not complete: {'; '.join(problems)}")
     staged = stage_directory(save, iteration)
     try:
         with progress("reshard", layers.numel, unit="parameters") as bar:
             for layer in layers.weight_layers:
-                state = {p.name: reader.full(layer.index, p.name) for p in layer.parameters}
+                state = {}
+                for spec in layer.parameters:
+                    state[spec.name] = reader.full(layer.index, spec.name)
                 write_full_layer(staged, layer, state, tp_size)
                 reader.release()
                 bar.update(layer.numel)
@@ -270,7 +342,21 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
         raise
 
 
+def _check_degree(layers: LayerPlan, tp_size: int) -> None:
+    """Raise CheckpointError if a network cannot be split over so many tensor ranks."""
+    heads = layers.architecture.num_kv_heads
+    if heads % tp_size:
+        raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
+    for layer in layers.weight_layers:
+        for spec in layer.parameters:
+            if not spec.is_divisible(tp_size):
+                raise CheckpointError(
+                    f"{spec.name}: shape {list(spec.shape)} does not divide by {tp_size} tensor ranks"
+                )
+
+
 def _identity(reader: CheckpointReader, tp_size: int, pp_size: int) -> dict[str, dict[str, Any]]:
+    """Return the model's part of a checkpoint's client state for other degrees, without settings of the run."""
     stored: dict[str, dict[str, Any]] = {}
     for key in (ARGS, MODEL):
         part = reader.client_state.get(key)

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: size and sha256 of every file, written last, so that its presence means "complete"."""
+"""Manifest of a checkpoint: size and sha256 of every file. It is written last, so its presence means "complete"."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from neox.checkpoint.names import MANIFEST
 from neox.errors import CheckpointError
@@ -31,7 +30,7 @@ class Manifest:
 
     Attributes:
         iteration: Completed steps.
-        sequence: 1 for a directory's first commit, then counting up; of two, the larger was committed later.
+        sequence: Number of the commit in its directory, from 1. The larger one of two was committed later.
         files: Relative path -> record.
     """
 
@@ -41,9 +40,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of `manifest.json`."""
-        files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(self.files.items())}
-        header: dict[str, Any] = {"version": _VERSION, "iteration": self.iteration, "sequence": self.sequence}
-        return json.dumps({**header, "files": files}, indent=1) + "\n"
+        content = {
+            "version": _VERSION,
+            "iteration": self.iteration,
+            "sequence": self.sequence,
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+        }
+        return json.dumps(content, indent=1) + "\n"
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -52,32 +55,44 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def hash_files(directory: Path, names: list[str]) -> dict[str, FileRecord]:
-    """Hash files in threads: hashing releases the interpreter lock. Raises OSError."""
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: hash_file(directory / name), names), strict=True))
+    """Hash files in threads, because hashing releases the interpreter lock. Raises OSError."""
+    threads = min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        records = pool.map(lambda name: hash_file(directory / name), names)
+        return dict(zip(names, records, strict=True))
 
 
 def list_files(directory: Path) -> list[str]:
     """Return all files below a directory except the manifest, as sorted relative paths."""
-    return sorted(
-        path.relative_to(directory).as_posix()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != MANIFEST
-    )
+    names = []
+    for path in directory.rglob("*"):
+        if path.is_file() and path.name != MANIFEST:
+            names.append(path.relative_to(directory).as_posix())
+    return sorted(names)
 
 
 def record_share(directory: Path, part: int, parts: int) -> dict[str, FileRecord]:
-    """Fsync and hash every `parts`-th file, largest first, so that ranks share the work. Raises OSError."""
-    names = sorted(list_files(directory), key=lambda name: ((directory / name).stat().st_size, name), reverse=True)
-    return _record(directory, names[part::parts])
+    """Fsync and hash one share of a directory's files. Ranks share this work.
+
+    Args:
+        directory: The directory.
+        part: Number of the share, from 0. It holds every `parts`-th file in the order of their sizes.
+        parts: Number of shares.
+
+    Raises:
+        OSError: If a file cannot be read or synced.
+    """
+    by_size = sorted(list_files(directory), key=lambda name: ((directory / name).stat().st_size, name), reverse=True)
+    return _record(directory, by_size[part::parts])
 
 
 def write_manifest(
     directory: Path, iteration: int, sequence: int, records: Mapping[str, FileRecord] | None = None
 ) -> Manifest:
-    """Write a directory's manifest durably; files without a record are fsynced and hashed first. Raises OSError."""
+    """Write a directory's manifest durably. Files without a record are fsynced and hashed first. Raises OSError."""
     known = dict(records or {})
-    known |= _record(directory, [name for name in list_files(directory) if name not in known])
+    others = [name for name in list_files(directory) if name not in known]
+    known |= _record(directory, others)
     for path in directory.rglob("*"):
         if path.is_dir():
             fsync_path(path)
@@ -87,13 +102,15 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Read a directory's manifest; None if it has none. Raises CheckpointError if it is broken."""
+    """Read a directory's manifest. Return None if it has none. Raises CheckpointError if it is broken."""
     path = directory / MANIFEST
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
         if loaded["version"] != _VERSION:
             raise CheckpointError(f"{path}: version {loaded['version']}, this program reads version {_VERSION}")
-        files = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in loaded["files"].items()}
+        files = {}
+        for name, record in loaded["files"].items():
+            files[name] = FileRecord(int(record["size"]), str(record["sha256"]))
         return Manifest(int(loaded["iteration"]), int(loaded["sequence"]), files)
     except FileNotFoundError:
         return None
@@ -104,6 +121,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def _record(directory: Path, names: list[str]) -> dict[str, FileRecord]:
+    """Fsync and hash files."""
     for name in names:
         fsync_path(directory / name)
     return hash_files(directory, names)
@@ -115,12 +133,13 @@ def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) 
     Args:
         directory: The checkpoint.
         manifest: Its manifest.
-        hashes: Compare the sha256 of every file too, not only its size.
+        hashes: Whether the sha256 of every file is compared too, not only its size.
 
     Returns:
         One clause per missing, resized or changed file; empty if the checkpoint is complete.
     """
-    problems, same_size = [], []
+    problems: list[str] = []
+    same_size: list[str] = []
     for name, record in manifest.files.items():
         try:
             size = (directory / name).stat().st_size
@@ -137,5 +156,7 @@ def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) 
         found = hash_files(directory, same_size)
     except OSError as error:
         return [*problems, f"{error.filename} cannot be read ({error.strerror})"]
-    changed = [name for name, record in found.items() if record.sha256 != manifest.files[name].sha256]
-    return problems + [f"{name} has changed since it was written (sha256 differs)" for name in changed]
+    for name, record in found.items():
+        if record.sha256 != manifest.files[name].sha256:
+            problems.append(f"{name} has changed since it was written (sha256 differs)")
+    return problems

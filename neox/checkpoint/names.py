@@ -32,9 +32,11 @@ def layer_file(index: int, tp_rank: int) -> str:
 
 
 def parse_layer_file(name: str) -> tuple[int, int] | None:
-    """Return (layer index, tensor rank) of a layer file's name, or None; a name without tensor rank means 0."""
+    """Return (layer index, tensor rank) of a layer file's name, or None. A name without tensor rank means rank 0."""
     match = _LAYER.match(name)
-    return (int(match[1]), int(match[2] or 0)) if match else None
+    if match is None:
+        return None
+    return int(match[1]), int(match[2] or 0)
 
 
 def mp_rank_file(mp_rank: int) -> str:
@@ -43,10 +45,15 @@ def mp_rank_file(mp_rank: int) -> str:
 
 
 def parse_mp_rank_file(name: str) -> int | None:
-    """Return the model rank of an `mp_rank` file's name (ZeRO-3's form too, of data rank 0), or None."""
-    if match := _MP_RANK.match(name):
+    """Return the model rank of an `mp_rank` file's name, or None.
+
+    ZeRO-3 writes such a file for each data rank. Only that of data rank 0 counts.
+    """
+    match = _MP_RANK.match(name)
+    if match:
         return int(match[1])
-    if (match := _ZERO3_RANK.match(name)) and int(match[1]) == 0:
+    match = _ZERO3_RANK.match(name)
+    if match and int(match[1]) == 0:
         return int(match[2])
     return None
 
@@ -60,9 +67,11 @@ class OptimizerFile(NamedTuple):
 
 
 def parse_optimizer_file(name: str) -> OptimizerFile | None:
-    """Parse the name of a ZeRO optimizer file; None for another name."""
+    """Parse the name of a ZeRO optimizer file. Return None for another name."""
     match = _OPTIM.match(name)
-    return OptimizerFile(int(match[2]), int(match[3]), match[1] or "") if match else None
+    if match is None:
+        return None
+    return OptimizerFile(dp_rank=int(match[2]), mp_rank=int(match[3]), prefix=match[1] or "")
 
 
 def step_directory(iteration: int) -> str:
@@ -73,7 +82,9 @@ def step_directory(iteration: int) -> str:
 def parse_step_directory(name: str) -> int | None:
     """Return the iteration in a checkpoint directory's name, or None."""
     match = _STEP.match(name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def canonical_parameter(name: str) -> str:
@@ -85,5 +96,5 @@ def canonical_parameter(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a stored tensor is no weight but a table that can be computed (frequencies, slopes, masks)."""
+    """Return whether a stored tensor is not a weight but a table that can be computed (frequencies, slopes, masks)."""
     return name.endswith((".inv_freq", "alibi_embed.slopes", "attention.bias", "attention.masked_bias"))

@@ -1,14 +1,15 @@
 """Formats in which DeepSpeed's files hold an optimizer's state for one model rank.
 
-Whole parameters (no ZeRO), whole fp32 copies beside them (fp16 or bf16 without ZeRO), flat partitions split over data
-ranks (ZeRO 1 and 2, bf16's pipeline optimizer), and parameters each split over data ranks (ZeRO 3).
+Without ZeRO: whole parameters, and for fp16 and bf16 whole fp32 copies of the weights. With ZeRO 1 and 2, and with
+bf16's pipeline optimizer: flat tensors of many parameters, split over data ranks. With ZeRO 3: each parameter split
+over data ranks, a rank's parts in flat tensors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint.names import canonical_parameter
+from neox.checkpoint.reshard import overlaps
 from neox.checkpoint.tensor_files import load_file
 from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, SCALES, VALUES, OptimizerKind, optimizer_of_states
 from neox.errors import CheckpointError
 
 FP32 = "fp32"
-"""Name of the fp32 weights, beside those of states."""
+"""Name of the fp32 weights, next to the names of states."""
 ORDER = "optimizer_order"
+"""Key of the client state that names the parameters of the optimizer."""
 
 _NAME = re.compile(r"^(?:module\.)?(?:sequential\.)?(\d+)\.(.+)$")
 _TIED = re.compile(r"^(?:module\.)?tied_modules\.[^.]+\.(.+)$")
@@ -33,6 +36,10 @@ class Key(NamedTuple):
 
     layer: int
     name: str
+
+
+Shapes = Mapping[Key, tuple[int, ...]]
+"""Shapes of a model rank's parameters on its tensor rank, in the optimizer's order."""
 
 
 class StageState(Protocol):
@@ -51,12 +58,12 @@ class StageState(Protocol):
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state on this tensor rank, in its shape.
 
-        None if there is no fp32 copy because the weights are fp32 themselves.
+        None if there is no fp32 copy, because the weights are fp32 themselves.
         """
         ...
 
     def elements(self, key: Key, name: str, first: int, length: int) -> Tensor | None:
-        """Return elements [first, first + length) of the flattened result of `get`; reads only these."""
+        """Return elements [first, first + length) of the flattened result of `get`. Only these are read."""
         ...
 
 
@@ -65,23 +72,23 @@ def read_order(client_file: Path, client: Mapping[str, Any]) -> list[Key]:
     order = client.get(ORDER)
     if order is None:
         raise CheckpointError(f"{client_file}: does not say which parameters its optimizer state belongs to ({ORDER})")
-    return [Key(int(index), str(name)) for group in order for index, name in group]
+    keys = []
+    for group in order:
+        for index, name in group:
+            keys.append(Key(int(index), str(name)))
+    return keys
 
 
 def open_stage(
-    client_file: Path,
-    client: Mapping[str, Any],
-    files: Sequence[Path],
-    shapes: Mapping[Key, tuple[int, ...]],
-    optimizer: OptimizerKind,
+    client_file: Path, client: Mapping[str, Any], files: Sequence[Path], shapes: Shapes, optimizer: OptimizerKind
 ) -> StageState:
     """Open the optimizer's state of one model rank.
 
     Args:
         client_file: The `mp_rank` file.
-        client: Its content.
-        files: One per data rank; none if the state is whole in the client state's file.
-        shapes: Shapes of this rank's parameters on its tensor rank, in the optimizer's order.
+        client: Content of the `mp_rank` file.
+        files: One file per data rank; none if the `mp_rank` file holds the whole state.
+        shapes: Shapes of the model rank's parameters.
         optimizer: The optimizer that wrote the state.
 
     Raises:
@@ -95,153 +102,194 @@ def open_stage(
         return WholeState(client["optimizer"], shapes, optimizer)
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     if "fp32_flat_groups" in states[0]:
-        return ParameterPartitions(states, shapes)
-    return FlatPartitions(states, shapes)
+        return zero3_state(states, shapes)
+    return zero12_state(states, shapes)
 
 
 class WholeState:
     """Whole parameters in the `mp_rank` file: torch's own state dict, with or without fp32 copies of the weights."""
 
-    def __init__(
-        self, state: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], optimizer: OptimizerKind
-    ) -> None:
+    def __init__(self, state: Mapping[str, Any], shapes: Shapes, optimizer: OptimizerKind) -> None:
         inner = state.get("optimizer_state_dict", state)
-        numbers = [number for group in inner["param_groups"] for number in group["params"]]
-        masters = [tensor for group in state["fp32_groups"] for tensor in group] if "fp32_groups" in state else None
-        self._state = {key: inner["state"].get(number, {}) for key, number in zip(shapes, numbers, strict=True)}
-        self._masters = dict(zip(shapes, masters, strict=True)) if masters is not None else None
+        numbers: list[int] = []
+        for group in inner["param_groups"]:
+            numbers.extend(group["params"])
         self.step = steps_taken(inner)
-        for key, saved in self._state.items():
-            for name in _tensors(saved):
-                shape = tuple(saved[name].shape)
-                if shape != optimizer.state(name).shape(tuple(shapes[key])):
-                    raise CheckpointError(
-                        f"optimizer state of layer {key.layer} {key.name} ({name}) has shape {list(shape)}, the "
-                        f"parameter {list(shapes[key])}: it belongs to another one; set no_load_optim"
-                    )
+        self._states: dict[Key, Mapping[str, Tensor]] = {}
+        for key, number in zip(shapes, numbers, strict=True):
+            self._states[key] = inner["state"].get(number, {})
+            _check_shapes(key, self._states[key], shapes[key], optimizer)
+        self._weights: dict[Key, Tensor] | None = None
+        if "fp32_groups" in state:
+            weights: list[Tensor] = []
+            for tensors in state["fp32_groups"]:
+                weights.extend(tensors)
+            self._weights = dict(zip(shapes, weights, strict=True))
 
     def names(self, key: Key) -> frozenset[str]:
         """Return the names of a parameter's states."""
-        return _tensors(self._state[key])
+        return state_names(self._states[key])
 
     def get(self, key: Key, name: str) -> Tensor | None:
         """Return a parameter's fp32 weights or a state."""
         if name == FP32:
-            return None if self._masters is None else self._masters[key]
-        kept = self._state[key]
-        return _numbers(kept, name, 0, kept[name].numel()).reshape(kept[name].shape)
+            return self._fp32(key)
+        stored = self._states[key][name]
+        return _numbers(self._states[key], name, 0, stored.numel()).reshape(stored.shape)
 
     def elements(self, key: Key, name: str, first: int, length: int) -> Tensor | None:
         """Return some elements of a parameter's fp32 weights or of a state."""
-        if name == FP32:
-            return None if self._masters is None else self._masters[key].reshape(-1)[first : first + length]
-        return _numbers(self._state[key], name, first, length)
+        if name != FP32:
+            return _numbers(self._states[key], name, first, length)
+        weights = self._fp32(key)
+        if weights is None:
+            return None
+        return weights.reshape(-1)[first : first + length]
+
+    def _fp32(self, key: Key) -> Tensor | None:
+        if self._weights is None:
+            return None
+        return self._weights[key]
 
 
-class FlatPartitions:
-    """ZeRO 1 and 2, and bf16 with pipeline stages: each group's parameters in one flat tensor, split over data ranks.
+def _check_shapes(
+    key: Key, states: Mapping[str, Tensor], parameter_shape: tuple[int, ...], optimizer: OptimizerKind
+) -> None:
+    """Raise CheckpointError if the states stored for a parameter are those of another parameter."""
+    for name in state_names(states):
+        shape = tuple(states[name].shape)
+        if shape != optimizer.state(name).shape(tuple(parameter_shape)):
+            raise CheckpointError(
+                f"optimizer state of layer {key.layer} {key.name} ({name}) has shape {list(shape)}, the "
+                f"parameter {list(parameter_shape)}: it belongs to another one; set no_load_optim"
+            )
 
-    A parameter has one piece on each data rank that holds a part of it; the files say at which position.
+
+class RankTensors(NamedTuple):
+    """The flat tensors of one data rank.
+
+    Attributes:
+        weights: fp32 weights.
+        states: Number of a flat tensor -> its states by name.
     """
 
-    def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Mapping[Key, tuple[int, ...]]) -> None:
-        self._states = states
+    weights: Sequence[Tensor]
+    states: Mapping[int, Mapping[str, Tensor]]
+
+
+class Piece(NamedTuple):
+    """A part of a flattened parameter in a flat tensor.
+
+    Attributes:
+        rank: Data rank that holds it.
+        flat: Number of its flat tensor.
+        start: First element in the flat tensor.
+        length: Number of elements.
+    """
+
+    rank: int
+    flat: int
+    start: int
+    length: int
+
+
+class PartitionedState:
+    """Flat tensors over data ranks, in which each parameter consists of pieces.
+
+    Args:
+        ranks: Tensors of each data rank.
+        pieces: Pieces of each parameter, in their order. The last one may end with padding.
+        shapes: Shapes of the parameters.
+        step: The optimizer's counter.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankTensors], pieces: Mapping[Key, Sequence[Piece]], shapes: Shapes, step: float
+    ) -> None:
+        self.step = step
+        self._ranks = ranks
+        self._pieces = pieces
         self._shapes = shapes
-        self._pieces: dict[Key, list[tuple[int, int, int, int]]] = {}  # data rank, group, start, length
-        for rank, state in enumerate(states):
-            for group, fragments in enumerate(state["param_slice_mappings"]):
-                for name, fragment in fragments.items():
-                    piece = (rank, group, fragment.start, fragment.numel)
-                    self._pieces.setdefault(parse_name(name), []).append(piece)
-        self.step = steps_taken(states[0]["base_optimizer_state"])
 
     def names(self, key: Key) -> frozenset[str]:
         """Return the names of a parameter's states."""
-        rank, group, *_ = self._pieces[key][0]
-        return _tensors(self._states[rank]["base_optimizer_state"]["state"].get(group, {}))
+        first = self._pieces[key][0]
+        return state_names(self._ranks[first.rank].states.get(first.flat, {}))
 
-    def get(self, key: Key, name: str) -> Tensor | None:
+    def get(self, key: Key, name: str) -> Tensor:
         """Return a parameter's fp32 weights or a state."""
         shape = self._shapes[key]
-        return self.elements(key, name, 0, torch.Size(shape).numel()).reshape(shape)
+        return self.elements(key, name, 0, prod(shape)).reshape(shape)
 
     def elements(self, key: Key, name: str, first: int, length: int) -> Tensor:
         """Return some elements of a parameter's fp32 weights or of a state."""
         pieces = self._pieces[key]
         found = []
-        for number, begin, count in overlaps([piece[3] for piece in pieces], first, length):
-            rank, group, start, _ = pieces[number]
-            found.append(self._piece(rank, group, name, start + begin, count))
+        for number, begin, count in overlaps([piece.length for piece in pieces], first, length):
+            piece = pieces[number]
+            found.append(self._part(piece.rank, piece.flat, name, piece.start + begin, count))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _piece(self, rank: int, group: int, name: str, start: int, length: int) -> Tensor:
-        state = self._states[rank]
-        fp32: Tensor = state["single_partition_of_fp32_groups"][group][start : start + length]
-        return fp32 if name == FP32 else _state_piece(state["base_optimizer_state"], group, name, start, fp32)
+    def _part(self, rank: int, flat: int, name: str, start: int, length: int) -> Tensor:
+        """Return a part of one flat tensor; zeros for a state before the first step."""
+        weights = self._ranks[rank].weights[flat][start : start + length]
+        if name == FP32:
+            return weights
+        states = self._ranks[rank].states.get(flat, {})
+        if name not in states:
+            return torch.zeros_like(weights)
+        return _numbers(states, name, start, length)
 
 
-class ParameterPartitions:
-    """ZeRO 3: every parameter split over data ranks (padded to equal parts), a rank's parts in flat tensors."""
+def zero12_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> PartitionedState:
+    """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages.
 
-    def __init__(self, states: Sequence[Mapping[str, Any]], shapes: Mapping[Key, tuple[int, ...]]) -> None:
-        self._states = states
-        self._shapes = shapes
-        self._where: dict[Key, tuple[int, int, int]] = {}  # flat tensor, start, length of a rank's part
-        flats = [flat.numel() for flat in states[0]["fp32_flat_groups"]]
-        ends = list(accumulate(flats))
-        position = 0
-        for key, shape in self._shapes.items():
-            part = -(-torch.Size(shape).numel() // len(states))
-            flat = next(i for i, end in enumerate(ends) if position < end)
-            self._where[key] = (flat, position - (ends[flat] - flats[flat]), part)
-            position += part
-        self.step = steps_taken(states[0]["optimizer_state_dict"])
-
-    def names(self, key: Key) -> frozenset[str]:
-        """Return the names of a parameter's states."""
-        return _tensors(self._states[0]["optimizer_state_dict"]["state"].get(self._where[key][0], {}))
-
-    def get(self, key: Key, name: str) -> Tensor | None:
-        """Return a parameter's fp32 weights or a state."""
-        shape = self._shapes[key]
-        return self.elements(key, name, 0, torch.Size(shape).numel()).reshape(shape)
-
-    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor:
-        """Return some elements of a parameter's fp32 weights or of a state."""
-        flat, start, part = self._where[key]
-        found = []
-        for rank, begin, count in overlaps([part] * len(self._states), first, length):
-            found.append(self._piece(self._states[rank], flat, name, start + begin, count))
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _piece(self, state: Mapping[str, Any], flat: int, name: str, start: int, length: int) -> Tensor:
-        fp32: Tensor = state["fp32_flat_groups"][flat][start : start + length]
-        return fp32 if name == FP32 else _state_piece(state["optimizer_state_dict"], flat, name, start, fp32)
-
-
-def overlaps(lengths: Sequence[int], first: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield which parts of neighbouring pieces make up a range of their concatenation.
+    A group's parameters stand one after another in one flat tensor, which is split over data ranks. The files say where
+    in it each parameter is.
 
     Args:
-        lengths: Lengths of the pieces.
-        first: First element of the range.
-        length: Length of the range, above 0.
-
-    Yields:
-        Number of a piece, first element in the piece, number of elements.
+        states: Content of the file of each data rank.
+        shapes: Shapes of the parameters.
     """
-    offset = 0
-    for number, piece in enumerate(lengths):
-        begin = max(first, offset)
-        end = min(first + length, offset + piece)
-        if begin < end:
-            yield number, begin - offset, end - begin
-        offset += piece
+    ranks = []
+    pieces: dict[Key, list[Piece]] = {}
+    for rank, state in enumerate(states):
+        ranks.append(RankTensors(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]))
+        for group, fragments in enumerate(state["param_slice_mappings"]):
+            for name, fragment in fragments.items():
+                piece = Piece(rank, group, fragment.start, fragment.numel)
+                pieces.setdefault(parse_name(name), []).append(piece)
+    return PartitionedState(ranks, pieces, shapes, steps_taken(states[0]["base_optimizer_state"]))
+
+
+def zero3_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> PartitionedState:
+    """Return the state in files of ZeRO 3.
+
+    Each parameter is padded and split into equal parts. A rank's parts stand one after another in its flat tensors.
+
+    Args:
+        states: Content of the file of each data rank.
+        shapes: Shapes of the parameters.
+    """
+    ranks = [RankTensors(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
+    sizes = list(map(Tensor.numel, ranks[0].weights))
+    pieces: dict[Key, list[Piece]] = {}
+    flat = 0
+    start = 0
+    for key, shape in shapes.items():
+        while start >= sizes[flat]:  # this flat tensor is full
+            start -= sizes[flat]
+            flat += 1
+        length = -(-prod(shape) // len(ranks))
+        pieces[key] = [Piece(rank, flat, start, length) for rank in range(len(ranks))]
+        start += length
+    return PartitionedState(ranks, pieces, shapes, steps_taken(states[0]["optimizer_state_dict"]))
 
 
 def parse_name(name: str) -> Key:
     """Parse a parameter's name in DeepSpeed's modules (`sequential.3.x`, `3.x`, `tied_modules.T.x`)."""
-    if match := _TIED.match(name):
+    match = _TIED.match(name)
+    if match:
         return Key(0, canonical_parameter(match[1]))
     match = _NAME.match(name)
     if match is None:
@@ -250,46 +298,50 @@ def parse_name(name: str) -> Key:
 
 
 def steps_taken(state: Mapping[str, Any]) -> float:
-    """Return the counter in an optimizer's state dict; 0 before the first step, and for an optimizer without.
+    """Return the counter in an optimizer's state dict; 0 before the first step, and for an optimizer without one.
 
-    torch counts by parameter, DeepSpeed's own Adam by group or, in some versions, by the last parameter alone: the
-    largest counter is the right one. gpt-neox's MADGRAD has one for all, `k`.
+    torch counts for each parameter. DeepSpeed's own Adam counts for each group, or in some versions only for the last
+    parameter. The largest counter is the right one. gpt-neox's MADGRAD has one counter for all parameters, `k`.
 
     Raises:
-        CheckpointError: If Adam's is missing.
+        CheckpointError: If Adam's counter is missing.
     """
     states = [value for value in state["state"].values() if isinstance(value, Mapping)]
-    holders = [*states, *state.get("param_groups", ())]
-    steps = [float(holder["step"]) for holder in holders if "step" in holder]
-    steps += [float(state["state"]["k"])] if "k" in state["state"] else []
-    names = {name for value in states for name in _tensors(value)}
-    found = optimizer_of_states(names)
-    if names and not steps and found is not None and OPTIMIZERS[found].counts_steps:
+    counters = []
+    for holder in (*states, *state.get("param_groups", ())):
+        if "step" in holder:
+            counters.append(float(holder["step"]))
+    if "k" in state["state"]:
+        counters.append(float(state["state"]["k"]))
+    if counters:
+        return max(counters)
+    names: set[str] = set()
+    for value in states:
+        names |= state_names(value)
+    optimizer = optimizer_of_states(names)
+    if names and optimizer is not None and OPTIMIZERS[optimizer].counts_steps:
         raise CheckpointError("the optimizer's state does not say how many steps it has taken; set no_load_optim")
-    return max(steps, default=0.0)
+    return 0.0
 
 
-def _tensors(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the states that are kept for a parameter, without the counter of steps."""
-    names = {name for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-    return frozenset(name for name in names if not name.endswith((SCALES, VALUES)))
+def state_names(stored: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the states that are stored for a parameter, without the counter of steps."""
+    names = set()
+    for name, value in stored.items():
+        if isinstance(value, Tensor) and name != "step" and not name.endswith((SCALES, VALUES)):
+            names.add(name)
+    return frozenset(names)
 
 
-def _state_piece(state: Mapping[str, Any], number: int, name: str, start: int, fp32: Tensor) -> Tensor:
-    """Return a part of a state of the tensor of that number, as long as `fp32`; zeros before the first step."""
-    kept = state["state"].get(number, {})
-    return _numbers(kept, name, start, fp32.numel()) if name in kept else torch.zeros_like(fp32)
-
-
-def _numbers(kept: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
+def _numbers(stored: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
     """Return a part of a flattened state.
 
     The numbers of a state of 8 bits are products of two fp32 numbers. They are returned in fp64, which holds them
     exactly, so that `neox.optim` finds the same codes and scales again.
     """
-    stored = kept[name].reshape(-1)[start : start + length]
-    scales = kept.get(name + SCALES)
+    part = stored[name].reshape(-1)[start : start + length]
+    scales = stored.get(name + SCALES)
     if scales is None:
-        return stored
-    blocks = torch.arange(start, start + stored.numel()) // BLOCK
-    return kept[name + VALUES][stored.int()].double() * scales[blocks].double()
+        return part
+    blocks = torch.arange(start, start + part.numel()) // BLOCK
+    return stored[name + VALUES][part.int()].double() * scales[blocks].double()

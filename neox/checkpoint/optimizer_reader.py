@@ -1,4 +1,4 @@
-"""Reading an optimizer's state and the fp32 weights from a checkpoint, parameter by parameter, at any degrees."""
+"""Reader of an optimizer's state and the fp32 weights in a checkpoint: by parameter, at any degrees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OptimizerReader:
         self._stage_of: dict[Key, int] = {}
         self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)
-        self.scaler = _scaler(path) if self.layout["precision"] == "fp16" else None
+        self.scaler = _loss_scaler(path) if self.layout["precision"] == "fp16" else None
 
     def names(self, index: int, name: str) -> frozenset[str]:
         """Return the names of the states of a parameter; none before the first step."""
@@ -59,16 +59,23 @@ class OptimizerReader:
 
     def full(self, index: int, name: str, state: str) -> Tensor:
         """Return a full parameter's fp32 weights (`FP32`) or a state, the vocabulary fitted to the plan's padding."""
-        spec, parts = self._spec(index, name), self._parts(self._known(index, name), state)
+        spec = self._spec(index, name)
+        parts = self._parts(self._known(index, name), state)
         if parts is None:
             return self._weights.full(index, name).float()
-        kept = None if state == FP32 else self.optimizer.state(state)
-        one_axis = kept is not None and kept.axis is not None
-        full = parts[0] if spec.partition_dim is None or one_axis else merge(spec, parts)
-        if name in VOCABULARY and not (kept and kept.axis):
+        wanted: tuple[int, ...] | None = spec.shape
+        axis = None  # a state may hold a number for each row or column only
+        if state != FP32:
+            kind = self.optimizer.state(state)
+            wanted = kind.shape(spec.shape)
+            axis = kind.axis
+        if spec.partition_dim is None or axis is not None:
+            full = parts[0]
+        else:
+            full = merge(spec, parts)
+        if name in VOCABULARY and not axis:
             full = fit_vocabulary(spec, full, self._weights.args.get("vocab_size"))
-        wanted = spec.shape if kept is None else kept.shape(spec.shape)
-        if tuple(full.shape) != wanted or (one_axis and len(parts) > 1):
+        if tuple(full.shape) != wanted or (axis is not None and len(parts) > 1):
             raise CheckpointError(
                 f"{self.path}: optimizer state of layer {index} {name} ({state}) has shape {list(full.shape)} on "
                 f"{len(parts)} tensor ranks, this model's is {list(wanted or ())}; it is of another model"
@@ -76,8 +83,9 @@ class OptimizerReader:
         return full
 
     def shard(self, index: int, name: str, state: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return tensor rank `tp_rank`'s part of `full` at degree `tp_size`; only the needed files are read."""
-        spec, parts = self._spec(index, name), self._parts(self._known(index, name), state)
+        """Return tensor rank `tp_rank`'s part of `full` at degree `tp_size`. Only the needed files are read."""
+        spec = self._spec(index, name)
+        parts = self._parts(self._known(index, name), state)
         if parts is None:
             return self._weights.shard(index, name, tp_rank, tp_size).float()
         if state != FP32 and self.optimizer.state(state).axis is not None:
@@ -113,6 +121,7 @@ class OptimizerReader:
         return self.shard(index, name, state, tp_rank, tp_size).reshape(-1)[first : first + length]
 
     def _known(self, index: int, name: str) -> Key:
+        """Return the key of a parameter. Raises CheckpointError if the optimizer has no such parameter."""
         key = Key(index, name)
         if key not in self._stage_of:
             raise CheckpointError(f"{self.path}: no optimizer state for layer {index} {name}")
@@ -120,94 +129,124 @@ class OptimizerReader:
 
     def _parts(self, key: Key, state: str) -> list[Tensor] | None:
         """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""
-        parts = [stage.get(key, state) for stage in self._stages[self._stage_of[key]]]
-        if parts[0] is None:
-            return None
-        found = [part for part in parts if part is not None]
-        if self._by_gpt_neox and state == FP32 and len(found) > 1 and self._spec(*key).summed_in_neox:
-            return [torch.stack(found).sum(0)]  # each rank owns a bias; their gradients and moments are equal
-        return found
+        parts = []
+        for stage in self._stages[self._stage_of[key]]:
+            part = stage.get(key, state)
+            if part is None:
+                return None
+            parts.append(part)
+        if self._by_gpt_neox and state == FP32 and len(parts) > 1 and self._spec(*key).summed_in_neox:
+            return [torch.stack(parts).sum(0)]  # each rank owns a bias; their gradients and moments are equal
+        return parts
 
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)
 
     def _open_stages(self) -> list[list[StageState]]:
         """Open the states by pipeline rank and tensor rank, and note which stage holds which parameter."""
-        pp, mp, dp = (int(self.layout[key]) for key in ("pp", "mp", "dp"))
-        clients, divided = _files(self.path, pp * mp, dp)
+        pp = int(self.layout["pp"])
+        tp = int(self.layout["mp"])
+        clients, partitions = _files(self.path, pp * tp, int(self.layout["dp"]))
         stages: list[list[StageState]] = []
         for stage in range(pp):
-            ranks = []
-            for tp_rank in range(mp):
-                file = clients[stage * mp + tp_rank]
-                client = load_file(file)
-                parts = divided.get(stage * mp + tp_rank, [])
-                order = self._gpt_neox_order(stage, parts) if self._by_gpt_neox else read_order(file, client)
-                shapes = {key: self._stored_shape(key, mp) for key in order}
-                ranks.append(open_stage(file, client, parts, shapes, self.optimizer))
+            ranks: list[StageState] = []
+            for tp_rank in range(tp):
+                model_rank = stage * tp + tp_rank
+                client = load_file(clients[model_rank])
+                files = partitions.get(model_rank, [])
+                if self._by_gpt_neox:
+                    order = self._gpt_neox_order(stage, files)
+                else:
+                    order = read_order(clients[model_rank], client)
+                shapes = {key: self._stored_shape(key, tp) for key in order}
+                ranks.append(open_stage(clients[model_rank], client, files, shapes, self.optimizer))
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
                 self._stage_of.setdefault(key, stage)
         return stages
 
     def _gpt_neox_order(self, stage: int, files: Sequence[Path]) -> list[Key]:
+        """Return the parameters of a stage's optimizer that gpt-neox wrote, in its order."""
         if files:
             states = [load_file(file)["optimizer_state_dict"] for file in files]
-            return [parse_name(name) for name in divided_keys(files[0], states)]
-        pp, mp = int(self.layout["pp"]), int(self.layout["mp"])
-        return stage_order(self.path, stage, group_counts(self.path, pp, mp), self._weights)
+            return list(map(parse_name, divided_keys(files[0], states)))
+        counts = group_counts(self.path, int(self.layout["pp"]), int(self.layout["mp"]))
+        return stage_order(self.path, stage, counts, self._weights)
 
     def _stored_shape(self, key: Key, tp_size: int) -> tuple[int, ...]:
+        """Return the shape of a parameter on a tensor rank of the files."""
         if key.name in VOCABULARY:  # its padding may differ from the plan's
             return tuple(self._weights.parts(*key)[0].shape)
         return self._spec(*key).shard_shape(tp_size)
 
 
 def saved_layout(path: Path, client_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the layout in which a checkpoint's optimizer state was written; for gpt-neox's files it is derived.
+    """Return the layout in which a checkpoint's optimizer state was written. For gpt-neox's files it is derived.
 
     Raises:
         CheckpointError: If the state cannot be read.
     """
     layout = client_state.get("layout")
     if isinstance(layout, Mapping):
-        return {"optimizer": "adam", **layout}  # the only one that older versions had
+        return {"optimizer": "adam", **layout}  # older versions had no other optimizer and did not name it
     return gpt_neox_layout(path)
 
 
-def _files(path: Path, model_ranks: int, dp: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:
-    """Return the client state files, and the optimizer files by data rank, of every model rank."""
+def _files(path: Path, model_ranks: int, data_ranks: int) -> tuple[dict[int, Path], dict[int, list[Path]]]:
+    """Find the files of every model rank.
+
+    Returns:
+        The client state file of each model rank, and its optimizer files in the order of the data ranks.
+
+    Raises:
+        CheckpointError: If a file is missing.
+    """
     clients: dict[int, Path] = {}
-    divided: dict[int, dict[int, Path]] = {}
+    partitions: dict[int, dict[int, Path]] = {}
     for file in path.iterdir():
-        if (rank := parse_mp_rank_file(file.name)) is not None:
-            clients[rank] = file
-        elif (parsed := parse_optimizer_file(file.name)) is not None:
-            divided.setdefault(parsed.mp_rank, {})[parsed.dp_rank] = file
-    missing = [f"client state of model rank {rank}" for rank in range(model_ranks) if rank not in clients]
-    if divided:
-        wanted = [(rank, data) for rank in range(model_ranks) for data in range(dp)]
-        gaps = [(rank, data) for rank, data in wanted if data not in divided.get(rank, {})]
-        missing += [f"optimizer state of model rank {rank}, data rank {data}" for rank, data in gaps]
+        model_rank = parse_mp_rank_file(file.name)
+        optimizer_file = parse_optimizer_file(file.name)
+        if model_rank is not None:
+            clients[model_rank] = file
+        elif optimizer_file is not None:
+            partitions.setdefault(optimizer_file.mp_rank, {})[optimizer_file.dp_rank] = file
+    missing = []
+    for model_rank in range(model_ranks):
+        if model_rank not in clients:
+            missing.append(f"client state of model rank {model_rank}")
+        if partitions:
+            gaps = sorted(set(range(data_ranks)) - partitions.get(model_rank, {}).keys())
+            missing.extend(f"optimizer state of model rank {model_rank}, data rank {rank}" for rank in gaps)
     if missing:
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")
-    return clients, {rank: [file for _, file in sorted(files.items())] for rank, files in divided.items()}
+    in_order = {}
+    for model_rank, files in partitions.items():
+        in_order[model_rank] = [file for _, file in sorted(files.items())]
+    return clients, in_order
 
 
-def _scaler(path: Path) -> dict[str, Any]:
-    """Return the attributes of fp16's loss scaler."""
-    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+def _loss_scaler(path: Path) -> dict[str, Any]:
+    """Return the attributes of fp16's loss scaler. Raises CheckpointError if there are none."""
     for state in _optimizer_states(path):
-        found = state.get("loss_scaler")
-        values = state if found is None else vars(found)
-        return {name: values[name] for name in names if values.get(name) is not None}
+        values = state
+        if state.get("loss_scaler") is not None:
+            values = vars(state["loss_scaler"])
+        found = {}
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            if values.get(name) is not None:
+                found[name] = values[name]
+        return found
     raise CheckpointError(f"{path}: no loss scale in its optimizer state")
 
 
 def _optimizer_states(path: Path) -> Iterator[Mapping[str, Any]]:
-    for file in sorted(path.iterdir()):
+    """Yield the optimizer states of all files: first those of data ranks, then those in `mp_rank` files."""
+    files = sorted(path.iterdir())
+    for file in files:
         if parse_optimizer_file(file.name) is not None:
             yield load_file(file)["optimizer_state_dict"]
-    for file in sorted(path.iterdir()):
-        if parse_mp_rank_file(file.name) is not None and (state := load_file(file).get("optimizer")) is not None:
-            yield state
+    for file in files:
+        if parse_mp_rank_file(file.name) is not None:
+            state = load_file(file).get("optimizer")
+            if state is not None:
+                yield state

@@ -6,8 +6,8 @@ Order of one save, over all ranks of a run:
 2. every rank writes its files into `staging_path`, and all ranks learn whether all could;
 3. rank 0: `commit`, or `discard` when any rank failed.
 
-If a run is killed at any point, the earlier checkpoints are unchanged. Incomplete files have names that start with
-a dot, which loading ignores and the next save removes.
+If a run is killed at any point, the earlier checkpoints are unchanged. Names of incomplete files start with a dot.
+Loading ignores them, and the next save removes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from neox.files import fsync_path, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
-_STAGED, _REPLACED, _DELETED = ".staging-", ".replaced-", ".deleted-"
+_STAGED = ".staging-"
+_REPLACED = ".replaced-"
+_DELETED = ".deleted-"
 PENDING = ".latest-pending"
+"""Name of the file that names the checkpoint of a commit until `latest` does."""
 
 
 def staging_path(save: str | Path, iteration: int) -> Path:
@@ -34,7 +37,7 @@ def staging_path(save: str | Path, iteration: int) -> Path:
 
 
 def stage_directory(save: str | Path, iteration: int) -> Path:
-    """Create an empty staging directory, and remove what interrupted saves left; call on one rank.
+    """Create an empty staging directory, and remove what interrupted saves left. One rank calls it.
 
     Raises:
         CheckpointError: If the directory cannot be written.
@@ -58,7 +61,7 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
 
 
 def discard(staged: Path) -> None:
-    """Remove a staging directory after a failed save; a failure of the removal is only logged."""
+    """Remove a staging directory after a failed save. A failure of the removal is only logged."""
     try:
         shutil.rmtree(staged)
     except OSError as error:
@@ -66,19 +69,19 @@ def discard(staged: Path) -> None:
 
 
 def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Path:
-    """Make a staged checkpoint final: fsync, manifest, rename, then `latest`; call on one rank.
+    """Make a staged checkpoint final: fsync, manifest, rename, then `latest`. One rank calls it.
 
     An earlier checkpoint of the same iteration is replaced.
 
     Args:
         staged: The staging directory.
-        records: Results of `record_share` on all ranks, so that this one need not hash all files.
+        records: Results of `record_share` on all ranks, so that this rank need not hash all files.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: If the disk refuses; the earlier checkpoints and `latest` are then unchanged, and the staging
+        CheckpointError: If the disk refuses. The earlier checkpoints and `latest` are then unchanged, and the staging
             directory is removed.
     """
     save = staged.parent
@@ -119,7 +122,7 @@ def _undo(staged: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; if interrupted, the rest has a name that loading ignores. Raises CheckpointError."""
+    """Delete a checkpoint. If this is interrupted, the rest has a name that loading ignores. Raises CheckpointError."""
     renamed = path.with_name(f"{_DELETED}{path.name}")
     with os_errors(CheckpointError, f"{path}: cannot be deleted"):
         os.rename(path, renamed)
@@ -131,17 +134,20 @@ def checkpoint_directories(save: Path) -> list[Path]:
 
     A save of the same iteration that was killed between its two renames leaves the earlier one under another name.
     """
-    found: dict[int, Path] = {}
+    final: dict[int, Path] = {}
+    replaced: dict[int, Path] = {}
     for path in save.iterdir():
         step = parse_step_directory(path.name.removeprefix(_REPLACED))
-        if step is not None and path.is_dir() and (step not in found or found[step].name.startswith(_REPLACED)):
-            found[step] = path
+        if step is not None and path.is_dir():
+            group = replaced if path.name.startswith(_REPLACED) else final
+            group[step] = path
+    found = replaced | final
     return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _recover_replaced(save: Path) -> None:
     """Finish or undo a replacement that was killed between its two renames."""
-    for replaced in [p for p in save.iterdir() if p.name.startswith(_REPLACED)]:
+    for replaced in list(save.glob(f"{_REPLACED}*")):
         final = save / replaced.name.removeprefix(_REPLACED)
         if final.exists():
             shutil.rmtree(replaced)
@@ -150,11 +156,13 @@ def _recover_replaced(save: Path) -> None:
 
 
 def _next_sequence(save: Path) -> int:
+    """Return the number of the next commit."""
     sequences = [0]
     for path in checkpoint_directories(save):
         try:
             manifest = read_manifest(path)
         except CheckpointError:
             continue  # reported when loading; only the counter matters here
-        sequences.append(manifest.sequence if manifest else 0)
+        if manifest is not None:
+            sequences.append(manifest.sequence)
     return max(sequences) + 1

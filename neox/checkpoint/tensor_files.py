@@ -21,9 +21,12 @@ from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
 from neox.checkpoint.reshard import neox_shard
 from neox.errors import CheckpointError, os_errors
 
-# Bytes of one write. A longer one takes the kernel's largest free pages, which on a virtual machine are those that the
-# host has taken back and gives again slowly (ten times the time of the copy, measured); and it holds the file's lock.
 WRITE_BYTES = 128 << 10
+"""Bytes of one write.
+
+For a longer one the kernel takes its largest free pages. On a virtual machine these are pages that the host has taken
+back and gives again slowly (measured: ten times the time of the copy). A longer write also holds the file's lock.
+"""
 
 
 class SavedScaler:
@@ -41,7 +44,8 @@ class SavedFragment:
 
 _reconstruct = np.zeros(0).__reduce__()[0]
 
-# (callable, name in the pickle). DeepSpeed's types become stand-ins, so that reading needs no deepspeed.
+# Types, and pairs of a callable and its name in the pickle. DeepSpeed's types become stand-ins, so that reading does
+# not import deepspeed.
 _ALLOWED: tuple[Any, ...] = (
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
@@ -77,11 +81,14 @@ def load_file(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: {_unpickling_reason(error)}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = "empty" if size == 0 else (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = "empty"
+        if size > 0:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: broken or no torch file ({reason}); use another checkpoint") from error
 
 
 def _unpickling_reason(error: pickle.UnpicklingError) -> str:
+    """Return why a file was not unpickled, in our words."""
     text = str(error)
     if "Unsupported global: GLOBAL " in text:
         name = text.split("Unsupported global: GLOBAL ", 1)[1].split()[0]
@@ -128,8 +135,13 @@ def save_file(path: Path, value: Any) -> Path:
         with _PiecewiseFile(path) as file:
             torch.save(value, cast(IO[bytes], file))
     except (OSError, RuntimeError) as error:
-        cause = file.failure if file is not None and file.failure is not None else error
-        reason = cause.strerror if isinstance(cause, OSError) else str(cause).strip().splitlines()[0]
+        cause: Exception = error
+        if file is not None and file.failure is not None:
+            cause = file.failure
+        if isinstance(cause, OSError):
+            reason = cause.strerror
+        else:
+            reason = str(cause).strip().splitlines()[0]
         raise CheckpointError(f"{path}: cannot be written: {reason}") from error
     return path
 
@@ -139,9 +151,9 @@ def write_layer(directory: Path, index: int, tp_rank: int, state_dict: Mapping[s
 
     Args:
         directory: The checkpoint.
-        index: The layer.
+        index: Index of the layer.
         tp_rank: The tensor rank.
-        state_dict: Its parameters by name. Views are copied first, because torch saves a view's whole storage.
+        state_dict: Parameters of the layer by name. Views are copied first, because torch saves a view's whole storage.
 
     Returns:
         The file's path.
@@ -149,10 +161,12 @@ def write_layer(directory: Path, index: int, tp_rank: int, state_dict: Mapping[s
     Raises:
         CheckpointError: If the disk refuses.
     """
-    return save_file(directory / layer_file(index, tp_rank), {k: _own_storage(v) for k, v in state_dict.items()})
+    tensors = {name: _own_storage(tensor) for name, tensor in state_dict.items()}
+    return save_file(directory / layer_file(index, tp_rank), tensors)
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor in CPU memory that fills its storage."""
     tensor = tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     if whole and tensor.device.type == "cpu":
@@ -161,16 +175,22 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 
 def write_full_layer(directory: Path, layer: LayerEntry, state: Mapping[str, Tensor], tp_size: int) -> None:
-    """Write one layer from full tensors as `tp_size` files; a summed bias goes to rank 0, zeros to the others."""
+    """Write one layer from full tensors as `tp_size` files. Rank 0 gets the whole of a summed bias, others zeros."""
     for rank in range(tp_size):
-        split = {p.name: neox_shard(p, state[p.name], rank, tp_size) for p in layer.parameters}
-        write_layer(directory, layer.index, rank, split)
+        part = {}
+        for spec in layer.parameters:
+            part[spec.name] = neox_shard(spec, state[spec.name], rank, tp_size)
+        write_layer(directory, layer.index, rank, part)
 
 
 def neox_state(layer: LayerEntry, state: Mapping[str, Tensor], tp_rank: int) -> dict[str, Tensor]:
     """Return a layer's state dict as gpt-neox's files hold it: summed biases are zero on ranks other than 0."""
-    summed = {p.name for p in layer.parameters if p.summed_in_neox} if tp_rank > 0 else set()
-    return {name: torch.zeros_like(value) if name in summed else value for name, value in state.items()}
+    part = dict(state)
+    if tp_rank > 0:
+        for spec in layer.parameters:
+            if spec.summed_in_neox and spec.name in part:
+                part[spec.name] = torch.zeros_like(part[spec.name])
+    return part
 
 
 def write_client_state(directory: Path, mp_rank: int, state: Mapping[str, Any]) -> Path:

@@ -45,14 +45,13 @@ class LayerFiles:
 
     def __init__(self, directory: Path, found: Mapping[int, Mapping[int, Path]]) -> None:
         self.indices = tuple(sorted(found))
-        self.tp_size = 1 + max(rank for ranks in found.values() for rank in ranks)
+        self.tp_size = 1 + max(max(ranks) for ranks in found.values())
         self._found = found
-        missing = [
-            layer_file(index, rank)
-            for index in self.indices
-            for rank in range(self.tp_size)
-            if rank not in found[index]
-        ]
+        missing = []
+        for index in self.indices:
+            for rank in range(self.tp_size):
+                if rank not in found[index]:
+                    missing.append(layer_file(index, rank))
         if missing:
             raise CheckpointError(
                 f"{directory}: {self.tp_size} tensor ranks, but these layer files are missing: {', '.join(missing)}; "
@@ -91,9 +90,12 @@ def open_source(directory: Path) -> WeightSource:
     except OSError as error:
         raise CheckpointError(f"{directory}: not a readable checkpoint directory ({error.strerror})") from error
     for path in entries:
-        if (layer := parse_layer_file(path.name)) is not None:
-            layers[layer[0]][layer[1]] = path
-        elif (rank := parse_mp_rank_file(path.name)) is not None:
+        layer = parse_layer_file(path.name)
+        rank = parse_mp_rank_file(path.name)
+        if layer is not None:
+            index, tp_rank = layer
+            layers[index][tp_rank] = path
+        elif rank is not None:
             ranks[rank] = path
     if layers:
         return LayerFiles(directory, layers)
@@ -102,18 +104,23 @@ def open_source(directory: Path) -> WeightSource:
             f"{directory}: no layer files ({layer_file(0, 0)}, ...) and no {mp_rank_file(0)}; "
             "give the global_stepN directory of a NeoX checkpoint"
         )
-    if gaps := [mp_rank_file(rank) for rank in range(max(ranks)) if rank not in ranks]:
-        raise CheckpointError(f"{directory}: missing {', '.join(gaps)}")
+    missing = sorted(set(range(max(ranks))) - ranks.keys())
+    if missing:
+        raise CheckpointError(f"{directory}: missing {', '.join(map(mp_rank_file, missing))}")
     return OneStageFiles(ranks)
 
 
 def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
-    module = loaded.get("module") if isinstance(loaded, Mapping) else None
+    """Return the tensors of an `mp_rank` file by layer index and name."""
+    module = None
+    if isinstance(loaded, Mapping):
+        module = loaded.get("module")
     if not isinstance(module, Mapping):
         raise CheckpointError(f"{path}: holds no weights, and there are no layer files beside it")
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in module.items():
-        if (match := _SEQUENTIAL.match(key)) and isinstance(tensor, Tensor):
+        match = _SEQUENTIAL.match(key)
+        if match and isinstance(tensor, Tensor):
             layers[int(match[1])][match[2]] = tensor
     if not layers:
         raise CheckpointError(f"{path}: its module has no `sequential.N.` weights")
@@ -121,8 +128,9 @@ def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        canonical_parameter(key): value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and not is_buffer(key)
-    }
+    """Return the weights of a layer's state dict by canonical name, without buffers."""
+    weights = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not is_buffer(key):
+            weights[canonical_parameter(key)] = value
+    return weights

@@ -70,7 +70,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
         return Start()
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
-    reader = CheckpointReader(path, plan.layers, other_head=keys.finetune)
+    reader = CheckpointReader(path, plan.layers, finetune=keys.finetune)
     for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=keys.finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
     check_same_adapters(path, reader.args, plan, finetune=keys.finetune)

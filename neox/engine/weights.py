@@ -71,7 +71,7 @@ def read_weights(
         path: The checkpoint.
         finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
     """
-    reader = CheckpointReader(path, layers, other_head=finetune)
+    reader = CheckpointReader(path, layers, finetune=finetune)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:
             continue

@@ -11,6 +11,7 @@ import torch
 from neox.checkpoint import CheckpointReader, layer_file, mp_rank_file, save_file, write_layer
 from neox.errors import CheckpointError
 from neox.parallel import shard
+from tests.errors import raises_naming
 from tests.plans import NETWORKS
 from tests.plans import small_plan as plan_of_network
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
@@ -63,11 +64,11 @@ def test_row_biases_of_two_ranks_are_summed_under_parallel_residual_only(tmp_pat
         state["attention.dense.bias"] = torch.full((16,), 1.0 + rank)
         write_layer(tmp_path, 2, rank, state)
     assert torch.equal(CheckpointReader(tmp_path, layers).full(2, "attention.dense.bias"), torch.full((16,), 3.0))
-    with pytest.raises(CheckpointError, match=r"attention\.dense\.bias should be the same on every tensor rank.*1"):
+    with raises_naming(CheckpointError, layer_file(2, 0), "attention.dense.bias"):
         CheckpointReader(tmp_path, small_plan(gpt_j_residual=False)).full(2, "attention.dense.bias")
     averaged = CheckpointReader(tmp_path, small_plan(gpt_j_residual=False), on_drift="average")
     assert torch.equal(averaged.full(2, "attention.dense.bias"), torch.full((16,), 1.5))
-    with pytest.raises(CheckpointError, match="the network is needed"):
+    with raises_naming(CheckpointError, "attention.dense.bias"):
         CheckpointReader(tmp_path).full(2, "attention.dense.bias")
 
 
@@ -125,26 +126,26 @@ def test_a_row_that_is_in_use_is_never_cut(tmp_path):
     saved = small_plan()
     state = {"model_identity": {"vocab_size": 60}}
     write_checkpoint(tmp_path, saved, seeded_weights(saved), client_state=state)
-    with pytest.raises(CheckpointError, match="uses 60 token ids, but this model has only 56 rows"):
+    with raises_naming(CheckpointError, "word_embeddings.weight", 60, 56):
         CheckpointReader(tmp_path, small_plan(padded_vocab_size=56)).full(0, "word_embeddings.weight")
 
 
 def test_says_what_is_missing_or_of_another_model(tmp_path):
     layers = small_plan()
     write_checkpoint(tmp_path, layers, seeded_weights(layers), tp_size=2)
-    with pytest.raises(CheckpointError, match=r"no weights for layers \[4, 7, 8\].*layer_08-model_00"):
+    with raises_naming(CheckpointError, [4, 7, 8], layer_file(8, 0)):
         CheckpointReader(tmp_path, small_plan(num_layers=4))
-    with pytest.raises(CheckpointError, match=r"layers \[6\].*tied"):
+    with raises_naming(CheckpointError, [6]):
         CheckpointReader(tmp_path, small_plan(no_weight_tying=False))
-    with pytest.raises(CheckpointError, match=r"shape \[48, 16\].*\[96, 32\].*another model"):
+    with raises_naming(CheckpointError, "attention.query_key_value.weight", [48, 16], [96, 32]):
         CheckpointReader(tmp_path, small_plan(hidden_size=32)).full(2, "attention.query_key_value.weight")
     (tmp_path / layer_file(3, 1)).unlink()
-    with pytest.raises(CheckpointError, match=r"layer_03-model_01-model_states\.pt"):
+    with raises_naming(CheckpointError, layer_file(3, 1)):
         CheckpointReader(tmp_path, layers)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no layer files"):
+    with raises_naming(CheckpointError, tmp_path / "empty"):
         CheckpointReader(tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="not a readable checkpoint directory"):
+    with raises_naming(CheckpointError, tmp_path / "nowhere"):
         CheckpointReader(tmp_path / "nowhere")
 
 
@@ -165,15 +166,15 @@ def test_finetuning_may_tie_or_untie_the_head(tmp_path, parallelism):
     weights = seeded_weights(untied)
     with_head = write_checkpoint(tmp_path / "untied", untied, weights, tp_size=2)
     without = write_checkpoint(tmp_path / "tied", tied, weights, tp_size=2)
-    assert CheckpointReader(with_head, tied, other_head=True).layer_shard(len(tied) - 1, 0, 1) == {}
-    reader, head, name = CheckpointReader(without, untied, other_head=True), len(untied) - 1, "final_linear.weight"
+    assert CheckpointReader(with_head, tied, finetune=True).layer_shard(len(tied) - 1, 0, 1) == {}
+    reader, head, name = CheckpointReader(without, untied, finetune=True), len(untied) - 1, "final_linear.weight"
     embedding = weights[0, "word_embeddings.weight"]
     assert torch.equal(reader.full(head, name), embedding)
     parts = [reader.layer_shard(head, rank, 2)[name] for rank in range(2)]
     assert torch.equal(torch.cat(parts, dim=0 if parallelism == "column" else 1), embedding)
     for rank in range(2):  # gpt-neox may store a tied head's copy of the embedding
         shutil.copyfile(without / layer_file(0, rank), without / layer_file(head, rank))
-    assert torch.equal(CheckpointReader(without, untied, other_head=True).full(head, name), embedding)
+    assert torch.equal(CheckpointReader(without, untied, finetune=True).full(head, name), embedding)
     with pytest.raises(CheckpointError):
         CheckpointReader(with_head, tied)
 
@@ -183,7 +184,7 @@ def test_parameters_that_the_model_does_not_have_are_refused(tmp_path):
     reader = CheckpointReader(write_checkpoint(tmp_path, layers, seeded_weights(layers)), small_plan(gpt_j_tied=True))
     assert "post_attention_layernorm.weight" not in reader.layer_shard(2, 0, 1)  # gpt-neox keeps it, unused
     without = small_plan(use_bias_in_mlp=False)
-    with pytest.raises(CheckpointError, match=r"mlp\.dense_h_to_4h\.bias.*another model"):
+    with raises_naming(CheckpointError, layer_file(2, 0), "mlp.dense_h_to_4h.bias"):
         CheckpointReader(tmp_path, without).layer_shard(2, 0, 1)
 
 

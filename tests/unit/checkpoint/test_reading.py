@@ -10,6 +10,7 @@ import torch
 
 from neox.checkpoint import load_file, save_file
 from neox.errors import CheckpointError
+from tests.errors import raises_naming
 
 
 class Intruder:
@@ -30,7 +31,7 @@ def test_numpy_states_and_plain_values_are_read(tmp_path):
 def test_nothing_else_is_unpickled(tmp_path, capsys):
     path = tmp_path / "evil.pt"
     torch.save({"x": Intruder()}, path)
-    with pytest.raises(CheckpointError, match=r"evil\.pt: holds an object of type (builtins\.)?print;"):
+    with raises_naming(CheckpointError, path, "print"):
         load_file(path)
     path.write_bytes(pickle.dumps(Intruder(), protocol=2))
     with pytest.raises(CheckpointError):
@@ -43,9 +44,9 @@ def test_broken_files_are_named(tmp_path):
     for name, content in (("cut", whole[: len(whole) // 2]), ("empty", b""), ("text", b"no torch file" * 20)):
         path = tmp_path / f"{name}.pt"
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"{name}.pt"):
+        with raises_naming(CheckpointError, path):
             load_file(path)
-    with pytest.raises(CheckpointError, match="no such file"):
+    with raises_naming(CheckpointError, tmp_path / "absent.pt"):
         load_file(tmp_path / "absent.pt")
 
 

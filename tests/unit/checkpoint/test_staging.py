@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from neox.checkpoint import (
 )
 from neox.checkpoint import staging as staging_module
 from neox.errors import CheckpointError
+from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
 
 LAYERS = small_plan(num_layers=1)
@@ -62,7 +64,7 @@ def test_a_commit_is_whole_and_named_in_latest(tmp_path, caplog):
     assert find_checkpoint(tmp_path / "global_step10") == tmp_path / "global_step10"
     assert CheckpointReader(path, LAYERS).iteration == 20
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "global_step20", "latest"]
-    assert "loading checkpoint" in caplog.text
+    assert str(tmp_path / "global_step20") in caplog.text
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):
@@ -93,28 +95,32 @@ def test_a_damaged_newest_gives_the_one_before_and_says_so(tmp_path, caplog):
     target = newest / layer_file(0, 0)
     flip_bit(target, 9000)
     assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
-    assert "global_step20 is not complete: layer_00" in caplog.text
+    assert target.name in caplog.text
     assert find_checkpoint(tmp_path, verify=False) == newest  # the user's own choice: sizes alone
-    with pytest.raises(CheckpointError, match="sha256 differs"):
+    with raises_naming(CheckpointError, newest, target.name):
         find_checkpoint(tmp_path, 20)
     target.write_bytes(target.read_bytes()[:-1])
     assert find_checkpoint(tmp_path, verify=False) == tmp_path / "global_step10"
     target.unlink()
+    caplog.clear()
     assert find_checkpoint(tmp_path) == tmp_path / "global_step10"
-    assert "is missing" in caplog.text
+    assert target.name in caplog.text
 
 
 def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path):
     for iteration in (10, 20):
         (save(tmp_path, iteration) / layer_file(0, 0)).unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)global_step20: layer_00.*global_step10: layer_00.*from scratch"):
+    with pytest.raises(CheckpointError) as refused:
         find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    _, *reasons, _ = str(refused.value).splitlines()
+    assert [reason.split(":")[0].strip() for reason in reasons] == ["global_step20", "global_step10"]
+    assert all(layer_file(0, 0) in reason for reason in reasons)
+    with raises_naming(CheckpointError, "load", tmp_path / "nowhere"):
         find_checkpoint(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no global_stepN directories"):
+    with pytest.raises(CheckpointError):
         find_checkpoint(tmp_path / "empty")
-    with pytest.raises(CheckpointError, match=r"global_step30 does not exist.*global_step20, global_step10"):
+    with raises_naming(CheckpointError, "iteration", "global_step30", "global_step20", "global_step10"):
         find_checkpoint(tmp_path, 30)
 
 
@@ -126,7 +132,7 @@ def test_latest_missing_empty_or_wrong(tmp_path, caplog, latest):
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
     assert find_checkpoint(tmp_path) == tmp_path / "global_step20"
-    assert "taking the newest complete checkpoint" in caplog.text
+    assert str(tmp_path / "latest") in "".join(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
 
 
 def test_an_edited_latest_rolls_back(tmp_path):
@@ -225,13 +231,13 @@ def test_a_directory_without_write_access(tmp_path):
         tmp_path = Path("/proc/neox")
     else:
         tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match=f"save: {tmp_path} cannot be written"):
+    with raises_naming(CheckpointError, "save", tmp_path):
         stage_directory(tmp_path, 10)
 
 
 def test_a_save_directory_that_is_a_file(tmp_path):
     (tmp_path / "save").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with raises_naming(CheckpointError, "save", tmp_path / "save"):
         stage_directory(tmp_path / "save", 10)
 
 
@@ -252,11 +258,11 @@ def test_a_commit_that_fails_takes_itself_back(tmp_path, monkeypatch):
 
     def full(source, target):
         if Path(source) == staged:
-            raise OSError(28, "No space left on device", str(target))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(CheckpointError, match="could not be committed: No space left on device"):
+    with raises_naming(CheckpointError, before, os.strerror(errno.ENOSPC)):
         commit(staged)
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "latest"]
