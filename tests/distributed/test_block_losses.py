@@ -41,10 +41,7 @@ def curves(plans: list[RunPlan], *, with_losses: bool = True) -> list[list[dict[
         data = batches(plan, grid.dp_rank)
         steps = [engine.train_batch(data) for _ in range(STEPS)]
         evaluated = engine.eval_batch(batches(plan, grid.dp_rank))
-        results.append(
-            [{**step.scores, "norm": step.grad_norm} for step in steps]
-            + [dict(zip(engine.objective.names, evaluated, strict=True))]
-        )
+        results.append([{**step.scores, "norm": step.grad_norm} for step in steps] + [dict(evaluated)])
     return results
 
 
