@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from neox.errors import ConfigError
 from neox.launch.spec import Host, SlotId
 from neox.log import get_logger
+from neox.problems import Problem
 
 _log = get_logger(__name__)
 
@@ -117,22 +118,23 @@ def select_hosts(
         ConfigError: The selection names something that does not exist, or leaves nothing.
     """
     if include and exclude:
-        raise ConfigError("include and exclude are both set: use one of them")
+        raise refusal("include and exclude are both set: use one of them", "include", "exclude")
     if (include or exclude) and (num_nodes > 0 or num_gpus):
-        raise ConfigError("include/exclude choose hosts and slots already: take num_nodes and num_gpus out")
+        message = "include/exclude choose hosts and slots already: take num_nodes and num_gpus out"
+        raise refusal(message, "num_nodes", "num_gpus")
     if include:
         hosts = _include(hosts, include)
     elif exclude:
         hosts = _exclude(hosts, exclude)
     if num_nodes > len(hosts):
-        raise ConfigError(f"num_nodes is {num_nodes}, but there are only {len(hosts)} hosts")
+        raise refusal(f"num_nodes is {num_nodes}, but there are only {len(hosts)} hosts", "num_nodes")
     if num_nodes > 0:
         hosts = hosts[:num_nodes]
     if num_gpus:
         hosts = [_with_first_slots(host, num_gpus) for host in hosts]
     chosen = tuple(host for host in hosts if host.slots)
     if not chosen:
-        raise ConfigError("no host is left after include/exclude")
+        raise refusal("no host is left after include/exclude", "include", "exclude")
     return chosen
 
 
@@ -154,7 +156,7 @@ def _exclude(hosts: Sequence[Host], exclude: str) -> list[Host]:
 
 def _with_first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
-        raise ConfigError(f"num_gpus is {count}, but host {host.name} has only {len(host.slots)} slots")
+        raise refusal(f"num_gpus is {count}, but host {host.name} has only {len(host.slots)} slots", "num_gpus")
     return Host(host.name, host.slots[:count])
 
 
@@ -165,21 +167,29 @@ def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple
     for part in text.split("@"):
         name, colon, slots = part.strip().partition(":")
         if name not in known:
-            raise ConfigError(
-                f"{key} {text!r} names the host {name!r}, which is not in the hostfile: {', '.join(known)}"
-            )
+            message = f"names the host {name!r}, which is not in the hostfile: {', '.join(known)}"
+            raise refusal(f"{key} {text!r} {message}", key)
         if name in result:
-            raise ConfigError(f"{key} {text!r} names the host {name} twice")
-        result[name] = _parse_slots(slots, f"{key} {text!r}", name, known) if colon else known[name]
+            raise refusal(f"{key} {text!r} names the host {name} twice", key)
+        if not colon:
+            result[name] = known[name]
+            continue
+        if not _SLOT_LIST.fullmatch(slots):
+            raise refusal(f"{key} {text!r}: {slots!r} is not a list of slots such as 0,2", key)
+        chosen = sorted(set(map(int, slots.split(","))))
+        for slot in chosen:
+            if slot not in known[name]:
+                message = f"host {name} has {len(known[name])} slots, so no slot {slot}"
+                raise refusal(f"{key} {text!r}: {message}", key)
+        result[name] = tuple(chosen)
     return result
 
 
-def _parse_slots(text: str, where: str, name: str, known: Mapping[str, tuple[SlotId, ...]]) -> tuple[SlotId, ...]:
-    """Return the slots of one host that a list such as `0,2` names, in ascending order."""
-    if not _SLOT_LIST.fullmatch(text):
-        raise ConfigError(f"{where}: {text!r} is not a list of slots such as 0,2")
-    slots = sorted({int(slot) for slot in text.split(",")})
-    for slot in slots:
-        if slot not in known[name]:
-            raise ConfigError(f"{where}: host {name} has {len(known[name])} slots, so no slot {slot}")
-    return tuple(slots)
+def refusal(message: str, *keys: str) -> ConfigError:
+    """Return the error that refuses a choice of hosts.
+
+    Args:
+        message: Reason, and what to do.
+        keys: Keys of the configuration that it depends on.
+    """
+    return ConfigError(Problem(keys, message))

@@ -6,19 +6,36 @@ import argparse
 import os
 import subprocess
 from dataclasses import dataclass
+from enum import Enum
 
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, select_hosts
+from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, refusal, select_hosts
 from neox.launch.machine import visible_accelerators
 from neox.launch.spec import Host, SlotId
 from neox.plan import static_problems
 from neox.problems import DEFAULT, Source
 
 _RANKS_PER_CORE = 4
+_MAX_CPU_RANKS = 8  # on a machine with few cores
 _MAX_PLANNED_RANKS = 2**20
-ONE_CPU_RANK = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
+_GPUS_OF_IMAGINED_HOST = 8
+_MAX_CPU_SLOTS = 1024  # that `include` may choose from
+
+
+class ChosenBy(Enum):
+    """What decided the hosts and slots of a run; the value is a text for messages."""
+
+    HOSTFILE = "hostfile"
+    SLURM = "the slurm allocation"
+    INCLUDE = "include"
+    GLOBAL_NUM_GPUS = "global_num_gpus"
+    NUM_GPUS = "num_gpus"
+    ACCELERATORS = "the accelerators of this machine"
+    NOTHING = "one CPU rank: no accelerator here, and neither num_gpus nor a hostfile is given"
+    DRY_RUN_FLAGS = "--hosts and --gpus"
+    ASSUMPTION = "assumed"
 
 
 @dataclass(frozen=True)
@@ -27,15 +44,27 @@ class Placement:
 
     Attributes:
         hosts: The chosen hosts, in rank order.
-        why: What decided the choice, for messages.
+        chosen_by: What decided the choice.
         accelerators: Number of GPUs of this machine.
-        assumed: Whether a dry run only imagines the hosts.
+        hostfile: The hostfile and what names it, as `PATH of -H`; empty without one.
     """
 
     hosts: tuple[Host, ...]
-    why: str
+    chosen_by: ChosenBy
     accelerators: int
-    assumed: bool = False
+    hostfile: str = ""
+
+    @property
+    def why(self) -> str:
+        """What decided the choice, for messages."""
+        if self.chosen_by is ChosenBy.HOSTFILE:
+            return f"hostfile {self.hostfile}"
+        return self.chosen_by.value
+
+    @property
+    def assumed(self) -> bool:
+        """Whether a dry run only imagines the hosts."""
+        return self.chosen_by in (ChosenBy.DRY_RUN_FLAGS, ChosenBy.ASSUMPTION)
 
     @property
     def world_size(self) -> int:
@@ -64,20 +93,23 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         LaunchError: Slurm does not answer.
     """
     if arguments.hosts or arguments.gpus:
-        return _imagine_hosts(arguments.hosts or 1, arguments.gpus or config.runner.num_gpus or 8), []
+        gpus = arguments.gpus or config.runner.num_gpus or _GPUS_OF_IMAGINED_HOST
+        return _imagine_hosts(arguments.hosts or 1, gpus), []
+    source = config.source("hostfile")
     try:
-        placement = place_ranks(config.runner, config.source("hostfile"))
+        placement = place_ranks(config.runner, source)
         if not arguments.dry_run:
             check_local_devices(placement)
-        elif placement.why == ONE_CPU_RANK and _model_copy_size(config) > 1:
-            return _assume_ranks(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
-        return placement, _overruled_counts(config, placement)
     except (ConfigError, LaunchError) as error:
-        if arguments.dry_run and _hostfile(config.runner, config.source("hostfile")) is None:
+        if arguments.dry_run and _hostfile(config.runner, source) is None:
             return _assume_ranks(config, str(error))
         if isinstance(error, LaunchError):
             raise
         raise ConfigError([*static_problems(config), *error.problems]) from None
+    nothing_given = placement.chosen_by is ChosenBy.NOTHING
+    if arguments.dry_run and nothing_given and _model_copy_size(config) > 1:
+        return _assume_ranks(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
+    return placement, _overruled_counts(config, placement)
 
 
 def _imagine_hosts(count: int, gpus: int) -> Placement:
@@ -86,18 +118,18 @@ def _imagine_hosts(count: int, gpus: int) -> Placement:
         raise ConfigError(f"--hosts and --gpus: at most {_MAX_PLANNED_RANKS:,} ranks can be planned")
     slots = tuple(range(gpus))
     hosts = tuple(Host(f"host{number}", slots) for number in range(count))
-    return Placement(hosts, "--hosts and --gpus", 0, assumed=True)
+    return Placement(hosts, ChosenBy.DRY_RUN_FLAGS, 0)
 
 
 def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
     """Choose hosts and slots.
 
-    The first of these that is given decides: the hostfile (of `-H`, else of `DLTS_HOSTFILE`, else of `hostfile` in a
-    file); the slurm allocation under `launcher: slurm`; `include`; `global_num_gpus`; `num_gpus`; this machine's GPUs;
-    else one CPU rank.
+    The first of these that is given decides: the hostfile (that of `-H`, else of `DLTS_HOSTFILE`, else of `hostfile` in
+    a file); the slurm allocation under `launcher: slurm`; `include`; `global_num_gpus`; `num_gpus`; this machine's
+    GPUs; else one CPU rank.
 
     Args:
-        runner: The configuration's keys about hosts.
+        runner: Keys of the configuration about hosts.
         source: Source of `hostfile`.
 
     Returns:
@@ -107,46 +139,62 @@ def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
         ConfigError: More is asked for than there is, or the hostfile cannot be read.
         LaunchError: Slurm does not answer.
     """
-    visible = visible_accelerators()
-    if (named := _hostfile(runner, source)) is not None:
-        path, what = named
-        hosts = select_hosts(
-            read_hostfile(path),
-            include=runner.include,
-            exclude=runner.exclude,
-            num_nodes=runner.num_nodes,
-            num_gpus=runner.num_gpus,
-        )
-        placement = Placement(_with_local_devices(hosts, visible), f"hostfile {path} of {what}", len(visible))
-        if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
-            raise ConfigError(
-                f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
-                f"{placement.world_size} slots: remove global_num_gpus, or change the hostfile"
-            )
-        return placement
+    named = _hostfile(runner, source)
+    if named is not None:
+        return _place_by_hostfile(runner, *named)
     if runner.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
         hosts = select_hosts(_slurm_hosts(runner.num_gpus), num_nodes=runner.num_nodes)
-        return Placement(hosts, "the slurm allocation", len(visible))
-    if runner.num_nodes > 1:
-        raise ConfigError(f"num_nodes is {runner.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)")
-    if runner.exclude or (runner.include and "@" in runner.include):
-        raise ConfigError("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)")
-    if runner.include:
-        every_slot = tuple(range(len(visible) or 1024))
-        hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
-        return Placement(_with_local_devices(hosts, visible), "include", len(visible))
-    ranks, why = _count_ranks(runner, len(visible))
-    return Placement(_with_local_devices((Host("localhost", tuple(range(ranks))),), visible), why, len(visible))
+        return Placement(hosts, ChosenBy.SLURM, len(visible_accelerators()))
+    return _place_here(runner)
 
 
 def _hostfile(runner: RunnerConfig, source: Source) -> tuple[str, str] | None:
-    """Return the hostfile and what names it; None without one."""
+    """Return the hostfile's path and what names it; None without a hostfile."""
     variable = os.environ.get("DLTS_HOSTFILE")
     if variable and not source.is_command_line:
         return variable, "DLTS_HOSTFILE"
     if runner.hostfile is None:
         return None
     return runner.hostfile, "-H" if source.is_command_line else str(source)
+
+
+def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placement:
+    hosts = select_hosts(
+        read_hostfile(path),
+        include=runner.include,
+        exclude=runner.exclude,
+        num_nodes=runner.num_nodes,
+        num_gpus=runner.num_gpus,
+    )
+    visible = visible_accelerators()
+    hosts = _with_local_devices(hosts, visible)
+    placement = Placement(hosts, ChosenBy.HOSTFILE, len(visible), f"{path} of {named_by}")
+    if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
+        raise refusal(
+            f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
+            f"{placement.world_size} slots: remove global_num_gpus, or change the hostfile",
+            "global_num_gpus",
+        )
+    return placement
+
+
+def _place_here(runner: RunnerConfig) -> Placement:
+    """Place all ranks on this machine."""
+    if runner.num_nodes > 1:
+        raise refusal(
+            f"num_nodes is {runner.num_nodes}, which needs a hostfile (hostfile: PATH, or -H PATH)", "num_nodes"
+        )
+    if runner.exclude or (runner.include and "@" in runner.include):
+        raise refusal("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)", "include", "exclude")
+    visible = visible_accelerators()
+    if runner.include:
+        every_slot = tuple(range(len(visible) or _MAX_CPU_SLOTS))
+        hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
+        chosen_by = ChosenBy.INCLUDE
+    else:
+        ranks, chosen_by = _count_ranks(runner, len(visible))
+        hosts = (Host("localhost", tuple(range(ranks))),)
+    return Placement(_with_local_devices(hosts, visible), chosen_by, len(visible))
 
 
 def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
@@ -158,7 +206,9 @@ def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0
     count = num_gpus or int(allocated)
     if not count:
-        raise ConfigError("slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host")
+        raise refusal(
+            "slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host", "num_gpus"
+        )
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -170,15 +220,15 @@ def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, str]:
+def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, ChosenBy]:
     """Return the number of ranks on this machine, and what decided it."""
     if runner.global_num_gpus:
-        return runner.global_num_gpus, "global_num_gpus"
+        return runner.global_num_gpus, ChosenBy.GLOBAL_NUM_GPUS
     if runner.num_gpus:
-        return runner.num_gpus, "num_gpus"
+        return runner.num_gpus, ChosenBy.NUM_GPUS
     if accelerators:
-        return accelerators, "the accelerators of this machine"
-    return 1, ONE_CPU_RANK
+        return accelerators, ChosenBy.ACCELERATORS
+    return 1, ChosenBy.NOTHING
 
 
 def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:
@@ -210,20 +260,24 @@ def check_local_devices(placement: Placement) -> None:
         if not is_this_machine(host.name):
             continue
         if 0 < placement.accelerators < ranks:
-            raise ConfigError(
+            raise refusal(
                 f"{ranks} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
-                "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks"
+                "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks",
+                "num_gpus",
             )
-        if not placement.accelerators and ranks > max(8, _RANKS_PER_CORE * cores):
-            raise ConfigError(
+        if not placement.accelerators and ranks > max(_MAX_CPU_RANKS, _RANKS_PER_CORE * cores):
+            raise refusal(
                 f"{ranks} CPU ranks on {host.name} ({placement.why}), which has {cores} cores and no accelerator: "
-                "name the hosts in a hostfile (-H PATH), or add --dry-run to see the plan"
+                "name the hosts in a hostfile (-H PATH), or add --dry-run to see the plan",
+                "hostfile",
             )
 
 
 def _overruled_counts(config: NeoXConfig, placement: Placement) -> list[str]:
     """Return a warning if `global_num_gpus` overrules another `num_gpus`."""
-    if placement.why != "global_num_gpus" or config.runner.num_gpus in (None, config.runner.global_num_gpus):
+    if placement.chosen_by is not ChosenBy.GLOBAL_NUM_GPUS:
+        return []
+    if config.runner.num_gpus in (None, config.runner.global_num_gpus):
         return []
     ignored = config.describe_setting("num_gpus")
     used = config.describe_setting("global_num_gpus")
@@ -248,4 +302,4 @@ def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
         warning = f"{why}; {count} ranks are assumed, one copy of the model"
     visible = visible_accelerators()
     hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
-    return Placement(hosts, "assumed", len(visible), assumed=True), [warning]
+    return Placement(hosts, ChosenBy.ASSUMPTION, len(visible)), [warning]

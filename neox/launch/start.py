@@ -1,25 +1,19 @@
-"""Start of a run, or of a tool on every slot, with the chosen launcher."""
+"""Start of a run with the chosen launcher."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
-from neox.launch.command_line import add_host_flags
 from neox.launch.commands import (
     MAX_CONNECTIONS,
     agent_command,
@@ -35,12 +29,10 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
-from neox.launch.placement import Placement, place_ranks
-from neox.launch.rendezvous import master_address, master_port, master_port_problem
-from neox.launch.run_lock import reserve
+from neox.launch.placement import Placement
+from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
-from neox.problems import COMMAND_LINE
 
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _SECRETS_SECONDS = 15
@@ -239,52 +231,3 @@ def send_secrets(
 
     with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(spec.hosts))) as pool:
         list(pool.map(send, range(len(spec.hosts))))
-
-
-def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Start a tool on every slot: a script without a configuration, which divides its work by rank.
-
-    Args:
-        script: The script; its function `parser` returns the parser of its flags, and `check` refuses flags with
-            which no rank could work.
-        argv: Flags about hosts, and the tool's own. Paths among them must mean the same on every host.
-        environment: Variables of the ranks.
-
-    Returns:
-        The run's exit status.
-
-    Raises:
-        ConfigError: The hosts are wrong.
-        LaunchError: Ranks cannot be started.
-        NeoXError: The tool refuses its flags.
-    """
-    runner, arguments, check = split_tool_arguments(script, argv)
-    placement = place_ranks(runner, COMMAND_LINE)
-    check()
-    if problem := master_port_problem(placement, runner):
-        raise LaunchError(problem)
-    with ExitStack() as held:
-        directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
-        spec = new_spec(placement, runner, script, arguments, directory, environment)
-        return launch(spec, runner, environment)
-
-
-def split_tool_arguments(script: Path, argv: Sequence[str]) -> tuple[RunnerConfig, tuple[str, ...], Callable[[], None]]:
-    """Divide a tool's command line into keys about hosts and the tool's own flags.
-
-    A usage error, `--help` and `--version` end the process here, before anything is started or written.
-
-    Returns:
-        The keys about hosts, the tool's flags, and a function that raises NeoXError where no rank could work with them.
-    """
-    sys.path.append(str(script.parent))  # where a script finds its neighbours
-    tool = runpy.run_path(str(script), run_name="tool")
-    whole = tool["parser"]()
-    whole.prog = f"deepy.py {script.name}"
-    hosts = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for parser in (whole.add_argument_group("hosts, whose slots divide the work"), hosts):
-        add_host_flags(parser)
-    check = partial(tool["check"], whole.parse_args(list(argv)))
-    found, rest = hosts.parse_known_args(list(argv))
-    given = {key: value for key, value in vars(found).items() if value is not None}
-    return NeoXConfig.from_flat(given, dict.fromkeys(given, COMMAND_LINE)).runner, tuple(rest), check

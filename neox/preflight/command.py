@@ -29,11 +29,11 @@ from neox.launch.spec import LaunchSpec
 from neox.launch.start import (
     chosen_launcher,
     launch,
-    launch_tool,
     launcher_command,
     launcher_problem,
     new_spec,
 )
+from neox.launch.tool_runs import launch_tool
 from neox.log import setup_logging
 from neox.plan import Capabilities, Device, RunPlan, encode_payload, format_plan, host_device, plan_as_dict
 from neox.plan.device import host_problem, memory_on
