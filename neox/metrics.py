@@ -1,4 +1,4 @@
-"""Metrics files: reading, loss curves of one or several runs, and their picture."""
+"""Metrics files: reading, curves of one or several runs, and their picture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
 
+Curves = dict[str, dict[int, float]]
+"""Values by name and iteration."""
+
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file; a last line that was cut off is left out.
+    """Yield the rows of a metrics file. A last line that was cut off is left out.
 
-    Each row has `iteration`, `kind` (`step`, `validation`, `test`, `tasks` or `save`; files of 0.1 have none) and the
-    scalars of that kind: one row of kind `step` for each iteration.
+    Each row has `iteration`, `kind` (`step`, `validation`, `test`, `tasks` or `save`; files of version 0.1 have none)
+    and the scalars of that kind. Each iteration has one row of kind `step`. The trained loss is the first scalar of a
+    step (`train/NAME`) and of an evaluation (`validation/NAME`, `test/NAME`).
     """
     with open(path, encoding="utf-8") as stream:
         for line in stream:
@@ -23,28 +27,52 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def curves(path: Path, names: Collection[str] = ()) -> dict[str, dict[int, float]]:
-    """Return values of a metrics file by name and iteration, those that are not finite left out.
+def curves(path: Path, names: Collection[str] = ()) -> Curves:
+    """Return values of a metrics file. Those that are not finite are left out.
 
-    A training step of an iteration that is there already is a resume from an earlier checkpoint: what the file holds
-    from that iteration on was trained again, and does not count.
+    A training step of an iteration that is there already is a resume from an earlier checkpoint. Everything that the
+    file holds from that iteration on was trained again, and does not count.
 
     Args:
         path: Metrics file.
-        names: Names of scalars; empty means all losses.
+        names: Names of scalars; empty means the trained loss of training and of each evaluation.
     """
-    result: dict[str, dict[int, float]] = {}
+    result: Curves = {}
     last = 0
     for row in read_metrics(path):
         iteration = row["iteration"]
-        if "train/lm_loss" in row:
+        if _is_step(row):
             if iteration <= last:
-                result = {key: {i: y for i, y in points.items() if i < iteration} for key, points in result.items()}
+                result = _before(iteration, result)
             last = iteration
-        for key, value in row.items():
-            if isinstance(value, float) and (key in names if names else key.endswith("/lm_loss")):
-                result.setdefault(key, {})[iteration] = value
+        for name in names or _trained_loss(row):
+            value = row.get(name)
+            if isinstance(value, float):
+                result.setdefault(name, {})[iteration] = value
     return result
+
+
+def _is_step(row: Mapping[str, Any]) -> bool:
+    kind = row.get("kind")
+    if kind is None:
+        return "train/lm_loss" in row  # a file of version 0.1
+    return bool(kind == "step")
+
+
+def _trained_loss(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the name of the trained loss in a row; none if it has no loss."""
+    for name in row:
+        if name.startswith(("train/", "validation/", "test/")):
+            return (name,)
+    return ()
+
+
+def _before(iteration: int, all_curves: Curves) -> Curves:
+    """Return the values of earlier iterations."""
+    kept: Curves = {}
+    for name, points in all_curves.items():
+        kept[name] = {at: value for at, value in points.items() if at < iteration}
+    return kept
 
 
 def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -> bool:
@@ -53,7 +81,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     Args:
         runs: Metrics files by label; the label of a single run is not shown.
         picture: File to write.
-        names: As for `curves`.
+        names: Names of scalars, as for `curves`.
 
     Returns:
         Whether there was something to draw.
@@ -70,17 +98,19 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     for number, (run, lines) in enumerate(found.items()):
         for name, points in lines.items():
             iterations = sorted(points)
-            evaluation = not name.startswith(("train/", "runtime/", "timers/"))
-            axes.plot(
-                iterations,
-                [points[i] for i in iterations],
-                marker="o" if evaluation else "",
-                linestyle="--" if evaluation and len(found) > 1 else "-",
-                color=f"C{number % 10}" if len(found) > 1 else None,
-                label=f"{run}: {name}" if len(found) > 1 else name,
-            )
+            values = [points[iteration] for iteration in iterations]
+            is_evaluation = not name.startswith(("train/", "runtime/", "timers/"))
+            style: dict[str, Any] = {"label": name}
+            if is_evaluation:
+                style["marker"] = "o"
+            if len(found) > 1:
+                style["label"] = f"{run}: {name}"
+                style["color"] = f"C{number % 10}"
+                if is_evaluation:
+                    style["linestyle"] = "--"
+            axes.plot(iterations, values, **style)
     axes.set_xlabel("iteration")
-    axes.set_ylabel(" ".join(names) if names else "loss (nats per token)")
+    axes.set_ylabel(" ".join(names) or "loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, format="png")

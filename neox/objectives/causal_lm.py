@@ -22,6 +22,7 @@ class CausalLM:
     """
 
     names = ("lm_loss",)
+    per_token = ("lm_loss",)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens [B, S], and where each token's document starts in its row [B, S], if the batch says so."""

@@ -26,6 +26,8 @@ class MaskedLM:
         sentences: Whether the network has a sentence head.
     """
 
+    per_token = ("lm_loss",)
+
     sentences: bool
 
     @property

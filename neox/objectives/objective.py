@@ -29,7 +29,12 @@ class Objective(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each score, as steps and evaluations report it; the loss that is trained comes first."""
+        """Name of each score, as steps and evaluations report it; the trained loss comes first."""
+        ...
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """Names of the scores that are losses in nats per token; evaluations report their perplexities (`NAME_ppl`)."""
         ...
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
@@ -69,6 +74,11 @@ class WithBlockLosses:
     def names(self) -> tuple[str, ...]:
         """Return the name of the sum, which is trained, then the names of its parts."""
         return ("total_loss", *self.objective.names, *self.losses)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """Return the names of the objective's losses per token."""
+        return self.objective.per_token
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the objective's inputs."""

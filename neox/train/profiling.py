@@ -18,30 +18,32 @@ _EVENTS = 100_000  # allocations that a snapshot of a GPU's memory remembers
 
 
 class Profiler(Callback):
-    """Callback, of every rank, that profiles the steps from `profile_step_start` to before `profile_step_stop`.
+    """Profiler of the steps from `profile_step_start` to before `profile_step_stop`; a callback of every rank.
 
     Steps are counted from 0 over all resumes. It writes `profile/rank_NNNN.json` (Chrome's trace) and `.txt` (a table)
     in `log_dir`; with `memory_profiling` a snapshot of the GPU's memory (`.pickle`, for pytorch.org/memory_viz), or on
     a CPU a table by allocated memory (`_memory.txt`).
 
     Args:
-        plan: The plan of the run.
-        rank: This rank.
+        plan: Plan of the run.
+        rank: Number of this rank.
     """
 
     def __init__(self, plan: RunPlan, rank: int) -> None:
         keys = plan.config.logging
         self.steps = range(keys.profile_step_start, keys.profile_step_stop)
-        self.operations, self.memory = keys.profile, keys.memory_profiling
+        self.operations = keys.profile
+        self.memory = keys.memory_profiling
         self._directory = Path(keys.log_dir or ".", "profile")
         self._memory_directory = Path(keys.memory_profiling_path or self._directory)
-        self._name, self._rank = f"rank_{rank:04d}", rank
+        self._name = f"rank_{rank:04d}"
+        self._rank = rank
         self._on_gpu = torch.cuda.is_available()
         self._profile: profile | None = None
         self._done = False
 
     def on_start(self, state: TrainState) -> None:
-        """Begin where the first step is to be profiled; say where a resume is past all of them."""
+        """Begin if the first step is to be profiled; say so if a resume is past all of them."""
         if state.iteration >= self.steps.stop and self._rank == 0:
             _log.warning("steps %d to %d are done: nothing is profiled", self.steps.start, self.steps.stop - 1)
         self._after(state.iteration)
@@ -65,7 +67,9 @@ class Profiler(Callback):
             self._begin()
 
     def _begin(self) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        activities = [ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         if self.memory and self._on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
         self._profile = profile(activities=activities, profile_memory=self.memory)
@@ -73,9 +77,11 @@ class Profiler(Callback):
 
     def _finish(self) -> None:
         """Write the files, once."""
-        found, self._profile, self._done = self._profile, None, True
+        self._done = True
+        found = self._profile
         if found is None:
             return
+        self._profile = None
         if self._on_gpu:
             torch.cuda.synchronize()
         found.stop()
@@ -93,6 +99,9 @@ class Profiler(Callback):
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
                 torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank == 0:
-            where = {self._directory} if self.operations else set()
-            where |= {self._memory_directory} if self.memory else set()
-            _log.info("profiled steps of every rank are in %s", ", ".join(sorted(map(str, where))))
+            directories = []
+            if self.operations:
+                directories.append(str(self._directory))
+            if self.memory:
+                directories.append(str(self._memory_directory))
+            _log.info("profiled steps of every rank are in %s", " and ".join(dict.fromkeys(directories)))

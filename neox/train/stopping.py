@@ -16,7 +16,7 @@ _EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 
 
 class StopSignals:
-    """Context manager that remembers the first SIGTERM or SIGINT; a second one has its default effect.
+    """Context manager that remembers the first SIGTERM or SIGINT. A second one has its default effect.
 
     The former handlers are restored at the end.
     """
@@ -37,7 +37,9 @@ class StopSignals:
     @property
     def exit_code(self) -> int:
         """The process's exit status after a clean end: 0 for SIGTERM (what a scheduler sends), 130 for Ctrl-C."""
-        return _EXIT_CODES[self.received] if self.received is not None else 0
+        if self.received is None:
+            return 0
+        return _EXIT_CODES[self.received]
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -62,7 +64,7 @@ class NonFiniteRule:
     long as its loss is finite: the loss does not depend on the scale.
 
     Args:
-        allowed: Successive steps that training goes on after (`max_nonfinite_steps`).
+        allowed: Number of successive steps after which training goes on (`max_nonfinite_steps`).
         dynamic_loss_scale: Whether the loss scale may shrink (fp16).
     """
 
@@ -73,7 +75,8 @@ class NonFiniteRule:
 
     def counts(self, result: StepResult) -> bool:
         """Return whether the step counts as not finite; call once a step."""
-        finite_norm = math.isfinite(result.grad_norm) or self._scale_is_shrinking(result)
+        is_scale_shrinking = self.dynamic_loss_scale and result.skipped and result.loss_scale > 1.0
+        finite_norm = math.isfinite(result.grad_norm) or is_scale_shrinking
         bad = not (math.isfinite(result.loss) and finite_norm)
         self.in_a_row = self.in_a_row + 1 if bad else 0
         return bad
@@ -82,7 +85,7 @@ class NonFiniteRule:
         """Check the limit, after `counts`.
 
         Raises:
-            TrainingError: There were more successive steps than allowed, or the step changed the weights.
+            TrainingError: If there were more successive steps than allowed, or the step changed the weights.
         """
         if self.in_a_row == 0:
             return
@@ -95,6 +98,3 @@ class NonFiniteRule:
                 "weights are as before these steps. Look at the data of this step, lower the learning rate, clip "
                 "gradients, or allow more such steps"
             )
-
-    def _scale_is_shrinking(self, result: StepResult) -> bool:
-        return self.dynamic_loss_scale and result.skipped and result.loss_scale > 1.0

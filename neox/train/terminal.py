@@ -17,10 +17,10 @@ class Interval:
     """Steps since the last line.
 
     Attributes:
-        plan: Of the run.
-        state: After the last step.
-        reports: Of each step.
-        epoch_samples: Samples of one pass over the training data; 0 where the style does not show it.
+        plan: The run.
+        state: Progress after the last step.
+        reports: Report of each step.
+        epoch_samples: Samples of one pass over the training data; 0 if the style does not show it.
     """
 
     plan: RunPlan
@@ -30,53 +30,77 @@ class Interval:
 
     @property
     def last(self) -> StepReport:
-        """The last step."""
+        """Report of the last step."""
         return self.reports[-1]
 
     @property
     def seconds(self) -> float:
         """Wall time of the mean step."""
-        return sum(report.seconds for report in self.reports) / len(self.reports)
+        return self._mean(lambda report: report.seconds)
+
+    @property
+    def reading(self) -> float:
+        """Seconds that the mean step waited for data."""
+        return self._mean(lambda report: report.reading)
 
     @property
     def scores(self) -> dict[str, float]:
-        """Means of each score over the steps where it is finite; nan where it never is."""
-        return {name: self._mean(name) for name in self.last.result.scores}
+        """Means of each score over the steps in which it is finite; nan if it never is."""
+        means = {}
+        for name in self.last.result.scores:
+            values = [report.result.scores[name] for report in self.reports]
+            finite = [value for value in values if math.isfinite(value)]
+            means[name] = sum(finite) / len(finite) if finite else math.nan
+        return means
 
     @property
     def loss(self) -> float:
-        """Mean of the losses that are finite; nan where none is."""
+        """Mean of the trained losses that are finite; nan if none is."""
         return next(iter(self.scores.values()))
-
-    def _mean(self, name: str) -> float:
-        finite = [score for report in self.reports if math.isfinite(score := report.result.scores[name])]
-        return sum(finite) / len(finite) if finite else math.nan
-
-    def rate(self, of_step: Callable[[StepReport], float]) -> float:
-        """Return a rate over all steps, whose batches may differ, from that of each."""
-        return sum(of_step(report) * report.seconds for report in self.reports) / sum(r.seconds for r in self.reports)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all data-parallel ranks."""
-        return self.rate(lambda report: report.tokens_per_second)
+        """Tokens per second over all data ranks."""
+        return self._rate(lambda report: report.tokens_per_second)
 
     @property
     def samples_per_second(self) -> float:
-        """Over all data-parallel ranks."""
-        return self.rate(lambda report: report.samples_per_second)
+        """Samples per second over all data ranks."""
+        return self._rate(lambda report: report.samples_per_second)
+
+    @property
+    def flops_per_second_per_gpu(self) -> float:
+        """Floating-point operations per second and rank."""
+        return self._rate(lambda report: report.flops_per_second_per_gpu)
+
+    @property
+    def timers(self) -> dict[str, float]:
+        """Seconds of each part of the mean step; none if they are not measured."""
+        means = {}
+        for part in self.last.result.timers:
+            means[part] = sum(report.result.timers[part] for report in self.reports) / len(self.reports)
+        return means
+
+    def _mean(self, value: Callable[[StepReport], float]) -> float:
+        return sum(map(value, self.reports)) / len(self.reports)
+
+    def _rate(self, rate: Callable[[StepReport], float]) -> float:
+        """Return a rate over all steps, whose batches may differ, from the rate of each."""
+        done = sum(rate(report) * report.seconds for report in self.reports)
+        return done / sum(report.seconds for report in self.reports)
 
 
 class TerminalLine(Callback):
-    """Printer of one line every `log_interval` iterations for the mean of the steps since the last one (`log_style`).
+    """Printer of one line every `log_interval` iterations, with means of the steps since the last one (`log_style`).
 
     Args:
-        plan: Of the run.
+        plan: The run.
         epoch_samples: Samples of one pass over the training data, which FleetX's line counts.
     """
 
     def __init__(self, plan: RunPlan, epoch_samples: int = 0) -> None:
-        self.plan, self.epoch_samples = plan, epoch_samples
+        self.plan = plan
+        self.epoch_samples = epoch_samples
         self.train_iters = plan.config.training.train_iters or 0
         self._reports: list[StepReport] = []
         self._first = True
@@ -88,20 +112,28 @@ class TerminalLine(Callback):
             print(line, flush=True)
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
-        """Print a line where one is due."""
+        """Print a line if one is due."""
         self._reports.append(report)
         keys = self.plan.config.logging
-        if state.iteration % keys.log_interval == 0 or self._first or state.iteration == self.train_iters:
-            interval = Interval(self.plan, state, self._reports, self.epoch_samples)
-            print("\n".join([LINES[keys.log_style](interval), *_timers_line(interval)]), flush=True)
-            self._reports.clear()
-            self._first = False
+        is_last = state.iteration == self.train_iters
+        if state.iteration % keys.log_interval != 0 and not self._first and not is_last:
+            return
+        interval = Interval(self.plan, state, self._reports, self.epoch_samples)
+        lines = [LINES[keys.log_style](interval)]
+        if interval.timers:
+            lines.append(_timers_line(interval.timers))
+        print("\n".join(lines), flush=True)
+        self._reports.clear()
+        self._first = False
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         """Print the scores."""
-        shown = {key.split("/")[1]: value for key, value in scalars.items() if not key.startswith("timers/")}
-        values = " | ".join(f"{key}: {value:.6E}" for key, value in shown.items())
-        print(f" {name} at iteration {state.iteration} | {values}", flush=True)
+        parts = [f"{name} at iteration {state.iteration}"]
+        for key, value in scalars.items():
+            group, _, shown = key.partition("/")
+            if group != "timers":
+                parts.append(f"{shown}: {value:.6E}")
+        print(" " + " | ".join(parts), flush=True)
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Print the path and the time that the save took."""
@@ -111,15 +143,20 @@ class TerminalLine(Callback):
 
 def _neox_line(interval: Interval) -> str:
     """Return gpt-neox's line, with tokens/s, peak memory and the time left."""
-    state, last, train_iters = interval.state, interval.last, interval.plan.config.training.train_iters or 0
+    state = interval.state
+    last = interval.last
+    train_iters = interval.plan.config.training.train_iters or 0
     parts = [
         f"samples/sec: {interval.samples_per_second:.3f}",
         f"iteration {state.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds:.1f}",
         f"learning rate: {last.result.lr:.3E}",
-        f"approx flops per GPU: {interval.rate(lambda report: report.flops_per_second_per_gpu) / 1e12:.3f}TFLOPS",
-        *(f"{name}: {score:.6E}" for name, score in interval.scores.items()),
-        *([f"grad norm: {last.result.grad_norm:.3f}"] if interval.plan.config.logging.log_grad_norm else []),
+        f"approx flops per GPU: {interval.flops_per_second_per_gpu / 1e12:.3f}TFLOPS",
+    ]
+    parts += [f"{name}: {score:.6E}" for name, score in interval.scores.items()]
+    if interval.plan.config.logging.log_grad_norm:
+        parts.append(f"grad norm: {last.result.grad_norm:.3f}")
+    parts += [
         f"loss scale: {last.result.loss_scale:.1f}",
         f"number of skipped iterations: {state.skipped:3d}",
         f"number of nan iterations: {state.nonfinite:3d}",
@@ -132,13 +169,14 @@ def _neox_line(interval: Interval) -> str:
 
 def _fleetx_line(interval: Interval) -> str:
     """Return FleetX's line: epochs and batches within them count from 0, `ips` is of one data-parallel rank."""
-    reports, schedule, done = interval.reports, interval.plan.batch_schedule, interval.state.iteration - 1
+    schedule = interval.plan.batch_schedule
+    done = interval.state.iteration - 1
     epoch, read = divmod(schedule.samples(done), interval.epoch_samples or math.inf)
     tokens = interval.tokens_per_second
     return (
         f"global step {interval.state.iteration}, epoch: {epoch:.0f}, batch: {read // schedule.batch_size(done):.0f}, "
         f"loss: {interval.loss:.9f}, "
-        f"avg_reader_cost: {sum(report.reading for report in reports) / len(reports):.5f} sec, "
+        f"avg_reader_cost: {interval.reading:.5f} sec, "
         f"avg_batch_cost: {interval.seconds:.5f} sec, speed: {1 / interval.seconds:.2f} step/s, "
         f"ips_total: {tokens:.0f} tokens/s, ips: {tokens / interval.plan.grid.dp_size:.0f} tokens/s, "
         f"learning rate: {interval.last.result.lr:.5e}"
@@ -147,26 +185,28 @@ def _fleetx_line(interval: Interval) -> str:
 
 def _oneflow_line(interval: Interval) -> str:
     """Return a row of OneFlow's table: what was read so far, samples/s and seconds of the mean step."""
-    batch, iteration = interval.plan.batch, interval.state.iteration
-    samples = interval.plan.batch_schedule.samples(iteration)
-    values = (
-        f"{iteration}",
-        f"{samples // batch.samples_at_once}",
-        f"{samples}",
-        f"{interval.samples_per_second:.5f}",
-        f"{interval.seconds:.5f}",
-        f"{interval.loss:.5f}",
+    samples = interval.plan.batch_schedule.samples(interval.state.iteration)
+    return _row(
+        {
+            "step": f"{interval.state.iteration}",
+            "micro_batches": f"{samples // interval.plan.batch.samples_at_once}",
+            "samples": f"{samples}",
+            "throughput": f"{interval.samples_per_second:.5f}",
+            "latency": f"{interval.seconds:.5f}",
+            "loss": f"{interval.loss:.5f}",
+        }
     )
-    return _row(dict(zip(_ONEFLOW_COLUMNS, values, strict=True)))
 
 
 _ONEFLOW_COLUMNS: Mapping[str, int] = MappingProxyType(
     {"step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10}
 )
+"""Width of each column of OneFlow's table."""
 
 
 def _row(values: Mapping[str, str]) -> str:
-    return "".join(f"| {values[name]:<{width}} " for name, width in _ONEFLOW_COLUMNS.items()) + "|"
+    cells = [f"| {values[name]:<{width}} " for name, width in _ONEFLOW_COLUMNS.items()]
+    return "".join(cells) + "|"
 
 
 LINES: Mapping[str, Callable[[Interval], str]] = MappingProxyType(
@@ -184,16 +224,15 @@ _HEADS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def _timers_line(interval: Interval) -> list[str]:
-    """Return gpt-neox's line of timers, milliseconds of the mean step; none where they are off."""
-    count, parts = len(interval.reports), interval.last.result.timers
-    means = {part: sum(report.result.timers[part] for report in interval.reports) / count for part in parts}
-    shown = " | ".join(f"{part}: {1000 * seconds:.2f}" for part, seconds in means.items())
-    return [f" time (ms) | {shown}"] if shown else []
+def _timers_line(timers: Mapping[str, float]) -> str:
+    """Return gpt-neox's line of timers, in milliseconds."""
+    shown = " | ".join(f"{part}: {1000 * seconds:.2f}" for part, seconds in timers.items())
+    return f" time (ms) | {shown}"
 
 
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+    shown = f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+    return f"{days}d {shown}" if days else shown

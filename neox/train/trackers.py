@@ -10,6 +10,7 @@ import json
 import math
 import os
 import secrets
+import textwrap
 import threading
 from collections.abc import Mapping
 from importlib import import_module
@@ -19,12 +20,27 @@ from typing import Any
 from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.metrics import METRICS_FILE, PICTURE, draw
+from neox.objectives import build_objective
 from neox.plan import RunPlan
 from neox.plan.report import plan_as_dict
 from neox.train.callbacks import Callback, StepReport, TrainState
 
 WANDB_RUN_ID_FILE = "wandb_run_id"
-"""In the run directory: the id of the wandb run that a resumed training continues."""
+"""File in the run directory with the id of the wandb run that a resumed training continues."""
+
+_SHOWN = (
+    "grid",
+    "batch",
+    "precision",
+    "vocab_size",
+    "padded_vocab_size",
+    "parameters",
+    "memory",
+    "figures",
+    "notes",
+    "deepspeed",
+)
+"""Parts of the plan that trackers show."""
 
 
 class Tracker(Callback):
@@ -48,34 +64,25 @@ class Tracker(Callback):
 
 
 def run_settings(plan: RunPlan) -> dict[str, Any]:
-    """Return what a tracker shows of a run: its configuration as flat keys, and under `plan` what follows from it."""
+    """Return what trackers show of a run: its configuration as flat keys, and its plan under `plan`."""
     report = plan_as_dict(plan)
-    shown = (
-        "grid",
-        "batch",
-        "precision",
-        "vocab_size",
-        "padded_vocab_size",
-        "parameters",
-        "memory",
-        "figures",
-        "notes",
-    )
-    follows = {name: report[name] for name in (*shown, "deepspeed")}
-    return {**plan.config.to_flat(), "plan": {"architecture": plan.architecture.to_dict(), **follows}}
+    derived = {"architecture": plan.architecture.to_dict()}
+    for name in _SHOWN:
+        derived[name] = report[name]
+    return {**plan.config.to_flat(), "plan": derived}
 
 
 class TensorBoard(Tracker):
     """TensorBoard event files in a directory.
 
     Args:
-        directory: `tensorboard_dir`.
-        plan: Shown as text and as hyperparameters; None for scores of a checkpoint.
+        directory: Directory of the files (`tensorboard_dir`).
+        plan: Plan that is shown as text and as hyperparameters; None for scores of a checkpoint.
         purge: Whether `on_start` makes TensorBoard drop earlier points: those that a resume trains again, or, from
             iteration 0, all of an earlier run.
 
     Raises:
-        ConfigError: tensorboard is not installed.
+        ConfigError: If tensorboard is not installed.
     """
 
     def __init__(self, directory: str, plan: RunPlan | None = None, *, purge: bool = True) -> None:
@@ -86,7 +93,9 @@ class TensorBoard(Tracker):
                 f"tensorboard_dir is set, but tensorboard is not installed ({error}): "
                 f"{install_command('requirements-tensorboard.txt')}, or unset tensorboard_dir"
             ) from error
-        self.directory, self.plan, self.purge = directory, plan, purge
+        self.directory = directory
+        self.plan = plan
+        self.purge = purge
         self._make_writer: Any = SummaryWriter
         self._writer: Any = None
 
@@ -94,26 +103,30 @@ class TensorBoard(Tracker):
         """Open an event file.
 
         Raises:
-            TrainingError: The directory cannot be written.
+            TrainingError: If the directory cannot be written.
         """
-        first = state.iteration + 1 if state.iteration else 0
+        purge_step = None
+        if self.purge:
+            purge_step = state.iteration + 1 if state.iteration else 0
         try:
-            self._writer = self._make_writer(self.directory, purge_step=first if self.purge else None)
+            self._writer = self._make_writer(self.directory, purge_step=purge_step)
         except OSError as error:
             raise TrainingError(f"tensorboard_dir: {self.directory} cannot be written: {error.strerror}") from error
         if self.plan is not None:
-            self._describe(run_settings(self.plan), state.iteration)
+            self._describe(self.plan, state.iteration)
 
-    def _describe(self, settings: dict[str, Any], iteration: int) -> None:
-        """Add the settings as text, and those that are numbers, words or truth values as hyperparameters."""
+    def _describe(self, plan: RunPlan, iteration: int) -> None:
+        """Add the run's settings as text, and those that are numbers, words or truth values as hyperparameters."""
         from torch.utils.tensorboard.summary import hparams
 
-        plan = settings.pop("plan")
-        for name, values in (("config", settings), ("plan", plan)):
+        settings = run_settings(plan)
+        derived = settings.pop("plan")
+        for name, values in (("config", settings), ("plan", derived)):
             text = json.dumps(values, indent=2, default=str)
-            self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), iteration)
+            self._writer.add_text(name, textwrap.indent(text, "    ") + "\n", iteration)
         flat = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
-        for summary in hparams(flat, {"train/lm_loss": 0.0, "validation/lm_loss": 0.0}):
+        loss = build_objective(plan).names[0]
+        for summary in hparams(flat, {f"train/{loss}": 0.0, f"validation/{loss}": 0.0}):
             self._writer.file_writer.add_summary(summary)
 
     def on_end(self, state: TrainState) -> None:
@@ -138,7 +151,7 @@ class WandB(Tracker):
     in `iteration`: wandb's own step never goes back, which a resume from an earlier checkpoint does.
 
     Raises:
-        ConfigError: wandb is not installed.
+        ConfigError: If wandb is not installed.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -157,9 +170,10 @@ class WandB(Tracker):
         """Begin a run, or continue the one of the training that is resumed.
 
         Raises:
-            TrainingError: The run's id cannot be kept, or wandb cannot start.
+            TrainingError: If the run's id cannot be kept, or wandb cannot start.
         """
-        keys, wandb = self._plan.config.logging, self._wandb
+        keys = self._plan.config.logging
+        wandb = self._wandb
         directory = Path(keys.log_dir or self._plan.config.checkpoint.save or os.curdir)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -203,22 +217,25 @@ class WandB(Tracker):
 
 def _run_id(file: Path, *, resumed: bool) -> str:
     """Return the id that `file` holds if the training is resumed; else write a new one to it and return that."""
-    if resumed and file.is_file() and (kept := file.read_text().strip()):
-        return kept
+    if resumed and file.is_file():
+        kept = file.read_text().strip()
+        if kept:
+            return kept
     run_id = secrets.token_hex(4)
     file.write_text(run_id + "\n")
     return run_id
 
 
 def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int) -> None:
-    """Add the scores of a checkpoint to the trackers of the run that wrote it, where they are configured.
+    """Add the scores of a checkpoint to the trackers of the run that wrote it, if they are configured.
 
     Args:
-        plan: Names the trackers.
-        scores: Values by name.
-        iteration: Of the checkpoint.
+        plan: Plan whose configuration names the trackers.
+        scores: Scores by name.
+        iteration: Iteration of the checkpoint.
     """
-    keys, state = plan.config.logging, TrainState(iteration=iteration)
+    keys = plan.config.logging
+    state = TrainState(iteration=iteration)
     trackers: list[Tracker] = []
     if keys.tensorboard_dir:
         trackers.append(TensorBoard(keys.tensorboard_dir, purge=False))  # the curves beyond the checkpoint stay
@@ -231,19 +248,19 @@ def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int) ->
 
 
 class MetricsFile(Tracker):
-    """Appender to `log_dir/metrics.jsonl`, one JSON object a line, and drawer of `log_dir/loss.png`.
+    """Metrics as `log_dir/metrics.jsonl`, one JSON object a line, and the trained loss as `log_dir/loss.png`.
 
     A row's `kind` says what was measured (see `neox.metrics.read_metrics`); each iteration has one row of kind `step`.
 
-    The picture is drawn at checkpoints and at the end. A run that starts at iteration 0 begins new files; an earlier
-    run's are kept beside them as `metrics-1.jsonl` and `loss-1.png`, and so on. Values are unrounded; one that is not
-    finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
+    The picture is drawn at checkpoints and at the end. A run that starts at iteration 0 begins new files. Those of an
+    earlier run are kept next to them as `metrics-1.jsonl` and `loss-1.png`, and so on. Values are unrounded. One that
+    is not finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
 
     Args:
-        log_dir: Is made where it does not exist.
+        log_dir: Directory of the files, which is created if it does not exist.
 
     Raises:
-        TrainingError: The file cannot be written.
+        TrainingError: If the file cannot be written.
     """
 
     def __init__(self, log_dir: str | Path) -> None:
@@ -286,8 +303,10 @@ class MetricsFile(Tracker):
 
     def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Append one line."""
-        values = {key: value if math.isfinite(value) else str(value) for key, value in scalars.items()}
-        self._stream.write(json.dumps({"iteration": iteration, "kind": kind, **values}) + "\n")
+        row: dict[str, Any] = {"iteration": iteration, "kind": kind}
+        for name, value in scalars.items():
+            row[name] = value if math.isfinite(value) else str(value)
+        self._stream.write(json.dumps(row) + "\n")
         self._stream.flush()
 
 

@@ -1,14 +1,12 @@
-"""Training loop: steps, evaluations, saves and the conditions that end it; all else is a callback."""
+"""Training loop: steps, evaluations, saves and the conditions that end it. Everything else is a callback."""
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-
-import torch
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
 from neox.data.batches import Batch, BatchIterator
@@ -29,10 +27,10 @@ class Trainer:
 
     Args:
         plan: The resolved run.
-        engine: Holds the model; may have completed iterations already.
+        engine: Engine with the model. It may have completed iterations already.
         data: Endless iterators of this data rank's micro batches.
-        callbacks: Of rank 0; other ranks give none.
-        tasks: Scores `eval_tasks` wherever validation is due; all ranks call it together.
+        callbacks: Callbacks of this rank.
+        tasks: Function that scores `eval_tasks` whenever validation is due; all ranks call it together.
     """
 
     def __init__(
@@ -43,20 +41,24 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         tasks: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        self.plan, self.engine, self.data, self.callbacks = plan, engine, data, tuple(callbacks)
+        self.plan = plan
+        self.engine = engine
+        self.data = data
+        self.callbacks = tuple(callbacks)
         self.tasks = tasks
-        self._scored: int | None = None
         self.state = TrainState(iteration=engine.iteration)
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        self._flops_per_token = cache(partial(_flops_per_token, plan))  # by sequence length
+        # The last iteration that was saved, evaluated and scored on tasks.
         self._saved: int | None = None
         self._evaluated: int | None = None
+        self._scored: int | None = None
         keys = plan.config.checkpoint
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
+        self._flops_per_token = cache(partial(_flops_per_token, plan))  # by sequence length
 
     def fit(self) -> int:
         """Train until the end, and evaluate and save there.
@@ -65,22 +67,25 @@ class Trainer:
             The exit code: 0, or 130 after Ctrl-C.
 
         Raises:
-            NeoXError: Something that users can mend; callbacks have been told.
+            NeoXError: If something fails that users can mend. Callbacks have been told.
         """
         try:
-            self._notify("on_start", self.state)
+            for callback in self.callbacks:
+                callback.on_start(self.state)
             with self._signals:
                 self._train()
                 self._finish()
-                self._notify("on_end", self.state)
+                for callback in self.callbacks:
+                    callback.on_end(self.state)
         except BaseException:
-            self._notify("on_failure", self.state)
+            for callback in self.callbacks:
+                callback.on_failure(self.state)
             raise
         return self._signals.exit_code
 
     def _train(self) -> None:
         """Step, evaluate and save until the last iteration or a reason to stop."""
-        state, training = self.state, self.plan.config.training
+        state = self.state
         if state.iteration >= self.train_iters:
             _log.warning("iteration %d of %d: there is nothing left to train", state.iteration, self.train_iters)
         if state.iteration == 0 and 0 in self.plan.save_iterations:
@@ -88,14 +93,14 @@ class Trainer:
         while state.iteration < self.train_iters and not self._should_stop():
             self.step()
             self._follow_background_save()
-            if state.iteration % training.eval_interval == 0:
+            if state.iteration % self.plan.config.training.eval_interval == 0:
                 self.evaluate("validation", self.data.valid)
                 self.score_tasks()
             if state.iteration in self.plan.save_iterations:
                 self.save()
 
     def _finish(self) -> None:
-        """Evaluate after the last iteration; save where the run ends earlier."""
+        """Evaluate after the last iteration; save if the run ends earlier."""
         if self.state.iteration >= self.train_iters:
             self.evaluate("validation", self.data.valid)
             self.score_tasks()
@@ -112,88 +117,99 @@ class Trainer:
         """Do one step and report it.
 
         Raises:
-            TrainingError: Too many successive losses or gradient norms were not finite.
+            TrainingError: If too many successive losses or gradient norms were not finite.
         """
-        schedule, done = self.plan.batch_schedule, self.state.iteration
+        samples = self.plan.batch_schedule.batch_size(self.state.iteration)
+        length = self.plan.batch_schedule.seq_length(self.state.iteration)
         started = time.perf_counter()
         result = self.engine.train_batch(self._train_batches)
         seconds = time.perf_counter() - started
-        state = self.state
-        state.iteration = self.engine.iteration
-        state.skipped += result.skipped
-        state.nonfinite += self.rule.counts(result)
-        samples, length = schedule.batch_size(done), schedule.seq_length(done)
-        flops = samples * length * self._flops_per_token(length)
+        self.state.iteration = self.engine.iteration
+        self.state.skipped += result.skipped
+        self.state.nonfinite += self.rule.counts(result)
         report = StepReport(
             result=result,
             seconds=seconds,
             samples=samples,
             seq_length=length,
-            samples_per_second=samples / seconds,
-            tokens_per_second=samples * length / seconds,
-            flops_per_second_per_gpu=flops / seconds / self.plan.grid.world_size,
-            peak_memory=_peak_memory(),
+            flops=samples * length * self._flops_per_token(length),
+            ranks=self.plan.grid.world_size,
             reading=self._train_batches.take_seconds(),
         )
-        self._notify("on_step", state, report)
+        added: dict[str, float] = {}
+        for callback in self.callbacks:
+            added |= callback.step_scalars(self.state, report)
+        report = replace(report, added=added)
+        for callback in self.callbacks:
+            callback.on_step(self.state, report)
         report_progress()
-        self.rule.enforce(result, state.iteration)
+        self.rule.enforce(result, self.state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the mean scores over `eval_iters` batches and the perplexity, once per iteration.
+        """Report the objective's mean scores over `eval_iters` batches, once per iteration.
 
-        A signal ends the evaluation without a report.
+        The perplexity of losses per token is reported, too. A signal ends the evaluation without a report.
 
         Args:
             name: `validation` or `test`.
-            batches: None where the data has no such part.
+            batches: Batches of this part of the data; None if there are none.
         """
         iterations = self.plan.config.training.eval_iters
-        if batches is None or iterations == 0 or (name == "validation" and self._evaluated == self.state.iteration):
+        is_repeated = name == "validation" and self._evaluated == self.state.iteration
+        if batches is None or iterations == 0 or is_repeated:
             return
         started = time.perf_counter()
-        totals = dict.fromkeys(self.engine.objective.names, 0.0)
+        objective = self.engine.objective
+        totals = dict.fromkeys(objective.names, 0.0)
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
-            for key, score in self.engine.eval_batch(batches).items():
-                totals[key] += score
+            for score, value in self.engine.eval_batch(batches).items():
+                totals[score] += value
             report_progress()
-        scores = {key: total / iterations for key, total in totals.items()}
-        scores["lm_loss_ppl"] = perplexity_of(scores["lm_loss"])
         if name == "validation":
             self._evaluated = self.state.iteration
-        scalars = {f"{name}/{key}": value for key, value in scores.items()}
-        self._notify("on_evaluation", self.state, name, {**scalars, f"timers/{name}": time.perf_counter() - started})
+        scalars = {f"{name}/{score}": total / iterations for score, total in totals.items()}
+        for score in objective.per_token:
+            scalars[f"{name}/{score}_ppl"] = perplexity_of(scalars[f"{name}/{score}"])
+        scalars[f"timers/{name}"] = time.perf_counter() - started
+        self._report_evaluation(name, scalars)
 
     def score_tasks(self) -> None:
         """Report the scores of `eval_tasks`, once per iteration."""
         if self.tasks is None or self._scored == self.state.iteration or self._asked_to_stop():
             return
         self._scored = self.state.iteration
-        self._notify("on_evaluation", self.state, "tasks", self.tasks())
+        self._report_evaluation("tasks", self.tasks())
         report_progress()
+
+    def _report_evaluation(self, name: str, scalars: Mapping[str, float]) -> None:
+        scalars = dict(scalars)
+        for callback in self.callbacks:
+            scalars |= callback.evaluation_scalars(self.state, name)
+        for callback in self.callbacks:
+            callback.on_evaluation(self.state, name, scalars)
 
     @busy_saving()
     def save(self) -> None:
         """Write a checkpoint of this iteration, once; with `async_save`, begin to.
 
         Raises:
-            CheckpointError: The checkpoint could not be written; with `async_save`, maybe the one before it.
+            CheckpointError: If the checkpoint could not be written; with `async_save`, maybe the one before it.
         """
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
             return
-        started = time.perf_counter()
-        self._saved = self.state.iteration
         if self._background is not None:
             self._background.start(Path(save))
             self._report_saves(self._background)
         else:
+            started = time.perf_counter()
             path = save_checkpoint(self.engine, Path(save))
             seconds = time.perf_counter() - started
-            self._notify("on_save", self.state, SaveReport(path, self.state.iteration, seconds, seconds))
+            self._report_save(SaveReport(path, self.state.iteration, seconds, seconds))
+        self._saved = self.state.iteration
         report_progress()
 
     def _follow_background_save(self) -> None:
@@ -206,14 +222,18 @@ class Trainer:
 
     def _report_saves(self, background: BackgroundSaves) -> None:
         for report in background.take_reports():
-            self._notify("on_save", self.state, report)
+            self._report_save(report)
+
+    def _report_save(self, report: SaveReport) -> None:
+        for callback in self.callbacks:
+            callback.on_save(self.state, report)
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank got a signal; the same answer on every rank, which all ask together."""
+        """Return whether any rank got a signal; the same answer on every rank, which all ask together."""
         return self.engine.any_rank(self._signals.received is not None)
 
     def _should_stop(self) -> bool:
-        """Whether any rank got a signal, or `exit_interval` is due; the same answer on every rank."""
+        """Return whether any rank got a signal, or `exit_interval` is due; the same answer on every rank."""
         exit_interval = self.plan.config.training.exit_interval
         iteration = self.state.iteration
         if exit_interval and iteration > self.start and iteration % exit_interval == 0:
@@ -223,10 +243,6 @@ class Trainer:
             _log.info("a signal asked to end after iteration %d", iteration)
             return True
         return False
-
-    def _notify(self, event: str, *arguments: object) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(*arguments)
 
 
 class TimedBatches:
@@ -247,18 +263,12 @@ class TimedBatches:
 
     def take_seconds(self) -> float:
         """Return the seconds waited since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
 def _flops_per_token(plan: RunPlan, length: int) -> int:
     """Return the operations of a training step for one token, recomputed ones included."""
-    asked = training_flops_per_token(plan.layers, length, predicted=plan.config.model.predicted_tokens)
-    return asked + recomputed_flops_per_token(plan.layers, length, plan.recomputed_parts)
-
-
-def _peak_memory() -> int:
-    """Most bytes held so far: by tensors on the GPU, or by the whole process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    needed = training_flops_per_token(plan.layers, length, predicted=plan.config.model.predicted_tokens)
+    return needed + recomputed_flops_per_token(plan.layers, length, plan.recomputed_parts)

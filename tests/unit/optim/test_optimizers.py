@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from neox.optim import NormScope, parameter_groups
+from neox.optim import LRSchedule, NormScope, parameter_groups
 from neox.optim.adamw import AdamW
 from neox.optim.clipping import pieces
+from neox.parallel import mark_lr_factor
+from tests.plans import small_plan
 
 
 def tiny():
@@ -44,6 +46,17 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_groups_without_members_are_left_out():
     assert len(parameter_groups(nn.Embedding(5, 4).named_parameters(), 0.1)) == 1
+
+
+def test_each_group_reports_its_own_learning_rate():
+    model = tiny()
+    mark_lr_factor(model[0].weight, 0.5)
+    optimizer = AdamW(parameter_groups(model.named_parameters(), 0.1))
+    schedule = LRSchedule(small_plan(), optimizer)
+    schedule.seek(1)
+    assert schedule.lr > 0
+    assert schedule.get_lr() == [schedule.lr * group.get("lr_factor", 1.0) for group in optimizer.param_groups]
+    assert len(set(schedule.get_lr())) == 2
 
 
 def test_clips_like_torch():

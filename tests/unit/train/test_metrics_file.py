@@ -16,7 +16,7 @@ from neox.train.trackers import MetricsFile
 
 def report(loss=2.5, norm=1.25):
     result = StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=1.0, lr=1e-3, skipped=False)
-    return StepReport(result, 0.5, 16.0, 4096.0, 1e12, 2**30)
+    return StepReport(result, seconds=0.5, samples=8, seq_length=256, flops=5e11)
 
 
 def test_a_line_a_step_with_known_names_unrounded(tmp_path):
@@ -62,6 +62,28 @@ def test_resume_from_an_earlier_checkpoint_drops_what_came_after_it(tmp_path):
     for losses in ({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}, {2: 3.5, 3: 2.5}):
         run(tmp_path, losses)
     assert curves(tmp_path / "metrics.jsonl") == {"train/lm_loss": {1: 4.0, 2: 3.5, 3: 2.5}}
+
+
+def test_the_trained_loss_is_the_first_whatever_its_name(tmp_path):
+    rows = [
+        {"iteration": 1, "kind": "step", "train/loss": 4.0, "train/lm_loss": 3.0, "train/grad_norm": 1.0},
+        {"iteration": 1, "kind": "validation", "validation/loss": 5.0, "validation/lm_loss": 3.5, "timers/x": 1.0},
+        {"iteration": 1, "kind": "tasks", "eval/x_acc": 0.5},
+        {"iteration": 1, "kind": "save", "runtime/save_stall": 0.5},
+        {"iteration": 2, "kind": "step", "train/loss": 3.5},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert curves(file) == {"train/loss": {1: 4.0, 2: 3.5}, "validation/loss": {1: 5.0}}
+
+
+def test_files_of_version_0_1_have_no_kinds(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"iteration": i, "train/lm_loss": loss, "train/learning_rate": 0.1} for i, loss in ((1, 4.0), (2, 3.0))]
+    rows.insert(1, {"iteration": 1, "validation/lm_loss": 3.5, "validation/lm_loss_ppl": 33.0})
+    rows.append({"iteration": 2, "train/lm_loss": 2.5})  # trained again
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert curves(file) == {"train/lm_loss": {1: 4.0, 2: 2.5}, "validation/lm_loss": {1: 3.5}}
 
 
 def test_a_fresh_start_begins_a_new_file_and_keeps_the_old_ones(tmp_path):

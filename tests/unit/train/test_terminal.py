@@ -13,7 +13,7 @@ from tests.plans import small_plan
 
 def report(loss, seconds=0.5):
     result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
-    return StepReport(result, seconds, 8.0 / seconds, 1024.0 / seconds, 1e12 / seconds, 2**30, reading=0.01)
+    return StepReport(result, seconds, samples=8, seq_length=128, flops=1e12, reading=0.01, peak_memory=2**30)
 
 
 def lines_of(capsys, epoch_samples=0, **keys):

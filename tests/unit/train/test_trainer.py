@@ -9,7 +9,7 @@ import pytest
 
 from neox.data.build import DataIterators
 from neox.engine import StepResult
-from neox.errors import TrainingError
+from neox.errors import CheckpointError, TrainingError
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
@@ -74,7 +74,7 @@ def fit(monkeypatch, tmp_path):
     """Fit an engine; return (exit code, diary)."""
     monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda engine, save: save / str(engine.iteration))
 
-    def run(engine, **keys):
+    def run(engine, callbacks=(), **keys):
         flat = {
             "train_iters": 6,
             "eval_interval": 2,
@@ -85,7 +85,7 @@ def fit(monkeypatch, tmp_path):
         }
         diary = Diary()
         data = DataIterators(*(iter(range(1000)) for _ in range(3)))
-        return Trainer(small_plan(**flat), engine, data, [diary]).fit(), diary
+        return Trainer(small_plan(**flat), engine, data, [*callbacks, diary]).fit(), diary
 
     return run
 
@@ -103,6 +103,57 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
     assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
     assert diary.scalars["test/lm_loss_ppl"] == pytest.approx(math.exp(3.0))
     assert 0.0 <= diary.report.reading <= diary.report.seconds
+
+
+class Ranking:
+    """An objective whose loss is not in nats per token."""
+
+    names = ("ranking_loss", "accuracy", "token_loss")
+    per_token = ("token_loss",)
+
+
+def test_no_score_has_a_special_name(fit):
+    engine = IdleEngine()
+    engine.objective = Ranking()
+    engine.eval_batch = lambda batches: {"ranking_loss": 1.0, "accuracy": 0.5, "token_loss": 2.0}
+    _, diary = fit(engine)
+    assert set(diary.scalars) == {*(f"test/{name}" for name in Ranking.names), "test/token_loss_ppl", "timers/test"}
+    assert next(iter(diary.scalars)) == "test/ranking_loss", "readers take the first for the trained loss"
+
+
+class Counter(Callback):
+    """Adds numbers of its own."""
+
+    def step_scalars(self, state, report):
+        return {"train/step_squared": float(state.iteration**2)}
+
+    def evaluation_scalars(self, state, name):
+        return {f"{name}/evaluated_at": float(state.iteration)}
+
+
+def test_callbacks_add_numbers_to_what_others_report(fit):
+    _, diary = fit(IdleEngine(), callbacks=[Counter()])
+    assert diary.report.scalars()["train/step_squared"] == 36.0
+    assert diary.scalars["test/evaluated_at"] == 6.0
+
+
+def test_a_save_that_fails_is_tried_again(monkeypatch, tmp_path):
+    tries = []
+
+    def save(engine, directory):
+        tries.append(engine.iteration)
+        if len(tries) == 1:
+            raise CheckpointError("full")
+        return directory
+
+    monkeypatch.setattr("neox.train.trainer.save_checkpoint", save)
+    plan = small_plan(save=str(tmp_path))
+    trainer = Trainer(plan, IdleEngine(iteration=3), DataIterators(*(iter(()) for _ in range(3))))
+    with pytest.raises(CheckpointError):
+        trainer.save()
+    trainer.save()
+    trainer.save()
+    assert tries == [3, 3]
 
 
 def test_perplexities_of_untrained_networks_are_finite(fit):
