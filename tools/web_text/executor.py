@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from neox.errors import ConfigError, DataError, NeoXError, needs_package
@@ -56,7 +57,7 @@ class StepTask:
 def pipelines(
     recipe: Sequence[RecipeStep], executor: Executor, tasks: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[RecipeStep, Any]]:
-    """Yield the datatrove executors of a recipe in order, each depending on the one before.
+    """Yield the datatrove executors of a recipe in order, with their steps. With Slurm each depends on the one before.
 
     Args:
         recipe: Steps.
@@ -76,9 +77,19 @@ def pipelines(
         if chosen.step.sharded:
             kinds.insert(0, (ShardTask, tasks))
         for kind, count in kinds:
-            arguments = {**_arguments(chosen, executor, kind, count), **options}
-            if executor != "local":
+            output = chosen.settings.output
+            arguments = {
+                "pipeline": [kind(chosen)],
+                "tasks": count,
+                "logging_dir": str(output.with_name(f"{output.name}.datatrove") / kind.__name__),
+                # Our tasks know themselves whether their shard or output is complete, and of the same inputs.
+                "skip_completed": False,
+                **options,
+            }
+            if executor == "slurm":
                 arguments.setdefault("depends", before)
+            if executor == "local" and count == 1:
+                arguments["workers"] = 1  # then the task runs in this process and may start others
             try:
                 before = classes[executor](**arguments)
             except (TypeError, ValueError) as error:
@@ -86,33 +97,38 @@ def pipelines(
             yield chosen, before
 
 
-def _arguments(
-    chosen: RecipeStep, executor: Executor, kind: type[ShardTask] | type[StepTask], count: int
-) -> dict[str, Any]:
-    """Return the arguments of a datatrove executor for one pipeline."""
-    output = chosen.settings.output
-    arguments: dict[str, Any] = {
-        "pipeline": [kind(chosen)],
-        "tasks": count,
-        "logging_dir": str(output.with_name(f"{output.name}.datatrove") / kind.__name__),
-        # Our tasks know themselves whether their shard or output is complete, and of the same inputs.
-        "skip_completed": False,
-    }
-    if executor == "local" and count == 1:
-        arguments["workers"] = 1  # then the task runs in this process and may start others
-    return arguments
-
-
 def run_recipe(recipe: Sequence[RecipeStep], executor: Executor, tasks: int, options: Mapping[str, Any]) -> None:
     """Run a recipe through datatrove. With Slurm, only submit it.
 
     Raises:
-        ConfigError: If datatrove is missing, or refuses the options.
+        ConfigError: If datatrove or Ray is missing, or refuses the options.
+        DataError: If a task failed on Ray.
         NeoXError: An error of a step, from a local executor.
     """
+    if executor == "ray":
+        with needs_package(ConfigError, "--executor ray", "ray", "requirements-ray.txt"):
+            import ray  # noqa: F401
     last = None
-    for _, last in pipelines(recipe, executor, tasks, options):
-        if executor != "slurm":
+    for chosen, last in pipelines(recipe, executor, tasks, options):
+        if executor == "local":
             last.run()
+        elif executor == "ray":
+            _run_on_ray(chosen, last)
     if executor == "slurm" and last is not None:
         last.run()  # submits those that it depends on first
+
+
+def _run_on_ray(chosen: RecipeStep, pipeline: Any) -> None:
+    """Run a pipeline. datatrove only warns if a task failed on Ray; this raises DataError."""
+    logs = Path(pipeline.logging_dir.path)
+    shutil.rmtree(logs / "completions", ignore_errors=True)  # the marks of an earlier run
+    pipeline.run()
+    failed = pipeline.get_incomplete_ranks(skip_completed=True)
+    if not failed:
+        return
+    log = logs / "logs" / f"task_{failed[0]:05}.log"
+    reason = "no log was written"
+    if log.exists():
+        lines = log.read_text(errors="replace").split("\n")
+        reason = next((line for line in reversed(lines) if line.strip()), reason)
+    raise DataError(f"the step {chosen.step.name} failed on Ray: {reason.strip()}\n{log} says where")

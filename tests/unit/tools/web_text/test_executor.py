@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,30 @@ def test_a_shard_that_is_missing_or_cut_off_is_computed(tmp_path: Path) -> None:
     assert outputs(tmp_path / "shards") == whole
 
 
-def test_slurm_and_ray_pipelines_are_chained(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ray_makes_the_same_bytes_and_reports_failures(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray (requirements/requirements-ray.txt) is not installed")
+    for chosen in read_recipe(write_recipe(tmp_path, "alone"), STEPS):
+        run_step(chosen.step, chosen.settings)
+    recipe = write_recipe(tmp_path, "ray")
+
+    def run_on_ray() -> subprocess.CompletedProcess[str]:
+        tool = Path(__file__).parents[4] / "tools" / "web_text.py"
+        words = ["run", str(recipe), "--executor", "ray", "--tasks", "2", "--executor-option", "workers=2"]
+        return subprocess.run([sys.executable, str(tool), *words], cwd=tmp_path, capture_output=True, text=True)
+
+    done = run_on_ray()
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path / "alone") == outputs(tmp_path / "ray")
+    assert len(outputs(tmp_path / "ray")) == 7
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("not JSON either\n")
+    failed = run_on_ray()
+    assert failed.returncode == 1
+    assert "in.jsonl" in failed.stderr.rpartition("error: ")[2]  # the task's own message
+
+
+def test_slurm_pipelines_are_chained(tmp_path: Path) -> None:
     recipe = read_recipe(write_recipe(tmp_path, "slurm"), STEPS)
     made = [made for _, made in pipelines(recipe, "slurm", 4, {"time": "1:00:00", "partition": "cpu"})]
     assert [executor.tasks for executor in made] == [4, 1, 4, 1, 4, 1]
