@@ -19,7 +19,8 @@ from torch import Tensor
 from neox.checkpoint.names import canonical_parameter
 from neox.checkpoint.reshard import overlaps
 from neox.checkpoint.tensor_files import load_file
-from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, SCALES, VALUES, OptimizerKind, optimizer_of_states
+from neox.config.sections.optimizer_kind import BLOCK, SCALES, VALUES, OptimizerKind
+from neox.config.sections.optimizer_table import OPTIMIZERS, optimizer_of_states
 from neox.errors import CheckpointError
 
 FP32 = "fp32"

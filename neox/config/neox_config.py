@@ -22,7 +22,7 @@ from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.training import CheckpointConfig, LoggingConfig, TrainingConfig
 from neox.errors import ConfigError
-from neox.problems import CODE, DEFAULT, Note, Problem, Source
+from neox.problems import CODE, DEFAULT, Problem, Source
 
 
 class NeoXConfig(Section):
@@ -183,11 +183,14 @@ class NeoXConfig(Section):
             message: What is wrong and what to do.
             keys: All keys that the problem depends on, the one to look at first.
         """
-        return Problem(keys, message, self.source(keys[0]))
+        return Problem(keys, message, self._place(keys[0]))
 
-    def note(self, message: str, *keys: str) -> Note:
-        """Return a note about keys; its message says where they are."""
-        return Note(keys, message)
+    def _place(self, key: str) -> Source:
+        """Return the source of a key, or of the block around it if only that was given."""
+        path = key
+        while "." in path and not self.given(path):
+            path = path.rpartition(".")[0]
+        return self.source(path)
 
     def _key_and_value(self, key: str, value: Any = None) -> str:
         return f"`{key}: {yaml_text(self.value(key) if value is None else value)}`"

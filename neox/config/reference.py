@@ -9,14 +9,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED
 from neox.config.neox_config import section_classes, yaml_text
-from neox.config.sections.base import any_of, conditions_of, status_of
+from neox.config.sections.conditions import in_words, status_of
 from neox.config.sections.optimizer import OptimizerConfig
 from neox.config.sections.optimizer_table import OPTIMIZERS
 
@@ -48,7 +48,10 @@ done another way here. Both load, with a note unless the value is the default.
 
 def type_name(annotation: Any) -> str:
     """Return a type in the words of someone who writes YAML."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(type_name(part) for part in arguments if part is not NoneType))
     if origin is Literal:
@@ -159,14 +162,13 @@ def schema() -> dict[str, Any]:
 
 def _meaning(info: FieldInfo) -> str:
     """Return a field's description with its conditions."""
-    conditions = conditions_of(info)
-    return (info.description or "") + (f" Only with {any_of(conditions)}." if conditions else "")
+    return f"{info.description} {in_words(info)}".strip()
 
 
 def _describe_conditions(properties: dict[str, Any], cls: type[BaseModel]) -> None:
     """Add to descriptions which other key must be on."""
     for key, info in cls.model_fields.items():
-        if conditions_of(info):
+        if in_words(info):
             properties[key]["description"] = _meaning(info)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.config.sections.optimizer_table import PIECE
+from neox.config.sections.optimizer_kind import PIECE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.config.sections.optimizer_table import BLOCK, OPTIMIZERS, PIECE, SCALES, VALUES, State
+from neox.config.sections.optimizer_kind import BLOCK, PIECE, SCALES, VALUES, State
+from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import ConfigError, install_command
 from neox.optim.clipping import ClippedOptimizer, NormScope
 

@@ -158,9 +158,6 @@ def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[Problem]:
         return
     start, increment, _ = ramp
     final, unit, micro = batch.train_batch_size, batch.samples_at_once, batch.train_micro_batch_size_per_gpu
-    if min(ramp) < 1:
-        yield config.problem(RAMP_KEY, "must have three numbers above 0: first size, increment, samples of the ramp-up")
-        return
     if start >= final:
         yield config.problem(
             RAMP_KEY, f"starts at {start}, not below the batch of {final} that it should grow to", *_SIZES

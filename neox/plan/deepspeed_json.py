@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neox.config.neox_config import NeoXConfig
-from neox.config.sections.base import status_of
+from neox.config.sections.conditions import status_of
 from neox.config.sections.deepspeed import ZeroSettings
 from neox.plan.batch import BatchPlan
 from neox.plan.precision import Precision

@@ -7,13 +7,19 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith
+from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
 SentencePairs = Literal["nsp", "sop"]
+Weights = tuple[NonNegativeFloat, ...] | None
 SPLITS = ("train", "valid", "test")
 _MASKED = OnlyWith("objective", ("masked_lm",))
+_NO_LABELS = Excludes("objective", ("masked_lm",), reason="only masked tokens are in its loss")
+_PAIRS = Excludes("objective", ("masked_lm",), reason="its samples are pairs of sentences")
+_ONE_WEIGHTING = Excludes("weight_by_num_documents", reason="both set weights")
 
 
 class Blend(NamedTuple):
@@ -28,7 +34,7 @@ class Blend(NamedTuple):
 class DataConfig(Section):
     """Token files, splits and blends."""
 
-    data_path: str | None = None
+    data_path: Annotated[str | None, Excludes("train_data_paths", reason="both name training data")] = None
     """Prefix of one `.bin/.idx` pair, divided by `split`."""
 
     train_data_paths: tuple[str, ...] | None = None
@@ -40,31 +46,31 @@ class DataConfig(Section):
     test_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
     """Prefixes blended for the test at the end."""
 
-    train_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
+    train_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths"), _NO_LABELS] = None
     """Prefixes of the labels of train_data_paths: files of the same shape, with -100 where there is no loss."""
 
-    train_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
+    train_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each training prefix; equal where unset."""
 
-    valid_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("valid_data_paths")] = None
+    valid_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("valid_data_paths"), _NO_LABELS] = None
     """Prefixes of the labels of valid_data_paths: files of the same shape, with -100 where there is no loss."""
 
-    valid_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
+    valid_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each validation prefix."""
 
-    test_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("test_data_paths")] = None
+    test_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("test_data_paths"), _NO_LABELS] = None
     """Prefixes of the labels of test_data_paths: files of the same shape, with -100 where there is no loss."""
 
-    test_data_weights: Annotated[tuple[float, ...] | None, OnlyWith("train_data_paths")] = None
+    test_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each test prefix."""
 
     weight_by_num_documents: Annotated[bool, OnlyWith("train_data_paths")] = False
     """Weight prefixes by their share p of the documents, p ** alpha * (1 - p), instead of *_data_weights."""
 
-    weighted_sampler_alpha: Annotated[float, OnlyWith("weight_by_num_documents")] = Field(0.3, ge=0)
+    weighted_sampler_alpha: Annotated[NonNegativeFloat, OnlyWith("weight_by_num_documents")] = 0.3
     """alpha of weight_by_num_documents; smaller values give small sets more weight."""
 
-    pack_impl: PackImpl = "packed"
+    pack_impl: Annotated[PackImpl, _PAIRS] = "packed"
     """How documents make samples of seq_length + 1 tokens: `packed` joins and cuts them, `pack_until_overflow` puts as
     many whole ones into a sample as fit, `unpacked` one into each; these two pad, and padding is not in the loss."""
 
@@ -74,7 +80,7 @@ class DataConfig(Section):
     mask_prob: Annotated[float, _MASKED] = Field(0.15, gt=0, lt=1)
     """Share of the tokens of a sample that are masked, up to max_preds_per_seq. Megatron-LM's name."""
 
-    short_seq_prob: Annotated[float, _MASKED] = Field(0.1, ge=0, le=1)
+    short_seq_prob: Annotated[Fraction, _MASKED] = 0.1
     """Share of the samples that are filled to a random length. Megatron-LM's name."""
 
     whole_word_mask: Annotated[bool, _MASKED] = False
@@ -93,15 +99,29 @@ class DataConfig(Section):
     split: Annotated[str, OnlyWith("train_data_paths", (None,))] = "969, 30, 1"
     """Train, validation and test parts of data_path."""
 
-    num_workers: int = Field(2, ge=0)
+    num_workers: NonNegativeInt = 2
     """Threads that read ahead, each up to two batches (gpt-neox: processes); 0 reads a batch when it is needed."""
 
-    eod_mask_loss: bool = False
+    eod_mask_loss: Annotated[bool, _NO_LABELS] = False
     """Leave end-of-document tokens out of the loss."""
 
-    reset_attention_mask: bool = False
-    """Restart attention and positions after each end of a document, so that no token attends to another document. Not
-    with pipeline stages, nor with the fused softmax."""
+    reset_attention_mask: Annotated[
+        bool,
+        _PAIRS,
+        Excludes(
+            "pipe_parallel_size",
+            above=1,
+            reason="only hidden states travel between stages",
+            advice="use pipe_parallel_size 1, with ZeRO or model_parallel_size for memory",
+        ),
+        Excludes(
+            "scaled_upper_triang_masked_softmax_fusion",
+            reason="its kernel masks later tokens only",
+            advice='remove that, or use attention_config: [[["flash"], "all"]]',
+        ),
+        Excludes("soft_prompt_tuning.enabled", reason="each document would need the prompt"),
+    ] = False
+    """Restart attention and positions after each end of a document, so that no token attends to another document."""
 
     @property
     def blends(self) -> tuple[Blend, ...]:
@@ -134,7 +154,7 @@ class TokenizerConfig(Section):
     merge_file: str | None = None
     """Merge rules of GPT2BPETokenizer."""
 
-    padded_vocab_size: int | None = Field(None, ge=1)
+    padded_vocab_size: PositiveInt | None = None
     """Rows of the embedding. Derived from the vocabulary where unset; otherwise at least the vocabulary's size, and a
     multiple of model_parallel_size."""
 

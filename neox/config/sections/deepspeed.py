@@ -6,37 +6,45 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import OnlyWith, Section, Status
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, NoEffect, OnlyWith, Refused, Requires
+from neox.config.sections.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 _SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
 _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
 # DeepSpeed's default, and ours where the states of one sub-group are in memory and those of all are not.
-_SUB_GROUP, _SUB_GROUP_IN_FILES = 1_000_000_000, 100_000_000
-_REFUSED, _NO_EFFECT = Status("refused"), Status("no effect")
+_SUB_GROUP = 1_000_000_000
+_SUB_GROUP_IN_FILES = 100_000_000
+_NO_EFFECT = NoEffect()
+_NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
 
 
 class OffloadSettings(Section):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """`cpu`: in host memory. `nvme`: in files of `nvme_path`, with stage 3."""
-    nvme_path: str | None = None
-    """Directory on a local disk of every host, with `device: nvme`. The kernel maps its files into memory, and deletes
-    them with the process."""
+    device: Annotated[
+        Literal["none", "cpu", "nvme"],
+        Requires("zero_optimization.stage", (3,), when=("nvme",), advice="or use cpu"),
+        Requires(".nvme_path", when=("nvme",), advice="give a directory on a local disk of every host"),
+    ] = "none"
+    """`cpu`: in host memory. `nvme`: in files of `nvme_path`."""
+    nvme_path: Annotated[str | None, Requires(".device", ("nvme",))] = None
+    """Directory on a local disk of every host. The kernel maps its files into memory, and deletes them with the
+    process."""
     pin_memory: bool | None = None
     """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true). What is
     in files is not pinned."""
-    buffer_count: Annotated[int | None, _REFUSED] = None
-    """Of DeepSpeed's own files, which are not used; refused, as the next five."""
-    buffer_size: Annotated[int | None, _REFUSED] = None
+    buffer_count: Annotated[int | None, _NOT_OURS] = None
+    """Number of buffers of DeepSpeed's own files, which are not used here."""
+    buffer_size: Annotated[int | None, _NOT_OURS] = None
     """Elements of a buffer."""
-    max_in_cpu: Annotated[int | None, _REFUSED] = None
+    max_in_cpu: Annotated[int | None, _NOT_OURS] = None
     """Elements that stay in host memory."""
-    pipeline_read: Annotated[bool | None, _REFUSED] = None
+    pipeline_read: Annotated[bool | None, _NOT_OURS] = None
     """Read ahead of the update: it always is."""
-    pipeline_write: Annotated[bool | None, _REFUSED] = None
+    pipeline_write: Annotated[bool | None, _NOT_OURS] = None
     """Write behind the update: it always is."""
-    fast_init: Annotated[bool | None, _REFUSED] = None
+    fast_init: Annotated[bool | None, _NOT_OURS] = None
     """Another way to write the first states."""
 
     @property
@@ -48,17 +56,26 @@ class OffloadSettings(Section):
 class ZeroSettings(Section):
     """DeepSpeed's `zero_optimization` block."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[
+        Literal[0, 1, 2, 3],
+        Excludes(
+            "pipe_parallel_size",
+            above=1,
+            when=(2, 3),
+            reason="DeepSpeed's pipeline keeps gradients and weights whole",
+            advice="use stage 1, or pipe_parallel_size 1 with model_parallel_size for the rest",
+        ),
+    ] = 0
     """What is sharded over data-parallel ranks. 0: nothing; 1: optimizer states; 2: gradients too; 3: weights too."""
     contiguous_gradients: Annotated[bool | None, _SHARDED] = None
     """Copy gradients to a contiguous buffer."""
     reduce_scatter: Annotated[bool | None, _SHARDED] = None
     """Reduce-scatter in place of all-reduce."""
-    reduce_bucket_size: Annotated[int | None, _SHARDED] = Field(None, gt=0)
+    reduce_bucket_size: Annotated[PositiveInt | None, _SHARDED] = None
     """Elements reduced at once."""
     allgather_partitions: Annotated[bool | None, _SHARDED] = None
     """All-gather in place of broadcasts."""
-    allgather_bucket_size: Annotated[int | None, _SHARDED] = Field(None, ge=0)
+    allgather_bucket_size: Annotated[NonNegativeInt | None, _SHARDED] = None
     """Elements gathered at once."""
     overlap_comm: Annotated[bool | None, _SHARDED] = None
     """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
@@ -79,7 +96,7 @@ class ZeroSettings(Section):
     offload_param: OffloadSettings | None = None
     """Where the weights are between uses: `{device: cpu}` is host memory, `{device: nvme, nvme_path: DIRECTORY}` files.
     With stage 3 and offload_optimizer."""
-    sub_group_size: Annotated[int | None, _SHARDED_WEIGHTS] = Field(None, gt=0)
+    sub_group_size: Annotated[PositiveInt | None, _SHARDED_WEIGHTS] = None
     """Elements updated at once (stage 3). Default: 1e9, and 1e8 with states on NVMe, as those of one sub-group are in
     host memory."""
     stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
@@ -132,17 +149,17 @@ class Fp16Settings(Section):
     """v2.0's old name of `enabled`."""
     type: Literal["fp16", "bfloat16", "bf16"] | None = None
     """v2.0's way to ask for bf16."""
-    loss_scale: float | None = Field(None, ge=0)
+    loss_scale: NonNegativeFloat | None = None
     """Fixed loss scale; 0 is dynamic."""
     initial_scale_power: int | None = None
     """The first dynamic loss scale is 2 to this power."""
-    loss_scale_window: int | None = Field(None, gt=0)
+    loss_scale_window: PositiveInt | None = None
     """Steps without overflow before the scale doubles."""
-    hysteresis: int | None = Field(None, ge=0)
+    hysteresis: NonNegativeInt | None = None
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool | None = None
     """Restore the hysteresis after every step without overflow."""
-    min_loss_scale: int | None = Field(None, ge=1)
+    min_loss_scale: PositiveInt | None = None
     """Smallest loss scale."""
     auto_cast: bool | None = None
     """Cast inputs to fp16."""
@@ -198,13 +215,13 @@ class CommsLoggerSettings(Section):
 class DeepSpeedConfig(Section):
     """DeepSpeed's settings under their own names."""
 
-    train_batch_size: int | None = Field(None, ge=1)
+    train_batch_size: PositiveInt | None = None
     """Samples per optimizer step over all ranks = micro batch x accumulation steps x data-parallel size."""
 
-    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
     """Samples per forward pass on one data-parallel rank."""
 
-    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    gradient_accumulation_steps: PositiveInt | None = None
     """Forward passes per optimizer step. Derived where the other two are given (gpt-neox v2.0 assumed 1)."""
 
     fp16: Fp16Settings | None = None
@@ -216,7 +233,7 @@ class DeepSpeedConfig(Section):
     zero_optimization: ZeroSettings = Field(default_factory=ZeroSettings)
     """ZeRO: what is sharded over data-parallel ranks, and bucket sizes."""
 
-    gradient_clipping: float = Field(0.0, ge=0)
+    gradient_clipping: NonNegativeFloat = 0.0
     """Largest global gradient norm; 0 is off (gpt-neox v2.0's default; later versions: 1.0)."""
 
     data_types: DataTypesSettings | None = None
@@ -225,19 +242,19 @@ class DeepSpeedConfig(Section):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Format in which gradients are communicated."""
 
-    fp32_allreduce: bool = False
+    fp32_allreduce: Annotated[bool, Excludes("communication_data_type", ("fp16", "bf16"))] = False
     """Reduce gradients in fp32."""
 
     prescale_gradients: bool = False
     """Divide gradients before the reduction."""
 
-    gradient_predivide_factor: Annotated[float, OnlyWith("prescale_gradients")] = Field(1.0, gt=0)
+    gradient_predivide_factor: Annotated[PositiveFloat, OnlyWith("prescale_gradients")] = 1.0
     """Divisor of prescale_gradients."""
 
     zero_allow_untested_optimizer: bool = False
     """Let DeepSpeed run ZeRO with an optimizer it does not know."""
 
-    steps_per_print: int = Field(10, ge=1)
+    steps_per_print: PositiveInt = 10
     """Steps between DeepSpeed's own lines on the terminal."""
 
     wall_clock_breakdown: bool = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith
+from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class GenerationConfig(Section):
@@ -15,37 +15,37 @@ class GenerationConfig(Section):
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = None
     """Source of the prompts."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
 
-    top_p: float = Field(0.0, ge=0, le=1)
+    top_p: Fraction = 0.0
     """Sample from the smallest set of tokens with this probability; 0 is off. With `temperature` 0 it samples at 1."""
 
-    top_k: int = Field(0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample from this many most likely tokens; 0 is off. With `temperature` 0 it samples at 1."""
 
     return_logits: bool = False
     """Also write the logits of generated tokens."""
 
-    maximum_tokens: int = Field(64, ge=1)
+    maximum_tokens: PositiveInt = 64
     """Largest number of tokens generated for a prompt."""
 
-    minimum_tokens: int = Field(0, ge=0)
+    minimum_tokens: NonNegativeInt = 0
     """Tokens generated for a prompt before it may end."""
 
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: PositiveFloat = 1.0
     """Divides (or, below zero, multiplies) the logits of tokens already in the text; 1 is off."""
 
     stop_strings: tuple[str, ...] = ()
     """Strings that end a continuation; they are not part of it."""
 
-    num_beams: int = Field(1, ge=1)
+    num_beams: PositiveInt = 1
     """More than 1: beam search with that many beams, instead of sampling."""
 
     length_penalty: float = 1.0
     """Beams are ranked by log-probability / length ** length_penalty."""
 
-    generation_batch_size: int = Field(8, ge=1)
+    generation_batch_size: PositiveInt = 8
     """Prompts continued in one batch, and sequences scored in one batch."""
 
     prompt_end: Annotated[str, OnlyWith("text_gen_type", ("interactive",))] = "\n"
@@ -57,10 +57,10 @@ class GenerationConfig(Section):
     sample_output_file: str = "samples.txt"
     """File the completions are written to."""
 
-    num_samples: int = Field(1, ge=1)
+    num_samples: PositiveInt = 1
     """Number of samples without a prompt (text_gen_type: unconditional)."""
 
-    num_return_sequences: int = Field(1, ge=1)
+    num_return_sequences: PositiveInt = 1
     """Continuations of each prompt of an input file."""
 
     inference_precision: Literal["fp32", "fp16", "bf16"] | None = None
@@ -77,16 +77,18 @@ class GenerationConfig(Section):
     eval_results_prefix: str = ""
     """Prefix of evaluation result files."""
 
-    eval_tasks: tuple[str, ...] | None = None
+    eval_tasks: Annotated[
+        tuple[str, ...] | None, Excludes("objective", ("masked_lm",), reason="tasks score next tokens")
+    ] = None
     """Tasks to evaluate: names of lm-evaluation-harness, YAML files of such tasks, or own tasks as KIND=PATH:
     `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
 
-    eval_stride: int | None = Field(None, ge=1)
+    eval_stride: PositiveInt | None = None
     """Tokens by which the windows of a perplexity advance, each seq_length long; no overlap where unset."""
 
-    eval_num_fewshot: int | None = Field(None, ge=0)
+    eval_num_fewshot: NonNegativeInt | None = None
     """Examples shown before each question of harness tasks; the task's own number where unset."""
 
-    eval_limit: int | None = Field(None, ge=1)
+    eval_limit: PositiveInt | None = None
     """Score only the first so many examples of each task, for a quick look: passages of `lambada=`, documents of
     `perplexity=`, articles of `wikitext=`, and the examples of a harness task."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from neox.architecture import NORMS, SPARSITY
+from neox.architecture import ACTIVATIONS, NORMS, SPARSITY
 from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS, ActivationName, NormName, PositionsName
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.numbers import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
 InitMethod = Literal[
     "normal",
@@ -28,6 +31,15 @@ def _only(*kinds: str) -> OnlyWith:
 
 
 _MASKED = OnlyWith("objective", ("masked_lm",))
+_NEEDS_MASKED = Requires("objective", ("masked_lm",), advice="remove it, or set objective: masked_lm")
+_GELU = Requires("activation", tuple(name for name in ACTIVATIONS if name.startswith("gelu")))
+_GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.width_factor != 1)
+_SIMPLE_NORMS = ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm")
+
+
+def _not_masked(reason: str, *, when: tuple[Any, ...] = (), advice: str = "remove it") -> Excludes:
+    """Return the marker of what a masked language model does not have."""
+    return Excludes("objective", ("masked_lm",), when=when, reason=reason, advice=advice)
 
 
 def _norms_of(epsilon_key: str) -> OnlyWith:
@@ -38,18 +50,18 @@ def _norms_of(epsilon_key: str) -> OnlyWith:
 class SparsityConfig(Section):
     """Patterns of sparse attention, in blocks of tokens; unset settings have the default of each pattern."""
 
-    block: Annotated[int | None, _only(*SPARSITY)] = Field(None, ge=1)
+    block: Annotated[PositiveInt | None, _only(*SPARSITY)] = None
     """Tokens in a block; 16 where unset. seq_length must be a multiple."""
     different_layout_per_head: Annotated[bool | None, _only("sparse_fixed", "sparse_variable", "bigbird")] = None
     """Heads have different random blocks or global patterns."""
-    num_local_blocks: Annotated[int | None, _only("local", "sparse_fixed")] = Field(None, ge=1)
+    num_local_blocks: Annotated[PositiveInt | None, _only("local", "sparse_fixed")] = None
     """`sparse_fixed`: blocks in a local window; `local`: twice the earlier blocks seen. 4 where unset."""
-    num_global_blocks: Annotated[int | None, _only("sparse_fixed", "bigbird")] = Field(None, ge=1)
+    num_global_blocks: Annotated[PositiveInt | None, _only("sparse_fixed", "bigbird")] = None
     """`sparse_fixed`: last blocks of each window that all later ones see; `bigbird`: first blocks, which see and are
     seen by all. 1 where unset."""
-    num_different_global_patterns: Annotated[int | None, _only("sparse_fixed")] = Field(None, ge=1)
+    num_different_global_patterns: Annotated[PositiveInt | None, _only("sparse_fixed")] = None
     """Heads take turns in which blocks of a window are global; with different_layout_per_head."""
-    num_random_blocks: Annotated[int | None, _only("sparse_variable", "bigbird")] = Field(None, ge=0)
+    num_random_blocks: Annotated[NonNegativeInt | None, _only("sparse_variable", "bigbird")] = None
     """Earlier blocks drawn for each block. `bigbird`: 1, `sparse_variable`: 0 where unset."""
     random_seed: Annotated[int | None, _only("sparse_variable", "bigbird")] = None
     """Seed of random blocks, which depend on it, the layer and the head alone; 1234 where unset. Not gpt-neox's."""
@@ -59,25 +71,42 @@ class SparsityConfig(Section):
     """Blocks that all later ones see, and in `bslongformer` that see all; [0] where unset."""
     global_block_end_indices: Annotated[tuple[int, ...] | None, _only("sparse_variable", "bslongformer")] = None
     """Makes each of global_block_indices a range that ends before this block."""
-    num_sliding_window_blocks: Annotated[int | None, _only("local", "bigbird", "bslongformer")] = Field(None, ge=1)
+    num_sliding_window_blocks: Annotated[PositiveInt | None, _only("local", "bigbird", "bslongformer")] = None
     """Width of the sliding window around a block, of which earlier blocks are half; 3 where unset."""
 
 
 class SoftPromptSettings(Section):
-    """Vectors before the tokens, which alone are trained."""
+    """Vectors before the tokens; only they are trained."""
 
-    enabled: bool = True
+    enabled: Annotated[
+        bool,
+        _not_masked("", when=(True,)),
+        Excludes(
+            "pipe_parallel_size",
+            above=1,
+            when=(True,),
+            reason="most stages would have nothing to train",
+            advice="use pipe_parallel_size 1",
+        ),
+    ] = True
     """Whether there is a soft prompt."""
-    num_tokens: int = Field(10, ge=1)
+    num_tokens: PositiveInt = 10
     """Vectors of the prompt. They lengthen the sequence that the network computes, not that of the data."""
     init_string: str = ""
     """Text whose tokens' vectors, repeated or cut to num_tokens, the prompt starts as; needs the tokenizer."""
-    init_range: float = Field(0.5, gt=0)
+    init_range: PositiveFloat = 0.5
     """Without init_string the prompt starts uniform in [-init_range, init_range]."""
 
 
 MUP_INIT_METHODS = ("normal", "scaled_normal", "wang_init", "small_init")
 """Methods whose deviation is a formula, which muP evaluates at the base width."""
+
+_WITHOUT_MUP = Excludes(
+    "use_mup",
+    when=tuple(name for name in get_args(InitMethod) if name not in MUP_INIT_METHODS),
+    reason="both follow the width",
+    advice=f"use one of {', '.join(MUP_INIT_METHODS)}",
+)
 
 
 class ModelConfig(Section):
@@ -96,14 +125,14 @@ class ModelConfig(Section):
     bert_binary_head: Annotated[bool, _MASKED] = True
     """Also predict from the first token whether the second sentence follows the first. Megatron-LM's name."""
 
-    num_tokentypes: Annotated[int | None, _MASKED] = Field(None, ge=0, le=1_000)
+    num_tokentypes: Annotated[int | None, _NEEDS_MASKED] = Field(None, ge=0, le=1_000)
     """Rows of the table of token types, which tell the sentences of a pair apart; 2 where unset with bert_binary_head,
     else 0. Megatron-LM's name."""
 
-    embed_layernorm: Annotated[bool, _MASKED] = False
+    embed_layernorm: Annotated[bool, _NEEDS_MASKED] = False
     """Normalise the sum of the embeddings, as BERT does and Megatron-LM's BERT does not."""
 
-    max_preds_per_seq: Annotated[int | None, _MASKED] = Field(None, ge=1)
+    max_preds_per_seq: Annotated[PositiveInt | None, _MASKED] = None
     """Most masked tokens of a sample, which alone go through the head. 15 % of seq_length, rounded up to a multiple of
     10, where unset. Megatron-LM's name."""
 
@@ -113,34 +142,36 @@ class ModelConfig(Section):
     hidden_size: int | None = Field(None, ge=1, le=2**24)
     """Width of the hidden states. Required; a multiple of num_attention_heads."""
 
-    num_attention_heads: int | None = Field(None, ge=1)
+    num_attention_heads: PositiveInt | None = None
     """Attention heads. Required; a multiple of model_parallel_size."""
 
-    num_kv_heads: int | None = Field(None, ge=0)
+    num_kv_heads: NonNegativeInt | None = None
     """Heads of keys and values, each shared by num_attention_heads / num_kv_heads neighbouring heads of queries
     (arXiv:2305.13245); a multiple of model_parallel_size. num_attention_heads where unset or 0."""
 
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: PositiveInt | None = None
     """Width of an attention head. hidden_size / num_attention_heads where unset."""
 
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: PositiveInt | None = None
     """Inner width of an MLP without a gate; of a gated one, two thirds of it are divided between its two halves, as in
     later gpt-neox: 32768 with mlp_multiple_of 256 gives 11008. 4 x hidden_size where unset."""
 
-    expansion_factor: float | None = Field(None, gt=0)
+    expansion_factor: Annotated[PositiveFloat | None, Excludes("intermediate_size")] = None
     """intermediate_size as a multiple of hidden_size."""
 
-    mlp_multiple_of: int | None = Field(None, ge=1)
+    mlp_multiple_of: PositiveInt | None = None
     """The inner width that follows from intermediate_size or expansion_factor is rounded up to a multiple of this; 1
     where unset. `geglu` without any of the three is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
 
-    mlp_width: int | None = Field(None, ge=1)
+    mlp_width: Annotated[
+        PositiveInt | None, Excludes("intermediate_size"), Excludes("expansion_factor"), Excludes("mlp_multiple_of")
+    ] = None
     """Inner width of the MLP itself, gated or not (Hugging Face's `intermediate_size`), instead of the three above."""
 
-    seq_length: int | None = Field(None, ge=1)
+    seq_length: PositiveInt | None = None
     """Tokens in one sample. Required."""
 
-    max_position_embeddings: int | None = Field(None, ge=1)
+    max_position_embeddings: PositiveInt | None = None
     """Longest sequence positions exist for; at least seq_length. Required in gpt-neox; seq_length where unset."""
 
     norm: NormName = "layernorm"
@@ -148,16 +179,19 @@ class ModelConfig(Section):
     `rmsnorm_v2.0` outside, as gpt-neox v2.0 does for `rmsnorm`. `te_layernorm` and `te_rmsnorm` are `layernorm` and
     `rmsnorm`."""
 
-    layernorm_epsilon: Annotated[float, _norms_of("layernorm_epsilon")] = Field(1e-5, gt=0)
+    layernorm_epsilon: Annotated[PositiveFloat, _norms_of("layernorm_epsilon")] = 1e-5
     """Added to the variance inside LayerNorm."""
 
-    rms_norm_epsilon: Annotated[float, _norms_of("rms_norm_epsilon")] = Field(1e-8, gt=0)
+    rms_norm_epsilon: Annotated[PositiveFloat, _norms_of("rms_norm_epsilon")] = 1e-8
     """Added to the mean square inside RMSNorm."""
 
-    scalenorm_epsilon: Annotated[float, _norms_of("scalenorm_epsilon")] = Field(1e-8, gt=0)
+    scalenorm_epsilon: Annotated[PositiveFloat, _norms_of("scalenorm_epsilon")] = 1e-8
     """Smallest length of hidden states that ScaleNorm divides by."""
 
-    pos_emb: PositionsName = "learned"
+    pos_emb: Annotated[
+        PositionsName,
+        _not_masked("it counts distances to earlier tokens only", when=("alibi", "rpe"), advice="use learned"),
+    ] = "learned"
     """How positions enter the network: `learned` and `sinusoidal` vectors are added to the tokens', `rotary` positions
     rotate queries and keys, `alibi` lowers scores with the distance, `rpe` adds a learned number to scores by distance
     (T5's buckets, one table for all blocks)."""
@@ -168,21 +202,21 @@ class ModelConfig(Section):
     rpe_max_distance: Annotated[int, OnlyWith("pos_emb", ("rpe",))] = Field(128, ge=2)
     """Distance from which on all tokens share the last row of the table of relative positions."""
 
-    opt_pos_emb_offset: Annotated[int, OnlyWith("pos_emb", ("learned",))] = Field(0, ge=0)
+    opt_pos_emb_offset: Annotated[NonNegativeInt, OnlyWith("pos_emb", ("learned",))] = 0
     """Rows of the table of learned positions before that of position 0 (2 for OPT). They are among its
     max_position_embeddings rows."""
 
-    rotary_pct: Annotated[float, OnlyWith("pos_emb", ("rotary",))] = Field(1.0, gt=0, le=1)
+    rotary_pct: Annotated[PositiveFraction, OnlyWith("pos_emb", ("rotary",))] = 1.0
     """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
 
-    rotary_emb_base: Annotated[int, OnlyWith("pos_emb", ("rotary",))] = Field(10000, ge=1)
+    rotary_emb_base: Annotated[PositiveInt, OnlyWith("pos_emb", ("rotary",))] = 10000
     """Base of the rotary frequencies."""
 
     rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
     """Change of the rotary frequencies for longer sequences, in Hugging Face's words: `rope_type` `linear`, `llama3` or
     `yarn` with its settings, such as `{rope_type: linear, factor: 2.0}`."""
 
-    no_weight_tying: bool = False
+    no_weight_tying: Annotated[bool, _not_masked("its head multiplies by the embedding's weight")] = False
     """Give the head a weight of its own instead of the embedding's."""
 
     gpt_j_residual: bool = False
@@ -191,9 +225,13 @@ class ModelConfig(Section):
     gpt_j_tied: Annotated[bool, OnlyWith("gpt_j_residual")] = False
     """One norm for both, as in GPT-J: x + attention(ln1(x)) + mlp(ln1(x))."""
 
-    norm_placement: Literal["input", "output", "post"] = "input"
+    norm_placement: Annotated[
+        Literal["input", "output", "post"],
+        replace(_NEEDS_MASKED, when=("post",)),
+        Excludes("gpt_j_residual", when=("output", "post")),
+    ] = "input"
     """Whether attention and MLP read normalised hidden states, or their results are normalised before they are added
-    (`output`, OLMo-2), or the sum is normalised (`post`, BERT; with `objective: masked_lm` alone)."""
+    (`output`, OLMo-2), or the sum is normalised (`post`, BERT)."""
 
     use_bias_in_attn_linear: bool = True
     """Biases in the projections of attention."""
@@ -207,7 +245,11 @@ class ModelConfig(Section):
     use_bias_in_lm_head: Annotated[bool, OnlyWith("no_weight_tying")] = False
     """A bias of the head, as in GPT-J."""
 
-    use_qk_layernorm: bool = False
+    use_qk_layernorm: Annotated[
+        bool,
+        Excludes("qk_norm", ("head", "full"), reason="these are two norms of the same vectors"),
+        Requires("norm", _SIMPLE_NORMS, advice="use norm layernorm or rmsnorm"),
+    ] = False
     """Normalise queries and keys as later gpt-neox does: with the network's norm, rmsnorm over each head's dimensions
     or layernorm over all heads', and one scale of every head and dimension for both."""
 
@@ -215,22 +257,26 @@ class ModelConfig(Section):
     """Normalise queries and keys: `head` is RMSNorm over each head's dimensions, with one scale for the heads of
     queries and one for those of keys (Qwen3); `full` is RMSNorm over all heads' dimensions (OLMo-2)."""
 
-    sliding_window_width: int | None = Field(None, ge=1)
+    sliding_window_width: Annotated[PositiveInt | None, _not_masked("windows see earlier tokens only")] = None
     """Tokens that a token attends to, itself included, in blocks of kind `flash` or `sliding_window`; in all blocks
     without attention_config. (gpt-neox's kernel sees one token more.)"""
 
     output_layer_parallelism: Annotated[Literal["row", "column"], OnlyWith("no_weight_tying")] = "row"
     """Which dimension of the untied head is split over tensor ranks."""
 
-    activation: ActivationName = "gelu"
+    activation: Annotated[
+        ActivationName, _not_masked("its head uses the activation without a gate", when=_GATED, advice="use gelu")
+    ] = "gelu"
     """MLP activation. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation. `geglu`,
     `swiglu`, `reglu`, `glu` and `bilinear` gate one half of the MLP's first product by gelu, silu, relu, the sigmoid or
     nothing of the other."""
 
-    bias_gelu_fusion: bool = False
+    bias_gelu_fusion: Annotated[bool, _GELU] = False
     """Add the bias and apply the tanh approximation of gelu in one kernel."""
 
-    scaled_upper_triang_masked_softmax_fusion: bool = False
+    scaled_upper_triang_masked_softmax_fusion: Annotated[
+        bool, _not_masked("that kernel is causal", advice="use scaled_masked_softmax_fusion")
+    ] = False
     """Scale, causal mask and softmax of attention scores in one kernel."""
 
     scaled_masked_softmax_fusion: Annotated[bool, _MASKED] = False
@@ -249,21 +295,21 @@ class ModelConfig(Section):
 
     soft_prompt_tuning: SoftPromptSettings | None = None
     """Train a soft prompt for a network that does not change: give the network's checkpoint as `load` with
-    `finetune: true`. Not with pipeline stages, of which most would have nothing to train."""
+    `finetune: true`."""
 
-    gmlp_attn_dim: Annotated[int, _only("amlp")] = Field(64, ge=1)
+    gmlp_attn_dim: Annotated[PositiveInt, _only("amlp")] = 64
     """Width of the attention in `amlp` blocks."""
 
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    make_vocab_size_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times model_parallel_size."""
 
-    init_method: InitMethod = "normal"
+    init_method: Annotated[InitMethod, _WITHOUT_MUP] = "normal"
     """Initial weights of embeddings and of layers that read hidden states."""
 
-    output_layer_init_method: InitMethod = "scaled_normal"
+    output_layer_init_method: Annotated[InitMethod, _WITHOUT_MUP] = "scaled_normal"
     """Initial weights of layers that write into the residual (`attention.dense`, `mlp.dense_4h_to_h`)."""
 
-    init_method_std: float = Field(0.02, gt=0)
+    init_method_std: PositiveFloat = 0.02
     """Standard deviation for `normal` and `scaled_normal`."""
 
     @property

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
 
-from neox.config.sections.base import OnlyWith, Section
-from neox.config.sections.optimizer_params import AdamParams, AnyParams, DecayingParams, OptimizerParams
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.numbers import NonNegativeFloat, PositiveFloat, PositiveInt
+from neox.config.sections.optimizer_kind import DecayingParams, OptimizerKind, OptimizerParams, State
 from neox.config.sections.optimizer_table import (
     OPTIMIZERS,
     REFUSED,
-    OptimizerKind,
-    State,
+    AdamParams,
     find_optimizer,
     optimizer_names,
     plain_name,
 )
 
 _MUP = OnlyWith("use_mup")
-ParamsClass = type[OptimizerParams]
+ParamsClass = type[OptimizerParams]  # the field `type` hides the builtin in the class
+# Names that editors suggest.
 _NAMES = [*optimizer_names(), *(name.lower() for name in optimizer_names()), "cpu_adam", "cpu_lion"]
+
+if TYPE_CHECKING:
+    AnyParams = OptimizerParams
+else:  # the union of all sections of numbers, for the schema and the reference page
+    AnyParams = reduce(or_, (kind.params for kind in OPTIMIZERS.values()))
 
 
 class OptimizerSettings(Section):
     """DeepSpeed's `optimizer` block."""
 
     type: str = Field("Adam", json_schema_extra={"enum": list(dict.fromkeys(_NAMES))})
-    """Which optimizer, in any case: `Adam` and `AdamW` (the same, with decoupled weight decay, as in gpt-neox; also
-    `FusedAdam`, `HybridAdam`), `Lion`, `SGD`, `madgrad_wd`, `SM3`, `Adafactor` and `Muon`. The last three need whole
-    parameters: model_parallel_size 1, and for SM3 and Adafactor ZeRO 0. Muon is refused with `lora` and
-    `soft_prompt_tuning`, which freeze its matrices. `CPUAdam`, `cpu_adam` and `cpu_torch_adam` are Adam with
-    offload_optimizer. `Adam8bit` and `Lion8bit` keep states of 8 bits and need bitsandbytes."""
+    """Which optimizer, in any case, with or without underscores; the table below lists the names. `Adam` and `AdamW`
+    are the same, with decoupled weight decay, as in gpt-neox. Muon is refused with `lora` and `soft_prompt_tuning`,
+    which freeze its matrices."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
     """Numbers of the optimizer; which there are depends on its type."""
@@ -55,15 +62,20 @@ class OptimizerSettings(Section):
     @field_validator("params", mode="wrap")
     @classmethod
     def _of_its_type(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> OptimizerParams:
-        """Read the numbers as those of the type; of an unknown one nothing is known."""
+        """Read the numbers of the optimizer; those of an unknown one are left out."""
         kind = cls.params_class(info.data.get("type"))
-        given = value.model_dump(exclude_unset=True) if isinstance(value, OptimizerParams) else value
-        return AdamParams() if kind is None else kind.model_validate(given)
+        if kind is None:
+            return AdamParams()
+        if isinstance(value, OptimizerParams):
+            value = value.model_dump(exclude_unset=True)
+        return kind.model_validate(value)
 
     @classmethod
-    def params_class(cls, type_name: str | None = "Adam") -> ParamsClass | None:
-        """Return the section of an optimizer's numbers; None for an unknown one."""
-        found = find_optimizer(type_name) if isinstance(type_name, str) else None
+    def params_class(cls, type_name: Any) -> ParamsClass | None:
+        """Return the section of an optimizer's numbers; None for an unknown optimizer."""
+        if not isinstance(type_name, str):
+            return None
+        found = find_optimizer(type_name)
         return None if found is None else OPTIMIZERS[found].params
 
     @property
@@ -80,7 +92,7 @@ class OptimizerSettings(Section):
 
     @property
     def states(self) -> tuple[State, ...]:
-        """What it keeps for each parameter."""
+        """Tensors that it keeps for each parameter."""
         return self.kind.states_with(self.params)
 
 
@@ -90,32 +102,36 @@ class OptimizerConfig(Section):
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     """`{type: Adam, params: {lr, betas, eps}}`. Absent: Adam with lr 0.001, betas (0.9, 0.999), eps 1e-8."""
 
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, not applied to biases and norms."""
 
-    use_mup: bool = False
+    use_mup: Annotated[
+        bool,
+        Requires("mup_base_hidden_size", advice="give the hidden_size at which lr was tuned"),
+        Excludes("objective", ("masked_lm",), reason="muP's factors of a masked language model are not known here"),
+    ] = False
     """Maximal update parametrisation (arXiv:2203.03466), under which a learning rate tuned at mup_base_hidden_size fits
     any hidden_size: with m = hidden_size / mup_base_hidden_size, matrices between hidden states start at
     1 / sqrt(m) of the deviation that init_method gives at the base and have 1 / m of the learning rate (and m times the
     weight decay), logits are divided by m, and scores of attention by the head size instead of its root."""
 
-    mup_base_hidden_size: Annotated[int | None, _MUP] = Field(None, ge=1)
-    """hidden_size at which lr and initial weights were tuned. Required with use_mup. Not gpt-neox's, which reads the
-    shapes of the base network from base_shapes_file."""
+    mup_base_hidden_size: Annotated[PositiveInt | None, _MUP] = None
+    """hidden_size at which lr and initial weights were tuned. (gpt-neox reads the shapes of the base network from
+    base_shapes_file instead.)"""
 
-    mup_init_scale: Annotated[float, _MUP] = Field(1.0, gt=0)
+    mup_init_scale: Annotated[PositiveFloat, _MUP] = 1.0
     """Factor of all initial weights that are drawn."""
 
-    mup_attn_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    mup_attn_temp: Annotated[PositiveFloat, _MUP] = 1.0
     """Divisor of attention's scores."""
 
-    mup_output_temp: Annotated[float, _MUP] = Field(1.0, gt=0)
+    mup_output_temp: Annotated[PositiveFloat, _MUP] = 1.0
     """Divisor of the logits."""
 
-    mup_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    mup_embedding_mult: Annotated[PositiveFloat, _MUP] = 1.0
     """Factor of the tokens' vectors."""
 
-    mup_rp_embedding_mult: Annotated[float, _MUP] = Field(1.0, gt=0)
+    mup_rp_embedding_mult: Annotated[PositiveFloat, _MUP] = 1.0
     """Factor of the positions' vectors."""
 
     def width_multiplier(self, hidden_size: int) -> float:

@@ -1,129 +1,151 @@
-"""Table of optimizers: names, states and conditions of each.
+"""Table of optimizers: the numbers, names, states and conditions of each.
 
-The class that updates weights has the same key in `neox.optim.CLASSES`. Validation, memory, saved states and the
-reference page follow from this table.
+The class that updates weights has the same key in `neox.optim.CLASSES`. Rules, memory, saved states and the reference
+page follow from this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from neox.config.sections.optimizer_params import (
-    AdafactorParams,
-    Adam8bitParams,
-    AdamParams,
-    Lion8bitParams,
-    LionParams,
-    MadgradParams,
-    MuonParams,
-    OptimizerParams,
-    SGDParams,
-    SM3Params,
+from pydantic import Field
+
+from neox.config.sections.conditions import Excludes, Refused, Requires
+from neox.config.sections.numbers import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from neox.config.sections.optimizer_kind import DecayingParams, OptimizerKind, OptimizerParams, State
+
+Betas = tuple[Beta, Beta]
+"""Decay rates of two running means."""
+
+_COUPLED_DECAY = Refused("does not work: weight decay is decoupled here, as in gpt-neox; remove it", when=(False,))
+_ORIGINAL_STEPS = Excludes(
+    "use_mup", when=("original",), reason="the size of these steps follows the width by itself, which use_mup does too"
 )
 
-WITHOUT_SAVED_OPTIMIZER = (
-    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
-)
-"""What to do about an optimizer state that cannot be loaded, for messages."""
+
+class AdamParams(DecayingParams):
+    """With `type: Adam` or `AdamW`: numbers of Adam with decoupled weight decay (arXiv:1711.05101)."""
+
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of Adam's second moment."""
+
+    torch_adam: bool | None = None
+    """DeepSpeed's switch for torch's own Adam; torch's AdamW is always used here."""
+
+    adam_w_mode: Annotated[bool | None, _COUPLED_DECAY] = None
+    """DeepSpeed's switch for decoupled weight decay; it is always decoupled here."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of its class, without DeepSpeed's switches."""
+        return self.model_dump(include={"betas", "eps"})
 
 
-PIECE = 2**24
-"""Elements of parameters that are updated together, where a step needs temporary tensors of their size."""
-BLOCK = 256
-"""Elements of a state of 8 bits that share a scale."""
-SCALES, VALUES = "_scales", "_values"
-"""Appended to the name of a state of 8 bits: its fp32 scales, and the number that each of the 256 codes means."""
+class LionParams(DecayingParams):
+    """With `type: Lion`: numbers of Lion (arXiv:2302.06675), which moves every weight by the learning rate."""
+
+    betas: Betas = (0.9, 0.99)
+    """Share of the momentum in a step's direction, and decay rate of the momentum."""
 
 
-@dataclass(frozen=True)
-class State:
-    """A tensor that an optimizer keeps for each parameter.
+class Adam8bitParams(DecayingParams):
+    """With `type: Adam8bit`: numbers of Adam with decoupled weight decay and states of 8 bits (arXiv:2110.02861).
 
-    Attributes:
-        name: Its name in the optimizer's state, and so in checkpoints.
-        only_with: Number of the optimizer that is not 0 where the tensor exists; "" for none.
-        axis: None if it has the parameter's shape; otherwise the one axis along which it has more than one element.
-        of: Parameters that have it; `hidden` ones are blocks' matrices.
-        bits: Of an element. Those of 8 bits are codes with a scale for each block of elements; they are read as fp32.
-        signed: Whether it may be negative.
+    Saved states are loaded exactly in the same layout, and rounded again at
+    other degrees or ZeRO stages. A run goes on from Adam's states, too, and Adam from these.
     """
 
-    name: str
-    only_with: str = ""
-    axis: int | None = None
-    of: Literal["all", "matrices", "vectors", "hidden", "others"] = "all"
-    bits: Literal[8, 32] = 32
-    signed: bool = True
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
 
-    @property
-    def bytes(self) -> float:
-        """Bytes of an element, with its share of the block's scale."""
-        return 4 if self.bits == 32 else 1 + 4 / BLOCK
+    eps: PositiveFloat = 1e-8
+    """Added to the root of Adam's second moment."""
 
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """Names of the tensors that hold it."""
-        return (self.name,) if self.bits == 32 else (self.name, self.name + SCALES, self.name + VALUES)
-
-    def shape(self, parameter: tuple[int, ...], *, hidden: bool | None = None) -> tuple[int, ...] | None:
-        """Return its shape for a parameter; None if that has no such tensor.
-
-        Args:
-            parameter: Shape of the parameter.
-            hidden: Whether it is hidden; None where that is not known.
-        """
-        ndim = len(parameter)
-        absent = {"matrices": ndim < 2, "vectors": ndim > 1, "hidden": hidden is False, "others": hidden is True}
-        if absent.get(self.of):
-            return None
-        if self.axis is None:
-            return parameter
-        return tuple(n if i == self.axis else 1 for i, n in enumerate(parameter)) if self.axis < ndim else None
+    min_8bit_size: NonNegativeInt = 4096
+    """Elements below which a tensor's states stay in fp32; under ZeRO they are a rank's part of all parameters."""
 
 
-@dataclass(frozen=True)
-class OptimizerKind:
-    """An optimizer on paper.
+class Lion8bitParams(LionParams):
+    """With `type: Lion8bit`: numbers of Lion with momentum of 8 bits, saved and loaded as Adam8bit's."""
 
-    Attributes:
-        names: Values of `optimizer.type`, in any case, with or without underscores. The first is its own name.
-        params: Its numbers.
-        states: What it keeps for each parameter, beside a counter of steps.
-        counts_steps: Whether it keeps the counter `step`.
-        host_names: Names of the variant that updates states in the hosts' memory.
-        gradient_degree: Degree of a step in the size of the gradient: 0 if it does not depend on it. Learning rates
-            under muP follow from it.
-        elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
-            need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
-        gathers: Whether it gathers parameters that are divided over data ranks.
-        hidden_apart: Whether hidden parameters are updated in another way than all others.
-        package: Optional package that it needs; "" for none.
-        temporaries: Tensors of `PIECE` elements that it makes in a step.
-    """
+    min_8bit_size: NonNegativeInt = 4096
+    """Elements below which a tensor's momentum stays in fp32; under ZeRO they are a rank's part of all parameters."""
 
-    names: tuple[str, ...]
-    params: type[OptimizerParams]
-    states: tuple[State, ...]
-    counts_steps: bool = False
-    host_names: tuple[str, ...] = ()
-    gradient_degree: float = 0.0
-    elementwise: bool = True
-    gathers: bool = False
-    hidden_apart: bool = False
-    package: str = ""
-    temporaries: int = 0
 
-    def states_with(self, params: OptimizerParams) -> tuple[State, ...]:
-        """Return the tensors that it keeps with these numbers."""
-        return tuple(state for state in self.states if not state.only_with or getattr(params, state.only_with))
+class SGDParams(DecayingParams):
+    """With `type: SGD`: numbers of torch's stochastic gradient descent. Weight decay is added to the gradient."""
 
-    def state(self, name: str) -> State:
-        """Return a tensor by its name. Raises KeyError."""
-        return {state.name: state for state in self.states}[name]
+    momentum: Beta = 0.0
+    """Decay rate of the momentum; 0 keeps none."""
+
+    dampening: Beta = 0.0
+    """Share of a gradient that is left out of the momentum."""
+
+    nesterov: Annotated[bool, Requires(".momentum"), Excludes(".dampening")] = False
+    """Nesterov's momentum."""
+
+
+class MadgradParams(DecayingParams):
+    """With `type: madgrad_wd`: numbers of MADGRAD (arXiv:2101.11075) with decoupled weight decay."""
+
+    momentum: float = Field(0.9, gt=0, lt=1)
+    """Share of the old weights in the new ones."""
+
+    eps: PositiveFloat = 1e-6
+    """Added to the cube root, and to the learning rate, as in gpt-neox."""
+
+
+class SM3Params(OptimizerParams):
+    """With `type: SM3`: numbers of SM3 (arXiv:1901.11150). It has no weight decay, as in gpt-neox."""
+
+    momentum: Beta = 0.0
+    """Decay rate of an average of the steps; 0 keeps none."""
+
+    beta: Beta = 0.0
+    """Decay rate of the sums of squares; 0 sums without decay, as in the paper."""
+
+    eps: PositiveFloat = 1e-30
+    """Added under the root."""
+
+
+class AdafactorParams(DecayingParams):
+    """With `type: Adafactor`: numbers of torch's Adafactor (arXiv:1804.04235)."""
+
+    beta2_decay: float = Field(-0.8, le=0)
+    """Power of the step in the decay rate of squares."""
+
+    eps: tuple[NonNegativeFloat | None, NonNegativeFloat] = (None, 1e-3)
+    """Smallest root of squares (null: the number format's), and smallest size of weights that steps are relative to."""
+
+    d: float = Field(1.0, ge=1)
+    """Root mean square above which a step is clipped."""
+
+
+class MuonParams(DecayingParams):
+    """With `type: Muon`: numbers of torch's Muon for matrices of blocks, and of AdamW for all others."""
+
+    momentum: Beta = 0.95
+    """Decay rate of Muon's momentum. The matrix of queries, keys and values is one matrix."""
+
+    nesterov: bool = True
+    """Nesterov's momentum."""
+
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations."""
+
+    adjust_lr_fn: Annotated[Literal["match_rms_adamw", "original"], _ORIGINAL_STEPS] = "match_rms_adamw"
+    """Size of Muon's steps: as large as AdamW's (arXiv:2502.16982), so that one lr serves both, or the original one."""
+
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
@@ -219,6 +241,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """Optimizers of gpt-neox and DeepSpeed that are known and not supported, and what to do."""
 
 
+WITHOUT_SAVED_OPTIMIZER = (
+    "set `no_load_optim: true` (weights and iteration, a new optimizer) or `finetune: true` (weights, iteration 0)"
+)
+"""What to do about an optimizer state that cannot be loaded, for messages."""
+
+
 def plain_name(name: str) -> str:
     """Return a value of `optimizer.type` in the spelling that is compared."""
     return name.lower().replace("_", "").replace("-", "")
@@ -227,8 +255,10 @@ def plain_name(name: str) -> str:
 def find_optimizer(name: str) -> str | None:
     """Return the key in `OPTIMIZERS` of a value of `optimizer.type`; None for an unknown one."""
     plain = plain_name(name)
-    found = (key for key, kind in OPTIMIZERS.items() if plain in map(plain_name, (*kind.names, *kind.host_names)))
-    return next(found, None)
+    for key, kind in OPTIMIZERS.items():
+        if plain in map(plain_name, kind.all_names):
+            return key
+    return None
 
 
 def optimizer_of_states(names: Collection[str]) -> str | None:
@@ -236,43 +266,45 @@ def optimizer_of_states(names: Collection[str]) -> str | None:
     tensors = {name for name in names if name != "step"}
     if not tensors:
         return "adam"
-    matches = (
-        key
-        for key, kind in OPTIMIZERS.items()
-        if {name for state in kind.states if not state.only_with for name in state.stored}
-        <= tensors
-        <= {name for state in kind.states for name in state.stored}
-    )
-    return next(matches, None)
+    for key, kind in OPTIMIZERS.items():
+        always: set[str] = set()
+        possible: set[str] = set()
+        for state in kind.states:
+            possible |= set(state.stored)
+            if not state.only_with:
+                always |= set(state.stored)
+        if always <= tensors <= possible:
+            return key
+    return None
 
 
 def goes_on(saved: str, here: str) -> bool:
-    """Return whether an optimizer can go on with another's state: one that differs in the bits of its states alone.
+    """Return whether an optimizer can go on with the states of another one: only their bits may differ.
 
     Args:
         saved: Key of the optimizer of the state.
         here: Key of the run's optimizer.
     """
-    theirs, ours = OPTIMIZERS[saved], OPTIMIZERS[here]
-    return [state.name for state in theirs.states] == [state.name for state in ours.states]
+    return OPTIMIZERS[saved].state_names == OPTIMIZERS[here].state_names
 
 
 def other_optimizer(path: Path, saved: str, here: str) -> str:
-    """Return the message about a checkpoint whose optimizer state is another optimizer's than the run's.
+    """Return the message about a checkpoint that holds the state of another optimizer.
 
     Args:
         path: The checkpoint.
         saved: Key of its optimizer.
         here: Key of the run's optimizer.
     """
-    theirs, ours = OPTIMIZERS[saved], OPTIMIZERS[here]
-    lost = ", ".join(state.name for state in theirs.states)
+    theirs = OPTIMIZERS[saved].names[0]
+    ours = OPTIMIZERS[here].names[0]
+    states = ", ".join(OPTIMIZERS[saved].state_names)
     return (
-        f"{path} holds the state of {theirs.names[0]} ({lost}), which {ours.names[0]} cannot go on with; "
-        f"`optimizer.type: {theirs.names[0]}` resumes it, or without it: {WITHOUT_SAVED_OPTIMIZER}"
+        f"{path} holds the state of {theirs} ({states}), which {ours} cannot go on with; "
+        f"`optimizer.type: {theirs}` resumes it, or without it: {WITHOUT_SAVED_OPTIMIZER}"
     )
 
 
 def optimizer_names() -> list[str]:
     """Return the values of `optimizer.type` in their usual spelling."""
-    return [name for kind in OPTIMIZERS.values() for name in (*kind.names, *kind.host_names)]
+    return [name for kind in OPTIMIZERS.values() for name in kind.all_names]

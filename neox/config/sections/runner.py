@@ -7,17 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith, Refused
+from neox.config.sections.numbers import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from neox.config.sections.pipeline_schedules import PipelineScheduleName
 
 
 class ParallelismConfig(Section):
     """Degrees of parallelism, and the division of layers into pipeline stages."""
 
-    pipe_parallel_size: int = Field(0, ge=0)
+    pipe_parallel_size: NonNegativeInt = 0
     """Pipeline stages. 0 and 1 both mean one stage (no pipeline)."""
 
-    model_parallel_size: int = Field(1, ge=1)
+    model_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks that split every layer."""
 
     sequence_parallel: bool = False
@@ -39,13 +41,13 @@ class RunnerConfig(Section):
     hostfile: str | None = None
     """File of `host slots=N` lines."""
 
-    include: str | None = None
+    include: Annotated[str | None, Excludes("exclude")] = None
     """Hosts and slots to use: `worker-0:0,2@worker-1`."""
 
     exclude: str | None = None
     """Hosts and slots not to use."""
 
-    num_nodes: int = -1
+    num_nodes: Annotated[int, Field(ge=-1), Refused("must be at least 1, or -1 for all hosts", when=(0,))] = -1
     """Number of hosts to use, the first of the hostfile; -1 is all."""
 
     num_gpus: int | None = Field(None, ge=1, le=2**20)
@@ -57,7 +59,7 @@ class RunnerConfig(Section):
     master_addr: str | None = None
     """Address of the first host."""
 
-    master_port: int | None = Field(None, ge=1, le=65535)
+    master_port: Port | None = None
     """Port of the rendezvous; a free one where unset (gpt-neox: 29500)."""
 
     launcher: Literal["local", "pdsh", "none", "slurm", "openmpi"] = "pdsh"
@@ -79,7 +81,7 @@ class RunnerConfig(Section):
     force_multi: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Launch through pdsh even where there is one host."""
 
-    ssh_port: Annotated[int | None, OnlyWith("launcher", ("pdsh",))] = Field(None, ge=1, le=65535)
+    ssh_port: Annotated[Port | None, OnlyWith("launcher", ("pdsh",))] = None
     """Port of the hosts' ssh servers; from ssh's own configuration where unset."""
 
     forward_environment: tuple[str, ...] | None = None
@@ -87,17 +89,17 @@ class RunnerConfig(Section):
     GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and similar. Secrets (..._KEY, ..._TOKEN) are
     passed separately, on no command line and in no log."""
 
-    doctor_timeout: Annotated[float, OnlyWith("launcher", ("pdsh",))] = Field(8.0, gt=0)
+    doctor_timeout: Annotated[PositiveFloat, OnlyWith("launcher", ("pdsh",))] = 8.0
     """Seconds each host has to answer `deepy.py doctor` and the checks before a launch; raise it for busy hosts."""
 
-    stop_timeout: float = Field(60.0, gt=0)
+    stop_timeout: PositiveFloat = 60.0
     """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed."""
 
-    gpu_memory_gib: float = Field(80.0, gt=0)
+    gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU, in GiB, that the plan is compared with; that of this machine's GPUs counts where a run uses
     these alone and this is not given."""
 
-    host_memory_gib: float | None = Field(None, gt=0)
+    host_memory_gib: PositiveFloat | None = None
     """Main memory of each host, in GiB, that its CPU ranks share; what the host has available where unset. A run that
     needs more is refused."""
 

@@ -6,14 +6,27 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.numbers import (
+    Beta,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 
 _TYPE = "scheduler.type"
-_RANGE_TEST, _ONE_CYCLE = OnlyWith(_TYPE, ("LRRangeTest",)), OnlyWith(_TYPE, ("OneCycle",))
+_RANGE_TEST = OnlyWith(_TYPE, ("LRRangeTest",))
+_ONE_CYCLE = OnlyWith(_TYPE, ("OneCycle",))
 _WARMUP = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
 _WARMUP_RATES = OnlyWith(_TYPE, ("WarmupLR", "WarmupDecayLR"))
-_TOTAL, _COSINE = OnlyWith(_TYPE, ("WarmupDecayLR", "WarmupCosineLR")), OnlyWith(_TYPE, ("WarmupCosineLR",))
-_CURRICULUM, _GROWTH = OnlyWith("curriculum_learning.enabled"), "curriculum_learning.schedule_type"
+_TOTAL = OnlyWith(_TYPE, ("WarmupDecayLR", "WarmupCosineLR"))
+_COSINE = OnlyWith(_TYPE, ("WarmupCosineLR",))
+_CURRICULUM = OnlyWith("curriculum_learning.enabled")
+_GROWTH = "curriculum_learning.schedule_type"
 _GROWING = OnlyWith(_GROWTH, ("fixed_linear", "fixed_root"))
 _DECAYS = OnlyWith("lr_decay_style", ("linear", "cosine", "exponential", "WSD"))
 _WSD = OnlyWith("lr_decay_style", ("WSD",))
@@ -22,73 +35,73 @@ _WSD = OnlyWith("lr_decay_style", ("WSD",))
 class SchedulerParams(Section):
     """Numbers of DeepSpeed's schedules, under its names; those of another type are refused. Steps count from 0."""
 
-    lr_range_test_min_lr: Annotated[float, _RANGE_TEST] = Field(0.001, gt=0)
+    lr_range_test_min_lr: Annotated[PositiveFloat, _RANGE_TEST] = 0.001
     """First learning rate."""
 
-    lr_range_test_step_size: Annotated[int, _RANGE_TEST] = Field(2000, ge=1)
+    lr_range_test_step_size: Annotated[PositiveInt, _RANGE_TEST] = 2000
     """Steps in which it grows by lr_range_test_step_rate times the first one."""
 
-    lr_range_test_step_rate: Annotated[float, _RANGE_TEST] = Field(1.0, ge=0)
+    lr_range_test_step_rate: Annotated[NonNegativeFloat, _RANGE_TEST] = 1.0
     """Growth, as a multiple of the first learning rate."""
 
     lr_range_test_staircase: Annotated[bool, _RANGE_TEST] = False
     """Grow once every lr_range_test_step_size steps, rather than a little each step."""
 
-    cycle_min_lr: Annotated[float | None, _ONE_CYCLE] = Field(None, ge=0)
+    cycle_min_lr: Annotated[NonNegativeFloat | None, _ONE_CYCLE] = None
     """Learning rate at the start and the end of a cycle. Required."""
 
-    cycle_max_lr: Annotated[float | None, _ONE_CYCLE] = Field(None, gt=0)
+    cycle_max_lr: Annotated[PositiveFloat | None, _ONE_CYCLE] = None
     """Learning rate in the middle of the cycle. Required."""
 
-    decay_lr_rate: Annotated[float, _ONE_CYCLE] = Field(0.0, ge=0)
+    decay_lr_rate: Annotated[NonNegativeFloat, _ONE_CYCLE] = 0.0
     """After the cycle: cycle_min_lr / (1 + decay_lr_rate x steps / decay_step_size)."""
 
-    cycle_first_step_size: Annotated[int, _ONE_CYCLE] = Field(2000, ge=1)
+    cycle_first_step_size: Annotated[PositiveInt, _ONE_CYCLE] = 2000
     """Steps of the rising half."""
 
-    cycle_second_step_size: Annotated[int | None, _ONE_CYCLE] = Field(None, ge=1)
+    cycle_second_step_size: Annotated[PositiveInt | None, _ONE_CYCLE] = None
     """Steps of the falling half; cycle_first_step_size where unset."""
 
-    cycle_first_stair_count: Annotated[int, _ONE_CYCLE] = Field(0, ge=0)
+    cycle_first_stair_count: Annotated[NonNegativeInt, _ONE_CYCLE] = 0
     """Stairs of the rising half; 0 is continuous."""
 
-    cycle_second_stair_count: Annotated[int | None, _ONE_CYCLE] = Field(None, ge=0)
+    cycle_second_stair_count: Annotated[NonNegativeInt | None, _ONE_CYCLE] = None
     """Stairs of the falling half; cycle_first_stair_count where unset."""
 
-    decay_step_size: Annotated[int, _ONE_CYCLE] = Field(0, ge=0)
+    decay_step_size: Annotated[NonNegativeInt, _ONE_CYCLE] = 0
     """Steps that decay_lr_rate and decay_mom_rate refer to; 0 is no decay."""
 
     cycle_momentum: Annotated[bool, _ONE_CYCLE] = True
     """Move the first of the optimizer's betas against the learning rate (the second is 0.99 then, as in DeepSpeed)."""
 
-    cycle_min_mom: Annotated[float, _ONE_CYCLE] = Field(0.8, ge=0, lt=1)
+    cycle_min_mom: Annotated[Beta, _ONE_CYCLE] = 0.8
     """First beta in the middle of the cycle."""
 
-    cycle_max_mom: Annotated[float, _ONE_CYCLE] = Field(0.9, ge=0, lt=1)
+    cycle_max_mom: Annotated[Beta, _ONE_CYCLE] = 0.9
     """First beta at the start and the end of the cycle."""
 
-    decay_mom_rate: Annotated[float, _ONE_CYCLE] = Field(0.0, ge=0)
+    decay_mom_rate: Annotated[NonNegativeFloat, _ONE_CYCLE] = 0.0
     """After the cycle: cycle_max_mom x (1 + decay_mom_rate x steps / decay_step_size), which must stay below 1."""
 
-    warmup_min_lr: Annotated[float, _WARMUP_RATES] = Field(0.0, ge=0)
+    warmup_min_lr: Annotated[NonNegativeFloat, _WARMUP_RATES] = 0.0
     """Learning rate at the start."""
 
-    warmup_max_lr: Annotated[float | None, _WARMUP_RATES] = Field(None, gt=0)
+    warmup_max_lr: Annotated[PositiveFloat | None, _WARMUP_RATES] = None
     """Learning rate after the warm-up. Where unset: optimizer.params.lr with WarmupLR, 0.001 with WarmupDecayLR."""
 
-    warmup_min_ratio: Annotated[float, _COSINE] = Field(0.0, ge=0, le=1)
+    warmup_min_ratio: Annotated[Fraction, _COSINE] = 0.0
     """Start of the warm-up, as a part of optimizer.params.lr."""
 
-    warmup_num_steps: Annotated[int, _WARMUP] = Field(1000, ge=1)
+    warmup_num_steps: Annotated[PositiveInt, _WARMUP] = 1000
     """Steps of warm-up, at least 2."""
 
     warmup_type: Annotated[Literal["log", "linear"], _WARMUP] = "log"
     """Shape of the warm-up."""
 
-    total_num_steps: Annotated[int | None, _TOTAL] = Field(None, ge=1)
+    total_num_steps: Annotated[PositiveInt | None, _TOTAL] = None
     """Step at which the decay ends; train_iters where unset (DeepSpeed requires it)."""
 
-    cos_min_ratio: Annotated[float, _COSINE] = Field(0.0001, ge=0, le=1)
+    cos_min_ratio: Annotated[Fraction, _COSINE] = 0.0001
     """End of the decay, as a part of optimizer.params.lr."""
 
 
@@ -105,20 +118,25 @@ class SchedulerSettings(Section):
 class CurriculumSchedule(Section):
     """Growth of the length."""
 
-    total_curriculum_step: Annotated[int | None, _GROWING] = Field(None, ge=1)
-    """Step that first has max_difficulty. Required with these types."""
+    total_curriculum_step: Annotated[PositiveInt | None, _GROWING] = None
+    """Step that first has max_difficulty."""
 
-    difficulty_step: Annotated[int | None, _GROWING] = Field(None, ge=1)
-    """Lengths are multiples of this; 8 or more is fast on GPUs. Required with these types."""
+    difficulty_step: Annotated[PositiveInt | None, _GROWING] = None
+    """Lengths are multiples of this; 8 or more is fast on GPUs."""
 
-    root_degree: Annotated[int | None, OnlyWith(_GROWTH, ("fixed_root",))] = Field(None, ge=1)
-    """The length grows with this root of the step. Required with this type."""
+    root_degree: Annotated[PositiveInt | None, OnlyWith(_GROWTH, ("fixed_root",))] = None
+    """The length grows with this root of the step."""
 
     difficulty: Annotated[tuple[int, ...], OnlyWith(_GROWTH, ("fixed_discrete",))] = ()
-    """Lengths, ascending. Required with this type."""
+    """Lengths, ascending."""
 
     max_step: Annotated[tuple[int, ...], OnlyWith(_GROWTH, ("fixed_discrete",))] = ()
-    """Last step of each length but the last, counted from 1. Required with this type."""
+    """Last step of each length but the last, counted from 1."""
+
+
+def _needed_by(key: str, *types: str) -> Requires:
+    """Return the marker of types of growth that need a key of `schedule_config`."""
+    return Requires(f".schedule_config.{key}", when=types, advice="give it")
 
 
 class CurriculumSettings(Section):
@@ -127,19 +145,30 @@ class CurriculumSettings(Section):
     A sample is cut to the length of its step, and the rest of it is not trained on. Evaluations have seq_length.
     """
 
-    enabled: bool = False
+    enabled: Annotated[
+        bool,
+        Excludes("objective", ("masked_lm",), reason="it cuts samples, which would lose sentences"),
+        Requires(".min_difficulty", when=(True,), advice="give the first length"),
+        Requires(".max_difficulty", when=(True,), advice="give the last length"),
+    ] = False
     """Whether lengths change."""
 
     curriculum_type: Annotated[Literal["seqlen"], _CURRICULUM] = "seqlen"
     """What changes: the tokens of a sample."""
 
-    min_difficulty: Annotated[int | None, _CURRICULUM] = Field(None, ge=1)
-    """First length. Required."""
+    min_difficulty: Annotated[PositiveInt | None, _CURRICULUM] = None
+    """First length."""
 
-    max_difficulty: Annotated[int | None, _CURRICULUM] = Field(None, ge=1)
-    """Last length, commonly seq_length. Required."""
+    max_difficulty: Annotated[PositiveInt | None, _CURRICULUM] = None
+    """Last length, commonly seq_length."""
 
-    schedule_type: Annotated[Literal["fixed_linear", "fixed_root", "fixed_discrete"], _CURRICULUM] = "fixed_linear"
+    schedule_type: Annotated[
+        Literal["fixed_linear", "fixed_root", "fixed_discrete"],
+        _CURRICULUM,
+        *(_needed_by(key, "fixed_linear", "fixed_root") for key in ("total_curriculum_step", "difficulty_step")),
+        _needed_by("root_degree", "fixed_root"),
+        *(_needed_by(key, "fixed_discrete") for key in ("difficulty", "max_step")),
+    ] = "fixed_linear"
     """How the length grows."""
 
     schedule_config: CurriculumSchedule = Field(default_factory=CurriculumSchedule)
@@ -153,16 +182,18 @@ class ScheduleConfig(Section):
     """Shape of the decay. `WSD` (warm-up, stable, decay; arXiv:2404.06395): the peak is held, and only the last
     lr_wsd_decay_iters of lr_decay_iters go down, so that a run can be continued from before them."""
 
-    lr_decay_iters: int | None = Field(None, ge=1)
+    lr_decay_iters: PositiveInt | None = None
     """Iterations the decay takes; train_iters where unset."""
 
-    lr_decay_fraction: float | None = Field(None, gt=0, le=1)
+    lr_decay_fraction: Annotated[
+        PositiveFraction | None, Excludes("lr_decay_iters", reason="both set the length of the decay")
+    ] = None
     """lr_decay_iters as a fraction of train_iters."""
 
-    min_lr: Annotated[float, _DECAYS] = Field(0.0, ge=0)
+    min_lr: Annotated[NonNegativeFloat, _DECAYS] = 0.0
     """Smallest learning rate after warm-up."""
 
-    warmup: float = Field(0.01, ge=0, le=1)
+    warmup: Fraction = 0.01
     """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
 
     lr_schedule_version: Literal["v2.0", "later"] = "later"
@@ -173,14 +204,14 @@ class ScheduleConfig(Section):
     """Shape of the decay of `WSD`, with Megatron's names: after a part p of it, the distance to min_lr is
     2 x 0.5^p - 1, 1 - p, half of 1 + cos(pi p), or 1 - sqrt(p) of the peak's."""
 
-    lr_wsd_decay_iters: Annotated[int | None, _WSD] = Field(None, ge=1)
+    lr_wsd_decay_iters: Annotated[PositiveInt | None, _WSD] = None
     """Iterations of the decay of `WSD`. Required with it."""
 
     scheduler: SchedulerSettings | None = None
     """One of DeepSpeed's schedules, `{type: WarmupDecayLR, params: {warmup_num_steps: 100}}`. The other keys of the
     learning rate then change nothing, with a note. Counts steps that changed the weights."""
 
-    rampup_batch_size: tuple[int, int, int] | None = None
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     """Megatron's ramp-up of the batch, `[32, 32, 1000000]`: first size, increment, and samples after which the size is
     train_batch_size; the sizes between have equal shares of these samples. All are multiples of one micro batch of all
     data-parallel ranks. Learning rates go by steps."""

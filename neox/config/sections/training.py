@@ -6,22 +6,34 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from neox.config.sections.base import OnlyWith, Section
+from neox.config.sections.base import Section
+from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.numbers import (
+    DropRate,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 
 RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 """Part of a block whose activations are computed again in the backward pass."""
 
 
+_WHOLE_LAYERS = Requires("recompute_granularity", ("full",), advice="it is for layers that are recomputed as a whole")
+
+
 class LoraSettings(Section):
     """Low-rank adapters (arXiv:2106.09685): only they are trained."""
 
-    r: int = Field(8, ge=1)
+    r: PositiveInt = 8
     """Rank."""
 
-    alpha: float = Field(16.0, gt=0)
+    alpha: PositiveFloat = 16.0
     """The adapters' product is multiplied by alpha / r."""
 
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: DropRate = 0.0
     """Dropout on the adapters' inputs in training."""
 
     target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], ...] = Field(
@@ -36,32 +48,41 @@ class TrainingConfig(Section):
     train_iters: int | None = Field(None, ge=0, le=10**9)
     """Training iterations (optimizer steps). Required to train, unless num_train_epochs is given."""
 
-    num_train_epochs: float | None = Field(None, gt=0)
+    num_train_epochs: Annotated[
+        PositiveFloat | None,
+        Excludes("train_iters", reason="both set the length of the run"),
+        Excludes(
+            "objective",
+            ("masked_lm",),
+            reason="the samples of a pass are not known before they are made",
+            advice="give train_iters",
+        ),
+    ] = None
     """Passes over the training documents, also a fraction, in place of train_iters, which follows: whole batches of the
     samples that these passes hold, at least one."""
 
-    eval_iters: int = Field(100, ge=0)
+    eval_iters: NonNegativeInt = 100
     """Batches in one evaluation."""
 
-    eval_interval: int = Field(1000, ge=1)
+    eval_interval: PositiveInt = 1000
     """Iterations between evaluations on the validation set."""
 
-    exit_interval: int | None = Field(None, ge=1)
+    exit_interval: PositiveInt | None = None
     """Save and end after an iteration that is a multiple of this."""
 
     seed: int = Field(1234, ge=0, lt=2**32)
     """Seed of initial weights, dropout and the order of data."""
 
-    attention_dropout: float = Field(0.1, ge=0, lt=1)
+    attention_dropout: DropRate = 0.1
     """Dropout on attention probabilities (gpt-neox v2.0's default; later versions: 0)."""
 
-    hidden_dropout: float = Field(0.1, ge=0, lt=1)
+    hidden_dropout: DropRate = 0.1
     """Dropout on what each sublayer adds to the residual (gpt-neox v2.0's default; later versions: 0)."""
 
     checkpoint_activations: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
 
-    checkpoint_num_layers: Annotated[int, OnlyWith("checkpoint_activations")] = Field(1, ge=1)
+    checkpoint_num_layers: Annotated[PositiveInt, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = 1
     """Layers recomputed together."""
 
     recompute_granularity: Annotated[
@@ -73,10 +94,10 @@ class TrainingConfig(Section):
     no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
     """Numbers of layers, from 0, that keep their activations."""
 
-    partition_activations: Annotated[bool, OnlyWith("checkpoint_activations")] = False
+    partition_activations: Annotated[bool, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = False
     """Keep the inputs of recomputed layers divided over tensor ranks, and gather them in the backward pass."""
 
-    checkpoint_in_cpu: Annotated[bool, OnlyWith("checkpoint_activations")] = False
+    checkpoint_in_cpu: Annotated[bool, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = False
     """Keep the inputs of recomputed layers in CPU memory (`cpu_checkpointing` of DeepSpeed); nothing moves on CPUs."""
 
     compile_layers: bool | Literal["auto"] = "auto"
@@ -84,7 +105,11 @@ class TrainingConfig(Section):
     minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3. `auto` compiles on GPUs, where
     the host has a C compiler and no other key forbids it."""
 
-    activation_memory_budget: float | None = Field(None, ge=0, le=1)
+    activation_memory_budget: Annotated[
+        Fraction | None,
+        Excludes("checkpoint_activations", reason="both choose what is recomputed"),
+        Excludes("compile_layers", (False,), reason="it needs compiled layers", advice="remove the second"),
+    ] = None
     """Part of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1;
     torch's partitioner chooses what is recomputed in the backward pass. In place of `checkpoint_activations`."""
 
@@ -95,15 +120,19 @@ class TrainingConfig(Section):
     capability 8.9 or more (a CPU computes the same slowly). In training only: evaluation, generation and checkpoints
     are those of bf16, and runs go on with it switched on or off."""
 
-    lora: LoraSettings | None = None
+    lora: Annotated[
+        LoraSettings | None,
+        Excludes("soft_prompt_tuning.enabled", reason="each trains nothing else"),
+        Excludes("objective", ("masked_lm",), reason="adapters of such a network are not implemented"),
+    ] = None
     """Train low-rank adapters of linear layers, and nothing else: `{r: 8, alpha: 16, dropout: 0.0, target:
     [query_key_value]}`. With `finetune: true` they are added to the model of `load`."""
 
-    max_nonfinite_steps: int = Field(0, ge=0)
+    max_nonfinite_steps: NonNegativeInt = 0
     """Consecutive steps whose loss or gradient norm is not finite that are skipped before training stops; 0 stops at
     the first. Steps that fp16's dynamic loss scale skips while it shrinks do not count."""
 
-    hang_timeout: float = Field(1800.0, gt=0)
+    hang_timeout: PositiveFloat = 1800.0
     """Seconds without progress after which the launcher prints every rank's Python stack and ends the run."""
 
     def recomputed_part(self, block: int) -> RecomputedPart:
@@ -127,32 +156,39 @@ class CheckpointConfig(Section):
     load: str | None = None
     """Directory to resume from."""
 
-    iteration: Annotated[int | None, OnlyWith("load"), OnlyWith("save")] = Field(None, ge=0)
+    iteration: Annotated[NonNegativeInt | None, OnlyWith("load"), OnlyWith("save")] = None
     """Checkpoint to load; the newest complete one where unset."""
 
-    finetune: bool = False
+    finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
 
     checkpoint_verify: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = True
     """Compare the sha256 of every file when loading; if false, only file sizes."""
 
-    checkpoint_scale: Annotated[Literal["linear", "log"], OnlyWith("checkpoint_factor")] = "linear"
+    checkpoint_scale: Annotated[
+        Literal["linear", "log"], Requires("checkpoint_factor", when=("log",), advice="give one, such as 2")
+    ] = "linear"
     """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. Always at the end."""
 
-    checkpoint_factor: int | None = Field(None, gt=0)
+    checkpoint_factor: PositiveInt | None = None
     """Iterations between checkpoints, or their ratio with log scale."""
 
-    extra_save_iters: tuple[int, ...] | None = None
+    extra_save_iters: tuple[NonNegativeInt, ...] | None = None
     """Further iterations to save at; 0 saves the initial weights."""
 
-    keep_last_n_checkpoints: Annotated[int | None, OnlyWith("save")] = Field(None, ge=1)
+    keep_last_n_checkpoints: Annotated[PositiveInt | None, OnlyWith("save")] = None
     """Delete older checkpoints, keeping this many."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
     """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; a GPU's
     state can take more, since torch rounds pinned memory up to powers of two."""
 
-    checkpoint_validation_with_forward_pass: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
+    checkpoint_validation_with_forward_pass: Annotated[
+        bool,
+        OnlyWith("load"),
+        OnlyWith("save"),
+        Excludes("objective", ("masked_lm",), reason="the check is for causal networks"),
+    ] = False
     """Keep the logits of a fixed input in checkpoints, and compare them after loading."""
 
     no_save_optim: Annotated[bool, OnlyWith("save")] = False
@@ -186,7 +222,7 @@ class LoggingConfig(Section):
     log_dir: str | None = None
     """Directory of metrics.jsonl and of per-rank logs."""
 
-    log_interval: int = Field(100, ge=1)
+    log_interval: PositiveInt = 100
     """Iterations between lines on the terminal (unset in gpt-neox v2.0; its later default)."""
 
     log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
@@ -196,9 +232,18 @@ class LoggingConfig(Section):
     log_grad_norm: bool = False
     """Report the gradient norm."""
 
-    log_gradient_noise_scale: bool = False
+    log_gradient_noise_scale: Annotated[
+        bool,
+        Excludes(
+            "zero_optimization.stage",
+            (1, 2, 3),
+            reason="gradients are divided over ranks before they can be compared",
+            advice="use stage 0, or remove it",
+        ),
+        Excludes("rampup_batch_size", reason="it compares batches of one size"),
+    ] = False
     """Report the gradient noise scale (arXiv:1812.06162), the batch size in samples above which larger batches help
-    little, as `train/noise_scale` in the metrics. Needs ZeRO 0, and fp32 or fp16 with pipeline stages."""
+    little, as `train/noise_scale` in the metrics. With pipeline stages it needs fp32 or fp16."""
 
     gradient_noise_scale_n_batches: Annotated[int, OnlyWith("log_gradient_noise_scale")] = Field(5, ge=2)
     """Successive steps whose mean gradient is the large batch; a single step's is the small one."""
@@ -227,17 +272,17 @@ class LoggingConfig(Section):
     wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Name of the run."""
 
-    profile: bool = False
+    profile: Annotated[bool, Requires("log_dir", advice="give the directory for the files")] = False
     """Profile some steps of every rank with torch's profiler: a trace for Chrome and a table by operation, in
     `log_dir`/profile."""
 
     profile_backend: Annotated[Literal["pytorch"], OnlyWith("profile")] = "pytorch"
     """The profiler."""
 
-    profile_step_start: Annotated[int, OnlyWith("profile"), OnlyWith("memory_profiling")] = Field(10, ge=0)
+    profile_step_start: Annotated[NonNegativeInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 10
     """First step that is profiled, counted from 0."""
 
-    profile_step_stop: Annotated[int, OnlyWith("profile"), OnlyWith("memory_profiling")] = Field(12, ge=1)
+    profile_step_stop: Annotated[PositiveInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 12
     """Step before which profiling ends."""
 
     memory_profiling: bool = False
@@ -246,8 +291,8 @@ class LoggingConfig(Section):
     memory_profiling_path: Annotated[str | None, OnlyWith("memory_profiling")] = None
     """Directory of the memory's tables and snapshots; `log_dir`/profile where unset."""
 
-    peak_theoretical_tflops: float | None = Field(None, gt=0)
+    peak_theoretical_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
 
-    expected_mfu: float = Field(0.4, gt=0, le=1)
+    expected_mfu: PositiveFraction = 0.4
     """Model FLOPs utilisation from which a dry run estimates the days a run takes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from neox.architecture import LayerEntry, LayerPlan
-from neox.config.sections.optimizer_table import State
+from neox.config.sections.optimizer_kind import State
 from neox.plan.memory.setting import MemorySetting
 from neox.plan.stages import StagePlan
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from neox.architecture import AttentionImpl
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig, ZeroSettings
-from neox.config.sections.optimizer_table import State
+from neox.config.sections.optimizer_kind import State
 from neox.config.sections.training import RecomputedPart
 from neox.plan.architecture import architecture_of
 from neox.plan.batch import BatchPlan

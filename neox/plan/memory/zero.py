@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from neox.config.sections.optimizer_table import PIECE
+from neox.config.sections.optimizer_kind import PIECE
 from neox.plan.memory.parameters import ParameterCount
 from neox.plan.memory.setting import MemorySetting
 

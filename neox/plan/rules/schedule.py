@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from neox.config.neox_config import NeoXConfig
-from neox.config.sections.base import any_of, conditions_of
-from neox.config.sections.schedule import SchedulerParams
+from neox.config.sections.conditions import OnlyWith, any_of, markers
+from neox.config.sections.schedule import CurriculumSchedule, CurriculumSettings, SchedulerParams, SchedulerSettings
 from neox.plan.schedule import schedule_of
-from neox.problems import Note, Problem
-
-# Keys of the learning rate that DeepSpeed's schedules replace.
-_FLAT_KEYS = (
-    *("lr_decay_style", "lr_decay_iters", "lr_decay_fraction", "min_lr", "warmup", "lr_schedule_version"),
-    *("lr_wsd_decay_style", "lr_wsd_decay_iters"),
-)
-
+from neox.problems import Problem
 
 # Keys that decide how many iterations the learning rate decays.
 _LENGTHS = ("lr_decay_iters", "lr_decay_fraction", "train_iters")
-_GROWTH = ("total_curriculum_step", "difficulty_step")
 
 
 def schedule_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about schedules that are broken."""
-    yield from _deepspeed_schedule(config) if config.schedule.scheduler is not None else _annealing(config)
-    yield from _curriculum(config)
-
-
-def schedule_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield the keys of the learning rate that `scheduler` replaces."""
-    given = [key for key in _FLAT_KEYS if config.given(key)]
-    if config.schedule.scheduler is not None and given:
-        keys = ", ".join(map(config.describe_setting, given))
-        verb = "changes" if len(given) == 1 else "change"
-        yield Note((*given, "scheduler"), f"{keys} {verb} nothing: `scheduler` sets the learning rate")
+    scheduler = config.schedule.scheduler
+    if scheduler is None:
+        yield from _annealing(config)
+        yield from _wsd(config)
+    else:
+        yield from _deepspeed_schedule(config, scheduler)
+    curriculum = config.schedule.curriculum_learning
+    if curriculum is not None and curriculum.enabled:
+        yield from _curriculum(config, curriculum)
 
 
 def _annealing(config: NeoXConfig) -> Iterator[Problem]:
@@ -43,50 +34,42 @@ def _annealing(config: NeoXConfig) -> Iterator[Problem]:
         peak = config.describe_setting("optimizer.params.lr")
         rule = f"is larger than the peak {peak}; the schedule decays from the peak down to it"
         yield config.problem("min_lr", rule, "optimizer.params.lr")
-    if schedule.lr_decay_iters is not None and schedule.lr_decay_fraction is not None:
-        other = config.describe_setting("lr_decay_iters")
-        yield config.problem("lr_decay_fraction", f"and {other} set the same thing; keep one", "lr_decay_iters")
-    if schedule.lr_decay_style != "constant":
-        longest = 0.5 if schedule.lr_schedule_version == "v2.0" else 1.0
-        if schedule.warmup > longest or schedule.warmup == 1.0:
-            allowed = "at most 0.5 with the v2.0 form" if longest == 0.5 else "below 1"
-            yield config.problem(
-                "warmup",
-                f"leaves no iterations to decay; it is a part of lr_decay_iters and must be {allowed}",
-                "lr_schedule_version",
-                "lr_decay_style",
-            )
-    yield from _wsd(config)
+    if schedule.lr_decay_style == "constant":
+        return
+    others = ("lr_schedule_version", "lr_decay_style")
+    nothing_left = "leaves no iterations to decay; it is a part of lr_decay_iters and must be"
+    if schedule.lr_schedule_version == "v2.0" and schedule.warmup > 0.5:
+        yield config.problem("warmup", f"{nothing_left} at most 0.5 with the v2.0 form", *others)
+    elif schedule.warmup == 1.0:
+        yield config.problem("warmup", f"{nothing_left} below 1", *others)
 
 
 def _wsd(config: NeoXConfig) -> Iterator[Problem]:
     schedule = config.schedule
     if schedule.lr_decay_style != "WSD":
         return
-    total, final = schedule.decay_iterations(config.training.train_iters), schedule.lr_wsd_decay_iters
+    total = schedule.decay_iterations(config.training.train_iters)
+    final = schedule.lr_wsd_decay_iters
     if final is None:
         rule = f"needs lr_wsd_decay_iters, the steps of its decay, such as {max(1, total // 10)}"
         yield config.problem("lr_decay_style", rule, "lr_wsd_decay_iters", *_LENGTHS)
-    elif (schedule.lr_decay_iters or config.training.train_iters) and final > (
-        most := total - round(schedule.warmup * total)
-    ):
+        return
+    if not schedule.lr_decay_iters and not config.training.train_iters:
+        return  # the end is not known
+    most = total - round(schedule.warmup * total)
+    if final > most:
         rule = f"does not fit between warm-up and the end, step {total}; use at most {most}"
         yield config.problem("lr_wsd_decay_iters", rule, "warmup", "lr_decay_style", *_LENGTHS)
 
 
-def _deepspeed_schedule(config: NeoXConfig) -> Iterator[Problem]:
-    scheduler = config.schedule.scheduler
-    assert scheduler is not None
+def _deepspeed_schedule(config: NeoXConfig, scheduler: SchedulerSettings) -> Iterator[Problem]:
     params = scheduler.params
     for key in sorted(params.model_fields_set):
-        conditions = conditions_of(SchedulerParams.model_fields[key])
+        conditions = markers(SchedulerParams.model_fields[key], OnlyWith)
         if not any(condition.is_on(scheduler.type) for condition in conditions):
-            yield config.problem(
-                f"scheduler.params.{key}",
-                f"is no parameter of {config.describe_setting('scheduler.type')}, only with {any_of(conditions)}; "
-                "remove it",
-                "scheduler.type",
-            )
+            kind = config.describe_setting("scheduler.type")
+            rule = f"is no parameter of {kind}, only with {any_of(conditions)}; remove it"
+            yield config.problem(f"scheduler.params.{key}", rule, "scheduler.type")
     if scheduler.type == "OneCycle":
         yield from _one_cycle(config, params)
     if scheduler.type in ("WarmupDecayLR", "WarmupCosineLR"):
@@ -98,54 +81,48 @@ def _deepspeed_schedule(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def _one_cycle(config: NeoXConfig, params: SchedulerParams) -> Iterator[Problem]:
-    missing = [key for key in ("cycle_min_lr", "cycle_max_lr") if getattr(params, key) is None]
-    if missing:
-        yield config.problem("scheduler.type", f"needs scheduler.params.{missing[0]}", f"scheduler.params.{missing[0]}")
-        return
+    for key in ("cycle_min_lr", "cycle_max_lr"):
+        if getattr(params, key) is None:
+            yield config.problem("scheduler.type", f"needs scheduler.params.{key}", f"scheduler.params.{key}")
+            return
     for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
         if getattr(params, low) > getattr(params, high):
             highest = f"scheduler.params.{high}"
             above = config.describe_setting(highest)
             yield config.problem(f"scheduler.params.{low}", f"is larger than {above}; exchange them", highest)
-    last = schedule_of(config).betas(max(0, (config.training.train_iters or 1) - 1))
-    if last is not None and last[0] >= 1.0:
-        yield config.problem(
-            "scheduler.params.decay_mom_rate",
-            f"lets the first beta grow to {last[0]:.3g} in the last step, and it must stay below 1; give a smaller one",
-            "scheduler",
-            "train_iters",
+    last_step = max(0, (config.training.train_iters or 1) - 1)
+    betas = schedule_of(config).betas(last_step)
+    if betas is not None and betas[0] >= 1.0:
+        rule = (
+            f"lets the first beta grow to {betas[0]:.3g} in the last step, and it must stay below 1; give a smaller one"
         )
+        yield config.problem("scheduler.params.decay_mom_rate", rule, "scheduler", "train_iters")
 
 
-def _curriculum(config: NeoXConfig) -> Iterator[Problem]:
-    settings, block = config.schedule.curriculum_learning, "curriculum_learning"
-    if settings is None or not settings.enabled:
-        return
-    if config.model.objective != "causal_lm":
-        rule = f"cuts samples, which would lose sentences of {config.describe_setting('objective')}"
-        yield config.problem(f"{block}.enabled", rule, "objective")
+def _curriculum(config: NeoXConfig, settings: CurriculumSettings) -> Iterator[Problem]:
+    block = "curriculum_learning"
+    if settings.min_difficulty is None or settings.max_difficulty is None:
+        return  # a rule of the field `enabled`
     keys = settings.schedule_config
-    required = {"fixed_discrete": ("difficulty", "max_step"), "fixed_root": (*_GROWTH, "root_degree")}
-    needed = [f"schedule_config.{key}" for key in required.get(settings.schedule_type, _GROWTH)]
-    missing = [key for key in ("min_difficulty", "max_difficulty", *needed) if not config.value(f"{block}.{key}")]
-    if missing or settings.min_difficulty is None or settings.max_difficulty is None:
-        growth = f"{block}.schedule_type"
-        needed = [f"{block}.{key}" for key in missing]
-        rule = f"with {config.describe_setting(growth)} needs {', '.join(needed)}"
-        yield config.problem(f"{block}.enabled", rule, growth, *needed)
-        return
+    highest = f"{block}.max_difficulty"
     if settings.min_difficulty > settings.max_difficulty:
-        above = config.describe_setting(f"{block}.max_difficulty")
-        yield config.problem(
-            f"{block}.min_difficulty", f"is larger than {above}; lengths grow", f"{block}.max_difficulty"
-        )
+        above = config.describe_setting(highest)
+        yield config.problem(f"{block}.min_difficulty", f"is larger than {above}; lengths grow", highest)
     if max(settings.max_difficulty, *keys.difficulty, 0) > (config.model.seq_length or 0):
         rule = f"and all lengths must be at most {config.describe_setting('seq_length')}"
-        yield config.problem(f"{block}.max_difficulty", rule, "seq_length", f"{block}.schedule_config.difficulty")
-    if settings.schedule_type == "fixed_discrete":
-        at = f"{block}.schedule_config"
-        if len(keys.difficulty) != len(keys.max_step) + 1:
-            rule = "must have one value less than difficulty: the last length stays"
-            yield config.problem(f"{at}.max_step", rule, f"{at}.difficulty")
-        if any(min(values) < 1 or list(values) != sorted(set(values)) for values in (keys.difficulty, keys.max_step)):
-            yield config.problem(f"{at}.difficulty", "and max_step must be above 0 and ascend", f"{at}.max_step")
+        yield config.problem(highest, rule, "seq_length", f"{block}.schedule_config.difficulty")
+    if settings.schedule_type == "fixed_discrete" and keys.difficulty and keys.max_step:
+        yield from _discrete_lengths(config, keys)
+
+
+def _discrete_lengths(config: NeoXConfig, keys: CurriculumSchedule) -> Iterator[Problem]:
+    lengths = "curriculum_learning.schedule_config.difficulty"
+    steps = "curriculum_learning.schedule_config.max_step"
+    if len(keys.difficulty) != len(keys.max_step) + 1:
+        yield config.problem(steps, "must have one value less than difficulty: the last length stays", lengths)
+    if not _ascends(keys.difficulty) or not _ascends(keys.max_step):
+        yield config.problem(lengths, "and max_step must be above 0 and ascend", steps)
+
+
+def _ascends(values: tuple[int, ...]) -> bool:
+    return values[0] > 0 and all(lower < higher for lower, higher in pairwise(values))

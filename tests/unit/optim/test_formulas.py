@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks.held_storages import HeldStorages
-from neox.config.sections.optimizer_table import OPTIMIZERS, SCALES, VALUES
+from neox.config.sections.optimizer_kind import SCALES, VALUES
+from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.optim import CLASSES, LRSchedule, NormScope, build_optimizer
 from neox.optim.groups import is_hidden
 from neox.parallel import mark_hidden

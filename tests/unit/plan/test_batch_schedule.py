@@ -75,7 +75,7 @@ BLOCK = "curriculum_learning"
         ("rampup_batch_size", {"rampup_batch_size": [8, 2, 10]}),
         ("rampup_batch_size", {"rampup_batch_size": [2, 4, 10]}),
         ("rampup_batch_size", {"rampup_batch_size": [2, 2, 0]}),
-        (f"{BLOCK}.enabled", {BLOCK: curriculum("fixed_root", CURRICULA["linear"][1])}),
+        (f"{BLOCK}.schedule_type", {BLOCK: curriculum("fixed_root", CURRICULA["linear"][1])}),
         (f"{BLOCK}.max_difficulty", {BLOCK: curriculum(*CURRICULA["linear"], highest=64)}),
         (f"{BLOCK}.min_difficulty", {BLOCK: curriculum(*CURRICULA["linear"], lowest=33)}),
         (
@@ -100,9 +100,13 @@ def test_impossible_batches_and_lengths_are_refused_by_name(first, keys):
 def test_what_a_curriculum_lacks_is_said_with_its_file_and_line():
     keys = {**SIZES, BLOCK: {"enabled": True, "max_difficulty": 16}}
     place = Source.in_file("lengths.yml", 3)
-    config = NeoXConfig.from_flat(keys, {f"{BLOCK}.enabled": place})
+    config = NeoXConfig.from_flat(keys, {BLOCK: Source.in_file("lengths.yml", 1), f"{BLOCK}.enabled": place})
     with pytest.raises(ConfigError) as refused:
         resolve(config, 1, 100)
-    (problem,) = refused.value.problems
-    assert problem.source == place
-    assert {f"{BLOCK}.schedule_type", f"{BLOCK}.min_difficulty"} <= set(problem.keys)
+    found = {problem.keys: problem.source for problem in refused.value.problems}
+    in_block = Source.in_file("lengths.yml", 1)
+    assert found == {
+        (f"{BLOCK}.enabled", f"{BLOCK}.min_difficulty"): place,
+        (f"{BLOCK}.schedule_type", f"{BLOCK}.schedule_config.total_curriculum_step"): in_block,
+        (f"{BLOCK}.schedule_type", f"{BLOCK}.schedule_config.difficulty_step"): in_block,
+    }

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from neox.architecture import LOSS_CHUNK
-from neox.config.sections.optimizer_table import PIECE
+from neox.config.sections.optimizer_kind import PIECE
 from neox.plan.device import host_device, memory_on
 from neox.plan.memory import stage_memory
 from neox.plan.memory.parameters import count_parameters

@@ -10,7 +10,7 @@ from neox.architecture import NORMS
 from neox.config import NeoXConfig
 from neox.config.neox_config import key_sections, section_classes
 from neox.config.reference import blocks_of, page
-from neox.config.sections.base import conditions_of, status_of
+from neox.config.sections.conditions import Condition, markers, status_of
 from neox.config.sections.deepspeed import ZeroSettings
 from neox.plan import architecture_of, resolve
 from neox.plan.rules import notes_without_effect
@@ -72,21 +72,23 @@ def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
         "comms_logger": {},
         "scheduler": {"type": "OneCycle"},
         "curriculum_learning": {},
+        "soft_prompt_tuning": {},
     }
     config = NeoXConfig.from_flat({**tiny, **blocks_to_open})
-    classes = section_classes().values()
-    blocks = [block for cls in classes for _, block in blocks_of(cls)]
-    conditions = {
-        condition
-        for cls in (*classes, *blocks)
-        for info in cls.model_fields.values()
-        for condition in conditions_of(info)
-    }
-    assert len(conditions) > 10
-    for condition in conditions:
-        assert condition.key.split(".")[0] in key_sections()
-        value = config.value(condition.key)
-        assert "." not in condition.key or value is not None, condition
+    conditions = set()
+    for cls in section_classes().values():
+        for block in (cls, *(inner for _, inner in blocks_of(cls))):
+            for info in block.model_fields.values():
+                for condition in markers(info, Condition):
+                    name = condition.key.removeprefix(".")
+                    if name == condition.key:
+                        conditions.add(name)
+                    else:
+                        assert name.split(".")[0] in block.model_fields, condition
+    assert len(conditions) > 20
+    for key in conditions:
+        assert key.split(".")[0] in key_sections()
+        assert "." not in key or config.value(key) is not None, key
     assert any("`account: me`" in note for note in plan_of(**tiny, account="me").notes)
 
 

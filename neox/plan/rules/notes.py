@@ -1,0 +1,121 @@
+"""Notes on settings that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neox.config.keys import REPLACEABLE, UNSUPPORTED
+from neox.config.neox_config import NeoXConfig
+from neox.config.sections.optimizer_kind import DecayingParams
+from neox.plan.attention_config import attention_impls, described_kinds
+from neox.plan.rules.fields import idle_notes
+from neox.problems import Note
+
+# Keys of the learning rate that DeepSpeed's schedules replace.
+_REPLACED_BY_SCHEDULER = (
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_fraction",
+    "min_lr",
+    "warmup",
+    "lr_schedule_version",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+)
+
+
+def notes_without_effect(config: NeoXConfig) -> list[Note]:
+    """Return a note for each given key that changes nothing here."""
+    return [
+        *_unsupported_notes(config),
+        *idle_notes(config),
+        *_optimizer_notes(config),
+        *_schedule_notes(config),
+        *_save_notes(config),
+        *_replacement_notes(config),
+        *_attention_notes(config),
+        *_parallel_notes(config),
+    ]
+
+
+def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield given keys of gpt-neox that are `dormant` or have `no effect`."""
+    for name, value in config.to_flat().items():
+        key = UNSUPPORTED.get(name)
+        if key is None or key.status == "refused" or key.is_off(value):
+            continue
+        reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
+        yield Note((name,), f"{config.describe_setting(name)} changes nothing: {reason}")
+
+
+def _optimizer_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield weight decay, and a schedule of betas, that the optimizer does not have."""
+    params = config.optimizer.optimizer.params
+    kind = config.describe_setting("optimizer.type")
+    if config.given("weight_decay") and not isinstance(params, DecayingParams):
+        decay = config.describe_setting("weight_decay")
+        message = f"{decay} changes nothing with {kind}, which has none, as in gpt-neox"
+        yield Note(("weight_decay", "optimizer.type"), message)
+    scheduler = config.schedule.scheduler
+    cycles = scheduler is not None and scheduler.type == "OneCycle" and scheduler.params.cycle_momentum
+    if cycles and "betas" not in type(params).model_fields:
+        key = "scheduler.params.cycle_momentum"
+        momentum = config.describe_setting(key)
+        message = f"{momentum} changes nothing with {kind}, which has no betas; only its learning rate is cycled"
+        yield Note((key, "optimizer.type"), message)
+
+
+def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield the keys of the learning rate that `scheduler` replaces."""
+    given = [key for key in _REPLACED_BY_SCHEDULER if config.given(key)]
+    if config.schedule.scheduler is None or not given:
+        return
+    keys = ", ".join(map(config.describe_setting, given))
+    verb = "changes" if len(given) == 1 else "change"
+    yield Note((*given, "scheduler"), f"{keys} {verb} nothing: `scheduler` sets the learning rate")
+
+
+def _save_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield keys of checkpoints without effect."""
+    keys = config.checkpoint
+    last = config.training.train_iters
+    if keys.save is None and (keys.checkpoint_factor is not None or keys.extra_save_iters):
+        message = "no checkpoint is written: `save` is not set, though checkpoint_factor or extra_save_iters is"
+        yield Note(("save", "checkpoint_factor", "extra_save_iters"), message)
+    if last is None:
+        return
+    late = [iteration for iteration in keys.extra_save_iters or () if iteration > last]
+    if late:
+        shown = config.describe_setting("extra_save_iters", late)
+        yield Note(("extra_save_iters",), f"{shown} come after the last iteration, {last}")
+
+
+def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield keys that a later file has replaced, with both places."""
+    for key in sorted(REPLACEABLE):
+        if config.given(key) and config.source(key).replaces is not None:
+            yield Note((key,), config.describe_setting(key))
+
+
+def _attention_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield that `attention_config` describes more blocks than there are, or leaves nothing to recompute."""
+    layers = config.model.num_layers or 0
+    described = len(described_kinds(config.model.attention_config, layers))
+    if described > layers:
+        key = "attention_config"
+        yield Note((key,), f"{config.describe_setting(key)} describes {described} layers: the first {layers} are used")
+    training = config.training
+    recomputes_scores = training.checkpoint_activations and training.part_to_recompute == "core_attn"
+    if recomputes_scores and config.model.pos_emb != "rpe" and set(attention_impls(config)) == {"flash"}:
+        key = "recompute_granularity"
+        why = "flash attention, which every layer has, keeps no scores to release"
+        yield Note((key,), f"{config.describe_setting(key)} changes nothing: {why}")
+
+
+def _parallel_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield that there are no tensor ranks to divide tokens over."""
+    keys = config.parallelism
+    if keys.sequence_parallel and keys.model_parallel_size == 1:
+        key = "sequence_parallel"
+        degree = config.describe_setting("model_parallel_size")
+        yield Note((key, "model_parallel_size"), f"{config.describe_setting(key)} changes nothing with {degree}")
