@@ -7,32 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.clipping import ClippedOptimizer
 
 
 class AdamW(ClippedOptimizer, torch.optim.AdamW):
     """AdamW (arXiv:1711.05101) with torch's fused kernel, which divides gradients while it reads them.
 
     Args:
-        groups: As in `ClippedOptimizer`, like `max_norm` and `scope`.
-        max_norm: See there.
-        scope: See there.
+        groups: Parameter groups of `parameter_groups`.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
+        eps: Number added to the denominator.
+        clipping: Further arguments of `ClippedOptimizer`.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         *,
-        max_norm: float = 0.0,
-        scope: NormScope | None = None,
         lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        **clipping: Any,
     ) -> None:
-        super().__init__(groups, max_norm=max_norm, scope=scope, lr=lr, betas=betas, eps=eps, fused=True)
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True, **clipping)
 
     def update(self, divisor: Tensor | None) -> None:
         """Update all parameters."""
@@ -40,6 +38,7 @@ class AdamW(ClippedOptimizer, torch.optim.AdamW):
             self._update_fused(group, divisor)
 
     def _update_fused(self, group: dict[str, Any], divisor: Tensor | None) -> None:
+        """Update the parameters of a group in one kernel."""
         parameters: list[Tensor] = []
         grads: list[Tensor] = []
         means: list[Tensor] = []

@@ -42,13 +42,9 @@ def build_optimizer(
     Args:
         plan: The run.
         named_parameters: This rank's parameters.
-        clip: Scope of the norm where this optimizer clips (ZeRO 0); None where DeepSpeed's wrapper does.
+        clip: Scope of the norm if this optimizer clips (ZeRO 0); None if DeepSpeed's wrapper does.
     """
     settings = plan.config.optimizer.optimizer
-    return CLASSES[settings.name](
-        planned_groups(plan, named_parameters),
-        max_norm=plan.config.deepspeed.gradient_clipping if clip is not None else 0.0,
-        scope=clip,
-        lr=0.0,
-        **settings.params.options(),
-    )
+    groups = planned_groups(plan, named_parameters)
+    max_norm = plan.config.deepspeed.gradient_clipping if clip is not None else 0.0
+    return CLASSES[settings.name](groups, max_norm=max_norm, scope=clip, lr=0.0, **settings.params.options())

@@ -16,12 +16,12 @@ from neox.config.sections.optimizer_kind import PIECE
 
 @dataclass(frozen=True)
 class NormScope:
-    """Which ranks and parameters contribute to the norm of the model's gradient.
+    """Ranks and parameters that contribute to the norm of the model's gradient.
 
     Attributes:
         group: Ranks that together hold one copy of the model (pipeline stages x tensor ranks); None for one rank.
-        counts: Whether this rank counts a parameter. Over the group each parameter is counted once: replicated ones on
-            tensor rank 0 alone, a tied one on its first stage alone.
+        counts: Function that says whether this rank counts a parameter. Over the group each parameter is counted once:
+            a replicated one only on tensor rank 0, a tied one only on its first stage.
     """
 
     group: dist.ProcessGroup | None
@@ -32,8 +32,8 @@ def pieces(*tensors: list[Tensor], largest: int = PIECE) -> Iterator[list[list[T
     """Cut lists of tensors into flat parts, so that temporary tensors of their size stay small.
 
     Args:
-        tensors: Lists of equal lengths, of contiguous tensors; the first of each have one shape, ...
-        largest: Elements in the parts that are yielded together.
+        tensors: Lists of contiguous tensors. All lists have the same length, and equal shapes at each position.
+        largest: Largest number of elements in the parts that are yielded together.
 
     Yields:
         Lists of views, in the order of the arguments.
@@ -44,13 +44,19 @@ def pieces(*tensors: list[Tensor], largest: int = PIECE) -> Iterator[list[list[T
         flat = [tensor.view(-1) for tensor in same]
         for start in range(0, flat[0].numel(), largest):
             part = [tensor[start : start + largest] for tensor in flat]
-            if batch and size + part[0].numel() > largest:
-                yield [list(column) for column in zip(*batch, strict=True)]
-                batch, size = [], 0
+            count = part[0].numel()
+            if batch and size + count > largest:
+                yield _columns(batch)
+                batch = []
+                size = 0
             batch.append(part)
-            size += part[0].numel()
+            size += count
     if batch:
-        yield [list(column) for column in zip(*batch, strict=True)]
+        yield _columns(batch)
+
+
+def _columns(rows: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def without_dynamo(method: Any) -> Any:
@@ -70,21 +76,19 @@ class WithoutDynamo(torch.optim.Optimizer):
 
 
 class ClippedOptimizer(WithoutDynamo):
-    """An optimizer that clips by the global norm over all ranks of a model.
+    """An optimizer that clips by the global norm over all ranks of a model, if it has a scope.
 
-    A step whose norm is not finite is skipped. The norm is computed here with ZeRO 0, where DeepSpeed is wrong: it
-    counts replicated parameters on the first stage only when it clips in fp32, and does not see which parameters are
-    split or tied when it clips in fp16. `overflow` and `_global_grad_norm` are the attributes that DeepSpeed reads
-    after a step.
+    A step whose norm is not finite is skipped. `overflow` and `_global_grad_norm` are the attributes that DeepSpeed
+    reads after a step.
 
-    A subclass updates in `update`. The counter of steps is a state of each tensor: ZeRO 3 calls `step` once for each of
-    its parts.
+    A subclass updates in `update`, or in `update_group`. The counter of steps is a state of each tensor, because ZeRO 3
+    calls `step` once for each of its parts.
 
     Args:
         groups: Parameter groups of `parameter_groups`.
         max_norm: Norm above which gradients are scaled down to it; 0 never clips.
         scope: Ranks and parameters of the norm; None computes no norm and does not clip.
-        options: Arguments of the next class: `defaults`, or those of torch's optimizer that it also is.
+        options: Arguments of the next class: `defaults`, or those of torch's optimizer that a subclass also is.
     """
 
     def __init__(
@@ -96,19 +100,22 @@ class ClippedOptimizer(WithoutDynamo):
         self.overflow = False
         self._global_grad_norm = 0.0
         # By position: DeepSpeed replaces the parameters by fp32 copies that carry no attributes.
-        self._counted = [[scope is not None and scope.counts(p) for p in g["params"]] for g in self.param_groups]
+        self._counted: list[list[bool]] = []
+        for group in self.param_groups:
+            self._counted.append([scope is not None and scope.counts(p) for p in group["params"]])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Clip and update; if the norm is not finite, set `overflow` and change nothing."""
         divisor: Tensor | None = None
         if self.scope is not None:
-            self._global_grad_norm = self.global_norm()
-            self.overflow = not math.isfinite(self._global_grad_norm)
+            norm = self.global_norm()
+            self._global_grad_norm = norm
+            self.overflow = not math.isfinite(norm)
             if self.overflow:
                 return None
-            if 0.0 < self.max_norm < self._global_grad_norm:
-                divisor = self._device_scalar((self._global_grad_norm + 1e-6) / self.max_norm)
+            if 0.0 < self.max_norm < norm:
+                divisor = self._device_scalar((norm + 1e-6) / self.max_norm)
         self.update(divisor)
         return None
 
@@ -116,33 +123,41 @@ class ClippedOptimizer(WithoutDynamo):
         """Update all parameters that have a gradient.
 
         Args:
-            divisor: Divides all gradients; None for 1.
+            divisor: Divisor of all gradients; None for 1.
         """
         self.divide_gradients(divisor)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                self.update_group(group, parameters, [p.grad.contiguous() for p in parameters])
+                gradients = [p.grad.contiguous() for p in parameters]
+                self.update_group(group, parameters, gradients)
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update a group's parameters, all on one device and of one type, with gradients that are clipped."""
+        """Update a group's parameters with clipped gradients. All are on one device and of one type."""
         raise NotImplementedError
 
     def divide_gradients(self, divisor: Tensor | None) -> None:
         """Divide all gradients by a scalar in place."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if divisor is not None and gradients:
+        if divisor is None:
+            return
+        gradients: list[Tensor] = []
+        for group in self.param_groups:
+            gradients += [p.grad for p in group["params"] if p.grad is not None]
+        if gradients:
             torch._foreach_div_(gradients, divisor)
 
     def states(self, parameters: list[Tensor], name: str) -> list[Tensor]:
         """Return a state in the shape of each parameter; zeros before the first step."""
-        for p in parameters:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(p)
-        return [self.state[p][name] for p in parameters]
+        found = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+            found.append(state[name])
+        return found
 
     def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Take over a parameter's saved states, in fp32."""
+        """Take over a parameter's saved states."""
         self.state[parameter] = states
 
     @property
@@ -158,16 +173,19 @@ class ClippedOptimizer(WithoutDynamo):
             total += torch.stack(torch._foreach_norm(counted)).square().sum()
         if self.scope is not None and self.scope.group is not None:
             dist.all_reduce(total, group=self.scope.group)
-        return math.sqrt(squared) if (squared := total.item()) >= 0 else math.nan
+        square = total.item()
+        if not square >= 0:
+            return math.nan
+        return math.sqrt(square)
 
     def counted_gradients(self) -> list[Tensor]:
         """Return the gradients that this rank counts in the norm, in fp32."""
-        return [
-            p.grad.float()
-            for group, counts in zip(self.param_groups, self._counted, strict=True)
-            for p, count in zip(group["params"], counts, strict=True)
-            if count and p.grad is not None
-        ]
+        gradients = []
+        for group, counts in zip(self.param_groups, self._counted, strict=True):
+            for parameter, is_counted in zip(group["params"], counts, strict=True):
+                if is_counted and parameter.grad is not None:
+                    gradients.append(parameter.grad.float())
+        return gradients
 
     def _device_scalar(self, value: float) -> Tensor:
         device = self.param_groups[0]["params"][0].device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from neox.config.sections.optimizer_kind import BLOCK, PIECE, SCALES, VALUES, State
 from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import ConfigError, install_command
-from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.clipping import ClippedOptimizer
 
 
 class _EightBits(ClippedOptimizer):
@@ -22,6 +22,18 @@ class _EightBits(ClippedOptimizer):
 
     Each code stands for one of 256 numbers, times the largest absolute value in its block. States of small tensors stay
     in fp32.
+
+    Args:
+        groups: Parameter groups of `parameter_groups`.
+        lr: Learning rate.
+        betas: Decay rates of the moments, or as in `Lion`.
+        eps: Number added to the denominator.
+        min_8bit_size: Number of elements below which a tensor's states stay in fp32.
+        clipping: Further arguments of `ClippedOptimizer`.
+
+    Attributes:
+        key: Key of the optimizer in `OPTIMIZERS`.
+        theirs: Name of the optimizer in bitsandbytes.
     """
 
     key: str
@@ -31,18 +43,18 @@ class _EightBits(ClippedOptimizer):
         self,
         groups: list[dict[str, Any]],
         *,
-        max_norm: float = 0.0,
-        scope: NormScope | None = None,
         lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         min_8bit_size: int = 4096,
+        **clipping: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps}
-        super().__init__(groups, max_norm=max_norm, scope=scope, defaults=defaults)
+        super().__init__(groups, defaults={"lr": lr, "betas": betas, "eps": eps}, **clipping)
         self.smallest = min_8bit_size
         self.kind = OPTIMIZERS[self.key]
-        self._values = {s.signed: self._functions.create_dynamic_map(signed=s.signed) for s in self.kind.states}
+        self._values: dict[bool, Tensor] = {}  # by whether numbers may be negative
+        for state in self.kind.states:
+            self._values[state.signed] = self._functions.create_dynamic_map(signed=state.signed)
 
     @cached_property
     def _functions(self) -> ModuleType:
@@ -59,46 +71,83 @@ class _EightBits(ClippedOptimizer):
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update a group's parameters."""
-        for p, gradient in zip(parameters, gradients, strict=True):
-            if not self.state[p]:
-                self.keep(p, {s.name: torch.zeros_like(p) for s in self.kind.states})
-            state = self.state[p]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not self.state[parameter]:
+                self.keep(parameter, {state.name: torch.zeros_like(parameter) for state in self.kind.states})
+            state = self.state[parameter]
             if self.kind.counts_steps:
                 state["step"] += 1
-            steps = int(state.get("step", 1))
-            flat, slopes = p.view(-1), gradient.view(-1)
-            for start in range(0, flat.numel(), PIECE):  # on a CPU bitsandbytes makes fp32 copies
-                self._update_piece(group, flat, slopes, slice(start, start + PIECE), state, steps)
+            weights = parameter.view(-1)
+            slopes = gradient.view(-1)
+            is_in_8_bits = self.kind.states[0].name + SCALES in state
+            update = self._update_8_bits if is_in_8_bits else self._update_32_bits
+            for start in range(0, weights.numel(), PIECE):  # on a CPU bitsandbytes makes fp32 copies
+                piece = slice(start, start + PIECE)
+                update(group, weights[piece], slopes[piece], piece, state)
 
-    def _update_piece(
-        self,
-        group: dict[str, Any],
-        parameter: Tensor,
-        gradient: Tensor,
-        piece: slice,
-        state: Mapping[str, Tensor],
-        steps: int,
+    def _update_32_bits(
+        self, group: dict[str, Any], weights: Tensor, slopes: Tensor, piece: slice, state: Mapping[str, Tensor]
     ) -> None:
-        """Update elements of a flat parameter."""
-        first, *second = (s.name for s in self.kind.states)
-        names = (first, second[0] if second else None)
-        one, two = (None if name is None else state[name].view(-1)[piece] for name in names)
-        beta, further = group["betas"]
-        weights, slopes, decay = parameter[piece], gradient[piece], group["weight_decay"]
-        if first + SCALES not in state:
-            self._functions.optimizer_update_32bit(
-                *(self.theirs, slopes, weights, one, beta, group["eps"], steps, group["lr"], two, further),
-                weight_decay=decay,
-            )
-            return
-        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-        values = [None if name is None else state[name + VALUES] for name in names]
-        scales = [None if name is None else state[name + SCALES][blocks] for name in names]
-        self._functions.optimizer_update_8bit_blockwise(
-            *(self.theirs, slopes, weights, one, two, beta, further, 0.0, 0.0, group["eps"], steps, group["lr"]),
-            *(*values, *scales),
-            weight_decay=decay,
+        """Update a piece of a small tensor, whose states are in fp32.
+
+        Args:
+            group: The parameter group.
+            weights: Weights of the piece.
+            slopes: Gradients of the piece.
+            piece: Elements of the flat parameter.
+            state: States of the parameter.
+        """
+        first, second = self._pair(lambda name: state[name].view(-1)[piece])
+        beta1, beta2 = group["betas"]
+        self._functions.optimizer_update_32bit(
+            self.theirs,
+            slopes,
+            weights,
+            first,
+            beta1,
+            group["eps"],
+            int(state.get("step", 1)),
+            group["lr"],
+            second,
+            beta2,
+            weight_decay=group["weight_decay"],
         )
+
+    def _update_8_bits(
+        self, group: dict[str, Any], weights: Tensor, slopes: Tensor, piece: slice, state: Mapping[str, Tensor]
+    ) -> None:
+        """Update a piece of a tensor whose states are codes. Arguments are those of `_update_32_bits`."""
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        first, second = self._pair(lambda name: state[name].view(-1)[piece])
+        first_values, second_values = self._pair(lambda name: state[name + VALUES])
+        first_scales, second_scales = self._pair(lambda name: state[name + SCALES][blocks])
+        beta1, beta2 = group["betas"]
+        self._functions.optimizer_update_8bit_blockwise(
+            self.theirs,
+            slopes,
+            weights,
+            first,
+            second,
+            beta1,
+            beta2,
+            0.0,
+            0.0,
+            group["eps"],
+            int(state.get("step", 1)),
+            group["lr"],
+            first_values,
+            second_values,
+            first_scales,
+            second_scales,
+            weight_decay=group["weight_decay"],
+        )
+
+    def _pair(self, tensor: Callable[[str], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return a tensor of the first state and of the second one; None if there is only one state."""
+        first, *others = self.kind.states
+        if not others:
+            return tensor(first.name), None
+        return tensor(first.name), tensor(others[0].name)
 
     def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """Take over a parameter's saved states.
@@ -136,8 +185,9 @@ class _EightBits(ClippedOptimizer):
         """Load; torch converts states to the parameters' type, and codes back here."""
         super().load_state_dict(state_dict)
         for kept in self.state.values():
-            for name in (s.name for s in self.kind.states if s.name + SCALES in kept):
-                kept[name] = kept[name].to(torch.uint8)
+            for state in self.kind.states:
+                if state.name + SCALES in kept:
+                    kept[state.name] = kept[state.name].to(torch.uint8)
 
 
 def _nearest_codes(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,18 +214,14 @@ def _nearest_codes(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Adam8bit(_EightBits):
-    """Adam with decoupled weight decay and both moments in 8 bits.
+    """Adam with decoupled weight decay and both moments in 8 bits."""
 
-    Arguments are those of `ClippedOptimizer` and of `Adam8bitParams`.
-    """
-
-    key, theirs = "adam8bit", "adam"
+    key = "adam8bit"
+    theirs = "adam"
 
 
 class Lion8bit(_EightBits):
-    """Lion with momentum in 8 bits.
+    """Lion with momentum in 8 bits."""
 
-    Arguments are those of `ClippedOptimizer` and of `Lion8bitParams`.
-    """
-
-    key, theirs = "lion8bit", "lion"
+    key = "lion8bit"
+    theirs = "lion"

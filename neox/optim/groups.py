@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,10 +11,7 @@ from neox.plan import RunPlan
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies: to matrices, not to biases and norms, as in gpt-neox.
-
-    Also to tables of positions, which gpt-neox decays too.
-    """
+    """Return whether weight decay applies, as in gpt-neox: to matrices and positions, not to biases and norms."""
     marked: bool | None = getattr(parameter, "decays", None)
     if marked is not None:
         return marked
@@ -29,45 +26,56 @@ def parameter_groups(
     scale: float = 1.0,
     hidden_apart: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split parameters into torch optimizer groups: first those with weight decay, then those without.
+    """Split parameters into torch optimizer groups.
+
+    A group holds parameters that agree in three things: whether they are hidden matrices that are updated in another
+    way, whether weight decay applies, and the factor of their learning rate. Groups come in the order of (hidden,
+    decayed, smallest factor first).
 
     Args:
         named_parameters: Parameters in the order that each group keeps; frozen ones are left out.
-        weight_decay: Decay of the first group; the second has 0.
+        weight_decay: Weight decay of parameters that decay.
         scale: Factor of all learning rates.
         hidden_apart: Whether hidden matrices (`mark_hidden`) have groups of their own, which have `hidden`.
 
     Returns:
-        The groups that have members. Those of parameters with a factor of the learning rate (`mark_lr_factor`) come
-        first. A group whose factor is not 1 has it as `lr_factor`; the product of learning rate and weight decay is the
-        same in all.
+        The groups that have members. A group whose factor is not 1 has it as `lr_factor`. The product of learning rate
+        and weight decay is the same in all groups that decay.
     """
-    parameters = [p for _, p in named_parameters if p.requires_grad]
-    factors = sorted({_factor(p) for p in parameters})
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [
-                p
-                for p in parameters
-                if decays(p) == decayed and _factor(p) == factor and (hidden_apart and is_hidden(p)) == hidden
-            ],
-            "weight_decay": weight_decay / (scale * factor) if decayed else 0.0,
+    members: dict[_GroupKey, list[nn.Parameter]] = {}
+    for _, parameter in named_parameters:
+        if parameter.requires_grad:
+            key = _GroupKey(hidden_apart and is_hidden(parameter), decays(parameter), _factor(parameter))
+            members.setdefault(key, []).append(parameter)
+    groups = []
+    for key in sorted(members, key=lambda key: (not key.hidden, not key.decayed, key.factor)):
+        factor = scale * key.factor
+        group: dict[str, Any] = {
+            "params": members[key],
+            "weight_decay": weight_decay / factor if key.decayed else 0.0,
         }
-        | ({} if scale * factor == 1.0 else {"lr_factor": scale * factor})
-        | ({"hidden": True} if hidden else {})
-        for hidden in (True, False)
-        for decayed in (True, False)
-        for factor in factors
-    ]
-    return [group for group in groups if group["params"]]
+        if factor != 1.0:
+            group["lr_factor"] = factor
+        if key.hidden:
+            group["hidden"] = True
+        groups.append(group)
+    return groups
+
+
+class _GroupKey(NamedTuple):
+    """What the parameters of one group have in common."""
+
+    hidden: bool
+    decayed: bool
+    factor: float
 
 
 def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Return the parameter groups of a run's optimizer.
 
-    Under muP (arXiv:2203.03466, table 8) gradients shrink with the width m. Marks of parameters are for optimizers like
-    Adam, whose steps do not depend on the size of the gradient; for others all learning rates grow accordingly, with
-    SGD by m.
+    Under muP (arXiv:2203.03466, table 8) gradients shrink with the width m. The factors of parameters are made for
+    optimizers like Adam, whose steps do not depend on the size of the gradient. For others all learning rates grow
+    accordingly, for SGD by m.
     """
     keys = plan.config.optimizer
     width = keys.width_multiplier(plan.architecture.hidden_size)

@@ -7,30 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.optim.clipping import ClippedOptimizer, NormScope, pieces
+from neox.optim.clipping import ClippedOptimizer, pieces
 
 
 class Lion(ClippedOptimizer):
     """Lion (arXiv:2302.06675, program 1): steps are the sign of an average of momentum and gradient.
 
     Args:
-        groups: As in `ClippedOptimizer`, like `max_norm` and `scope`.
-        max_norm: See there.
-        scope: See there.
+        groups: Parameter groups of `parameter_groups`.
         lr: Learning rate, by which every weight moves.
         betas: Share of the momentum in the direction of a step, and decay rate of the momentum.
+        clipping: Further arguments of `ClippedOptimizer`.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         *,
-        max_norm: float = 0.0,
-        scope: NormScope | None = None,
         lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.99),
+        **clipping: Any,
     ) -> None:
-        super().__init__(groups, max_norm=max_norm, scope=scope, defaults={"lr": lr, "betas": betas})
+        super().__init__(groups, defaults={"lr": lr, "betas": betas}, **clipping)
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update a group's parameters."""

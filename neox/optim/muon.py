@@ -55,42 +55,44 @@ class MatrixPart:
 class Muon(AdamW):
     """Muon (arXiv:2502.16982) for groups marked `hidden`, AdamW for embeddings, head, norms and biases.
 
-    Momentum is kept by element, so that a data rank needs it for its part of a matrix only. torch's Muon turns whole
-    matrices to steps. Where ZeRO hands over flat tensors, a matrix that lies on several ranks is gathered for it.
+    Momentum is kept by element, so that a data rank needs it only for its part of a matrix. torch's Muon turns whole
+    matrices into steps. If ZeRO hands over flat tensors, a matrix that lies on several ranks is gathered for that.
 
     Args:
-        groups: As in `ClippedOptimizer`, like `max_norm` and `scope`.
-        max_norm: See there.
-        scope: See there.
+        groups: Parameter groups of `parameter_groups`.
         lr: Learning rate of both.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas: Decay rates of AdamW's moments.
+        eps: Number added to AdamW's denominator.
         momentum: Decay rate of Muon's momentum.
-        nesterov: Whether it is Nesterov's.
+        nesterov: Whether Muon's momentum is Nesterov's.
+        max_norm: Norm above which gradients are scaled down to it; 0 never clips.
+        scope: Ranks and parameters of the norm.
         hidden: Further arguments of `torch.optim.Muon`.
 
     Attributes:
-        parts: Matrices in each flat tensor of hidden parameters; tensors that are not in it are matrices.
-        device: Where matrices are multiplied; None: where the optimizer's tensors are.
+        parts: Parts of matrices in each flat tensor of hidden parameters; tensors that are not in it are matrices.
+        device: Device that multiplies matrices; None for the device of the optimizer's tensors.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         *,
-        max_norm: float = 0.0,
-        scope: NormScope | None = None,
         lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         momentum: float = 0.95,
         nesterov: bool = True,
+        max_norm: float = 0.0,
+        scope: NormScope | None = None,
         **hidden: Any,
     ) -> None:
-        super().__init__(groups, max_norm=max_norm, scope=scope, lr=lr, betas=betas, eps=eps)
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, max_norm=max_norm, scope=scope)
         self.parts: Mapping[Tensor, tuple[MatrixPart, ...]] = {}
         self.device: torch.device | None = None
-        self._momentum, self._nesterov, self._hidden = momentum, nesterov, hidden
+        self._momentum = momentum
+        self._nesterov = nesterov
+        self._hidden = hidden
 
     def update(self, divisor: Tensor | None) -> None:
         """Update all parameters."""
@@ -99,24 +101,31 @@ class Muon(AdamW):
             if not group.get("hidden"):
                 self._update_fused(group, None)
                 continue
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._update_hidden(p, group["lr"], group["weight_decay"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update_hidden(parameter, parameter.grad, group["lr"], group["weight_decay"])
 
-    def _update_hidden(self, parameter: Tensor, lr: float, weight_decay: float) -> None:
+    def _update_hidden(self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
         """Update a matrix, or a flat tensor of parts of matrices."""
-        gradient, (momentum,) = parameter.grad, self.states([parameter], "momentum_buffer")
-        assert gradient is not None
+        momentum = self.states([parameter], "momentum_buffer")[0]
         momentum.lerp_(gradient, 1.0 - self._momentum)
         direction = gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
         parameter.mul_(1.0 - lr * weight_decay)
-        matrix = (MatrixPart(tuple(parameter.shape), 0, parameter.numel(), 0),) if parameter.dim() == 2 else ()
-        for part in self.parts.get(parameter, matrix):
+        for part in self._parts_of(parameter):
             whole = part.whole(direction, self.device or parameter.device)
             if part.length:
                 step = self._orthogonal_step(whole, lr).view(-1)[part.first : part.first + part.length]
                 part.of(parameter).add_(step.to(parameter.device))
         # Not used here, but torch's AdamW expects a counter in every state that it loads.
         self.state[parameter]["step"] = self.state[parameter].get("step", torch.zeros(())) + 1
+
+    def _parts_of(self, parameter: Tensor) -> tuple[MatrixPart, ...]:
+        """Return the parts of matrices in a tensor of hidden parameters."""
+        if parameter in self.parts:
+            return self.parts[parameter]
+        if parameter.dim() == 2:
+            return (MatrixPart(tuple(parameter.shape), first=0, length=parameter.numel(), start=0),)
+        return ()
 
     def _orthogonal_step(self, matrix: Tensor, lr: float) -> Tensor:
         """Return what torch's Muon adds to a matrix for such a momentum."""

@@ -48,16 +48,14 @@ class LRSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and gpt-neox's parameters, under gpt-neox's names."""
-        state = {"num_iters": self.iteration}
-        if not isinstance(s := self.schedule, Annealing):
-            return state
-        return state | {
-            "start_lr": s.start,
-            "min_lr": s.minimum,
-            "warmup_iter": s.warmup_iterations,
-            "end_iter": s.decay_iterations,
-            "decay_style": s.style,
-        }
+        state: dict[str, Any] = {"num_iters": self.iteration}
+        if isinstance(self.schedule, Annealing):
+            state["start_lr"] = self.schedule.start
+            state["min_lr"] = self.schedule.minimum
+            state["warmup_iter"] = self.schedule.warmup_iterations
+            state["end_iter"] = self.schedule.decay_iterations
+            state["decay_style"] = self.schedule.style
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the position from `state`; the parameters stay the configuration's, which the user may have changed."""

@@ -16,8 +16,8 @@ _adafactor_step = without_dynamo(torch.optim.Adafactor.step)
 class SGD(ClippedOptimizer, torch.optim.SGD):
     """torch's stochastic gradient descent, which adds weight decay to the gradient.
 
-    Arguments are those of `ClippedOptimizer` and of `torch.optim.SGD`. Parameters are updated one by one: torch's other
-    way, its choice on a GPU, adds the weight decay to a copy of all gradients.
+    Arguments are those of `ClippedOptimizer` and of `torch.optim.SGD`. Parameters are updated one by one. torch's other
+    way, which it chooses on a GPU, adds the weight decay to a copy of all gradients.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
