@@ -15,9 +15,10 @@ from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.device import Device, gpu_device, host_device
 from neox.plan.fit import memory_problem
 from neox.plan.memory import MemoryPlan
+from neox.plan.payload import decode_payload, encode_payload
 from neox.plan.precision import Capabilities, Precision, saved_precision
 from neox.plan.report import format_plan, plan_as_dict
-from neox.plan.resolve import decode_payload, encode_payload, resolve
+from neox.plan.resolve import resolve
 from neox.plan.rules import missing_for_training, static_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import LayerRange, StagePlan

@@ -11,11 +11,11 @@ from typing import Any
 from neox.architecture import training_flops_per_token
 from neox.config.neox_config import NeoXConfig, section_classes
 from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.batch import MICRO, STEPS, TOTAL
 from neox.plan.device import Device, gib, gpu_device, memory_on
 from neox.plan.fit import check_fit, flash_advice, memory_problem
 from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
-from neox.plan.resolve import MICRO, STEPS, TOTAL
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.stages import StagePlan

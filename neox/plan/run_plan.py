@@ -10,7 +10,8 @@ from typing import Any
 from neox.architecture import Architecture, AttentionImpl, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
-from neox.plan.batch import BatchPlan, BatchSchedule
+from neox.plan.batch import BatchPlan
+from neox.plan.batch_schedule import BatchSchedule
 from neox.plan.memory import MemoryPlan, MemorySetting
 from neox.plan.precision import Precision
 from neox.plan.stages import StagePlan

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from neox.config.neox_config import NeoXConfig
+from neox.problems import Problem
+
 Axis = Literal["pp", "dp", "tp"]
 _AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
 
@@ -20,7 +23,7 @@ class Topology:
         pp_size: Pipeline stages.
         dp_size: Data-parallel ranks.
         tp_size: Tensor ranks.
-        sequence_parallel: Whether tensor ranks divide the tokens where they do not divide features.
+        sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
     """
 
     pp_size: int = 1
@@ -61,6 +64,40 @@ class Topology:
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            fixed = (at for axis, at in zip(_AXES, self.coordinates(rank), strict=True) if axis not in axes)
-            groups.setdefault(tuple(fixed), []).append(rank)
+            coordinates = zip(_AXES, self.coordinates(rank), strict=True)
+            fixed = tuple(at for axis, at in coordinates if axis not in axes)
+            groups.setdefault(fixed, []).append(rank)
         return list(groups.values())
+
+
+def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> Topology | None:
+    """Return the degrees, with dp = world_size / (pp x tp).
+
+    Args:
+        config: The degrees that were asked for.
+        world_size: Number of ranks.
+        problems: Takes the problem of a world that cannot be divided. There is no grid then.
+    """
+    tp_size = config.parallelism.model_parallel_size
+    pp_size = max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
+    model_ranks = pp_size * tp_size
+    if world_size < 1 or world_size % model_ranks:
+        problems.append(_indivisible_world(config, world_size, model_ranks))
+        return None
+    divides_tokens = tp_size > 1 and config.parallelism.sequence_parallel
+    return Topology(pp_size, world_size // model_ranks, tp_size, divides_tokens)
+
+
+def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) -> Problem:
+    """Return the problem of a world that is no multiple of the ranks that hold one copy of the model."""
+    fewer = world_size // model_ranks * model_ranks
+    nearest = [model_ranks]
+    if fewer > 0:
+        nearest = [fewer, fewer + model_ranks]
+    keys = ("pipe_parallel_size", "model_parallel_size")
+    degrees = " x ".join(map(config.describe_setting, keys))
+    message = (
+        f"{world_size} GPUs cannot be divided into copies of the model on {model_ranks}: {degrees}; "
+        f"use {' or '.join(map(str, nearest))} GPUs, or other degrees"
+    )
+    return Problem(keys, message)

@@ -12,8 +12,9 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import SPLITS
 from neox.errors import DataError
 from neox.plan import missing_for_training
-from neox.plan.batch import BatchSchedule, ramp_problems
-from neox.plan.resolve import solve_batch, solve_grid
+from neox.plan.batch import solve_batch
+from neox.plan.batch_schedule import BatchSchedule, ramp_problems
+from neox.plan.topology import solve_grid
 from neox.problems import Problem
 
 if TYPE_CHECKING:

@@ -3,16 +3,18 @@
 import json
 import math
 from pathlib import Path
+from typing import get_args
 
 import deepspeed.runtime.lr_schedules as theirs
 import pytest
 import torch
 
 from neox.config import NeoXConfig
+from neox.config.sections.schedule import ScheduleConfig
 from neox.optim import LRSchedule
 from neox.plan import static_problems
 from neox.plan.rules import notes_without_effect
-from neox.plan.schedule import Annealing, schedule_of
+from neox.plan.schedule import Annealing, WarmupStableDecay, schedule_of
 from tests.plans import SIZES, plan_of, problem_keys
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "loss_curves.json"
@@ -73,7 +75,7 @@ def test_no_warmup_starts_at_the_peak():
     [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
 )
 def test_wsd_holds_the_peak_and_decays_at_the_end(shape, half):
-    ours = Annealing("WSD", 1e-3, 1e-4, 3.0, 30, final_decay=shape, final_iterations=10)
+    ours = WarmupStableDecay("WSD", 1e-3, 1e-4, 3.0, 30, final_decay=shape, final_iterations=10)
     assert ours.lr(3) == ours.lr(20) == pytest.approx(1e-3)
     assert ours.lr(25) == pytest.approx(1e-4 + half * 9e-4)
     assert ours.lr(30) == ours.lr(99) == pytest.approx(1e-4)
@@ -159,3 +161,20 @@ def test_every_schedule_is_described():
         kind = case.split()[0]
         config = NeoXConfig.from_flat({**SIZES, "scheduler": {"type": kind, "params": params}})
         assert kind in schedule_of(config).describe()
+
+
+def test_schedules_that_nothing_computes_are_errors():
+    with pytest.raises(KeyError):
+        schedule("staircase").lr(10)
+    config = NeoXConfig.from_flat({**SIZES, "scheduler": {"type": "WarmupLR"}})
+    unknown = config.schedule.scheduler.model_copy(update={"type": "Staircase"})
+    unchecked = config.model_copy(update={"schedule": config.schedule.model_copy(update={"scheduler": unknown})})
+    with pytest.raises(KeyError):
+        schedule_of(unchecked)
+
+
+def test_every_schedule_of_the_sections_is_computed():
+    for key in ("lr_decay_style", "lr_wsd_decay_style"):
+        for style in get_args(ScheduleConfig.model_fields[key].annotation):
+            keys = {key: style, "lr_wsd_decay_iters": 2, **({"lr_decay_style": "WSD"} if "wsd" in key else {})}
+            assert schedule_of(NeoXConfig.from_flat({**SIZES, **keys})).lr(10) >= 0
