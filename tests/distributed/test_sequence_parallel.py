@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from neox.model import GPT, build_layer
+from neox.model.context import BlockContext
 from neox.parallel import ParallelGrid, Topology
 from neox.plan.memory.activations import block_bytes
 from tests.distributed.spawn import run_ranks
@@ -144,15 +146,17 @@ def drops_and_keeps() -> float:
     plan = small_plan(2, **divided, **flash, seq_length=256, max_position_embeddings=256)
     layer = build_layer(plan, 2, grid, device="cpu", dtype=torch.bfloat16)
     weights, kept = {p.untyped_storage().data_ptr() for p in layer.parameters()}, {}
+    positions = torch.arange(256)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True))
+        x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+        layer(x, BlockContext(positions, layer.attention.position_tables(positions, 256, x.dtype)))
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return measured / block_bytes(plan.layers, plan.memory_setting)
+    return measured / block_bytes(plan.layers, replace(plan.memory_setting, on_cpu=True))
 
 
 @pytest.mark.slow

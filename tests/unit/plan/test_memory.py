@@ -79,8 +79,10 @@ def test_states_are_what_engines_hold(half, tmp_path):
 def test_activations_are_what_autograd_keeps():
     """The bytes of a block's saved tensors on CPU, each storage once, against the formula."""
     from neox.model import build_layer
+    from neox.model.context import BlockContext
     from neox.parallel import ParallelGrid
 
+    positions = torch.arange(256)
     parallel, learned = {"gpt_j_residual": True}, {"pos_emb": "learned"}
     others = ({**learned, "norm": "scalenorm"}, {**parallel, "norm": "rmsnorm_v2.0"})
     for keys in ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, *others):
@@ -98,7 +100,7 @@ def test_activations_are_what_autograd_keeps():
 
         x = torch.randn(2, 256, plan.layers.architecture.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer(x)
+            layer(x, BlockContext(positions, layer.attention.position_tables(positions, 256, x.dtype)))
         measured = sum(size for pointer, size in kept.items() if pointer not in weights)
         setting = replace(plan.memory_setting, precision="bf16", on_cpu=True)
         assert block_bytes(plan.layers, setting) == pytest.approx(measured, rel=0.1), keys
