@@ -26,6 +26,7 @@ class Capabilities:
         fp16: The same of fp16.
         fp8: Whether every GPU does; None for CPUs, too.
         devices: The devices that were asked, for messages.
+        bf16_is_slow: Whether a host has a CPU that multiplies bf16 natively, but trains slower in it than in fp32.
         saved: Precision of the checkpoint that the run resumes or runs; None without one.
     """
 
@@ -33,6 +34,7 @@ class Capabilities:
     fp16: bool | None = None
     fp8: bool | None = None
     devices: str = "the hosts"
+    bf16_is_slow: bool = False
     saved: Precision | None = None
 
     @staticmethod
@@ -44,8 +46,13 @@ class Capabilities:
         """
         kinds = "/".join(sorted({str(answer["devices"]) for answer in answers}))
         owner = "this host's" if len(answers) == 1 else f"the {len(answers)} hosts'"
-        bf16, fp16, fp8 = (_every(answers, name) for name in ("bf16", "fp16", "fp8"))
-        return Capabilities(bf16, fp16, fp8, f"{owner} {kinds}")
+        return Capabilities(
+            bf16=_every(answers, "bf16"),
+            fp16=_every(answers, "fp16"),
+            fp8=_every(answers, "fp8"),
+            devices=f"{owner} {kinds}",
+            bf16_is_slow=any(answer.get("bf16_is_slow") for answer in answers),
+        )
 
 
 def _every(answers: Sequence[Mapping[str, Any]], name: str) -> bool | None:
@@ -84,6 +91,8 @@ def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[Ne
             why += f", though it is emulated in software on {known.devices}"
     elif known.bf16 is None:
         chosen, why = "bf16", "no host was asked, so native bf16 is assumed"
+    elif known.bf16 and known.bf16_is_slow:
+        chosen, why = "fp32", f"faster than bf16 on {known.devices}, which has AVX512-BF16 without AMX"
     elif known.bf16:
         chosen, why = "bf16", f"native on {known.devices}"
     else:

@@ -114,9 +114,9 @@ class ModelConfig(Section):
 
     precision: Literal["auto", "fp16", "fp32", "bfloat16", "bf16"] | None = None
     """Number format of the forward and backward pass. `fp16` and `bf16` blocks say the same in DeepSpeed's words; a
-    contradiction is refused. Unset everywhere means fp32. `auto` is bf16 where every host multiplies it natively (GPUs
-    of compute capability 8.0 or more, CPUs with AVX512-BF16, AMX or ARM's bf16), else fp32; a run that goes on from a
-    checkpoint keeps the precision of that."""
+    contradiction is refused. Unset everywhere means fp32. `auto` is bf16 if every host trains faster in it (GPUs of
+    compute capability 8.0 or more, CPUs with AMX or ARM's bf16, AMD's CPUs with AVX512-BF16), else fp32; a run that
+    goes on from a checkpoint keeps the checkpoint's precision."""
 
     objective: Literal["causal_lm", "masked_lm"] = "causal_lm"
     """What the network learns: `causal_lm` predicts each next token; `masked_lm` is BERT (arXiv:1810.04805), whose

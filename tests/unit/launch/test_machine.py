@@ -44,7 +44,25 @@ def test_formats_of_a_cpu(
     monkeypatch.setattr(machine, "count_accelerators", lambda: 0)
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert native_formats(tmp_path / "cpuinfo") == {"devices": "CPU", "bf16": bf16, "fp16": fp16, "fp8": None}
+    formats = native_formats(tmp_path / "cpuinfo")
+    assert formats == {"devices": "CPU", "bf16": bf16, "fp16": fp16, "fp8": None, "bf16_is_slow": False}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "slow"),
+    [
+        ("GenuineIntel", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", False),
+        ("GenuineIntel", "avx512f", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", False),
+    ],
+)
+def test_kinds_of_cpus_that_train_slowly_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, slow: bool
+) -> None:
+    monkeypatch.setattr(machine, "count_accelerators", lambda: 0)
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n")
+    assert native_formats(tmp_path / "cpuinfo")["bf16_is_slow"] is slow
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,8 @@ def test_formats_of_gpus(
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(machine, "count_accelerators", lambda: 2)
-    assert native_formats() == {"devices": "GPUs", "bf16": bf16, "fp16": fp16, "fp8": fp8}
+    expected = {"devices": "GPUs", "bf16": bf16, "fp16": fp16, "fp8": fp8, "bf16_is_slow": False}
+    assert native_formats() == expected
 
 
 def test_memory_that_control_groups_leave(tmp_path: Path) -> None:

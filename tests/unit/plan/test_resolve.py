@@ -101,6 +101,8 @@ class TestPrecision:
             (Capabilities(), "bf16"),
             (Capabilities(bf16=True, fp16=False), "bf16"),
             (Capabilities(bf16=False, fp16=True), "fp32"),
+            (Capabilities(bf16=True, bf16_is_slow=True), "fp32"),
+            (Capabilities(bf16=True, bf16_is_slow=True, saved="bf16"), "bf16"),
             (Capabilities(bf16=True, saved="fp32"), "fp32"),
             (Capabilities(bf16=False, saved="bf16"), "bf16"),
             (Capabilities(bf16=True, saved="fp16"), "fp16"),
