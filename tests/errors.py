@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,17 @@ from neox.errors import NeoXError
 
 
 @contextmanager
-def raises_naming(kind: type[NeoXError], *names: str | Path | int) -> Iterator[None]:
-    """Expect an error of one line that contains names: files, lines, keys, flags or numbers, but no sentences."""
+def raises_naming(kind: type[NeoXError], *names: object, lines: int = 1) -> Iterator[None]:
+    """Expect an error that contains names: files, lines, keys, flags or numbers, but no sentences.
+
+    Args:
+        kind: Class of the error.
+        names: Names in the message.
+        lines: Lines of the message.
+    """
     with pytest.raises(kind) as caught:
         yield
     message = str(caught.value)
-    assert "\n" not in message, message
+    assert len(message.splitlines()) == lines, message
     for name in names:
         assert str(name) in message, message

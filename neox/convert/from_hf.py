@@ -22,8 +22,10 @@ from neox.checkpoint import (
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import import_tokenizer
-from neox.convert.hf_weights import HFWeights, from_hf_layout, read_json, to_hf_layout
+from neox.convert.hf_directory import CONFIG, read_json
+from neox.convert.hf_tokenizer import import_tokenizer
+from neox.convert.hf_weights import HFWeights
+from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.convert.peft_adapter import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
@@ -36,7 +38,13 @@ from neox.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class FromHFResult:
-    """Finished import: the committed checkpoint, the YAML file of its model and its number of parameters."""
+    """Finished import.
+
+    Attributes:
+        checkpoint: The committed checkpoint.
+        config_file: YAML file of its model.
+        parameters: Number of parameters.
+    """
 
     checkpoint: Path
     config_file: Path
@@ -51,42 +59,43 @@ def from_hf(
     precision: Precision | None = None,
     adapter_dir: str | Path | None = None,
 ) -> FromHFResult:
-    """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer beside it.
+    """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer next to it.
 
     One layer is in memory at a time.
 
     Args:
         hf_dir: Directory with `config.json` and weights.
         output_dir: Directory of checkpoints.
-        model_parallel_size: Tensor ranks of the files; every degree can load them.
-        precision: Of the weights; None keeps the source's.
-        adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters:
-            they are trained on, or added to the weights where it is read without `lora`.
+        model_parallel_size: Number of tensor ranks of the files. Every degree can load them.
+        precision: Precision of the weights; None keeps the source's.
+        adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters,
+            which are trained on, or added to the weights if it is read without `lora`.
 
     Raises:
         ConfigError: For a degree that does not divide the network.
         ConversionError: For what cannot be expressed here, and for missing, unknown or broken weights.
         CheckpointError: If the disk refuses.
     """
-    source, output = Path(hf_dir), Path(output_dir)
+    source = Path(hf_dir)
+    output = Path(output_dir)
     _check_format(source)
-    family, architecture, settings = read_family(read_json(source / "config.json"))
+    family, architecture, settings = read_family(read_json(source / CONFIG))
     keys = _config_keys(architecture, settings)
     weights = HFWeights(source, family)
-    (embedding,) = family.tensors["embedding"]["word_embeddings"].modules
-    stored = weights.find(f"{embedding}.weight")
-    rows = weights.get(stored).shape[0] if stored else settings.vocab_size
+    rows = _embedding_rows(weights) or settings.vocab_size
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
-    tensors = _stored_keys(weights, plan.layers)
+    stored_keys = _stored_keys(weights, plan.layers)
     _check_degree(plan.layers, model_parallel_size)
-    adapters: Mapping[int, Mapping[str, Tensor]] = {}
     layers = plan.layers
+    adapters: Mapping[int, Mapping[str, Tensor]] = {}
     if adapter_dir is not None:
         adapter = read_peft_adapter(Path(adapter_dir), layers, family)
-        layers, adapters, keys = add_adapters(layers, adapter.lora), adapter.tensors, {**keys, "lora": adapter.keys}
+        layers = add_adapters(layers, adapter.lora)
+        adapters = adapter.tensors
+        keys["lora"] = adapter.keys
     staged = stage_directory(output, 0)
     try:
-        _write_layers(weights, tensors, adapters, layers, staged, model_parallel_size, precision)
+        _write_layers(weights, stored_keys, adapters, layers, staged, model_parallel_size, precision)
         tokenizer = import_tokenizer(source, output)
         client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), tokenizer, model_parallel_size)}
         for rank in range(model_parallel_size):
@@ -99,17 +108,22 @@ def from_hf(
     return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
 
 
+_OTHER_FORMATS = (
+    ("consolidated.*.pth", "Meta's Llama", "llama/convert_llama_weights_to_hf.py"),
+    ("**/model_optim_rng.pt", "Megatron-LM", "megatron_gpt2/convert_megatron_gpt2_checkpoint.py"),
+)
+"""(file, owner of its format, script of transformers 4.57 that converts it)."""
+
+
 def _check_format(source: Path) -> None:
-    """Raise ConversionError for files that are not Hugging Face's, naming what converts them first."""
-    scripts = "https://github.com/huggingface/transformers/tree/v4.57.6/src/transformers/models"
-    others = {
-        "consolidated.*.pth": ("Meta's Llama", f"{scripts}/llama/convert_llama_weights_to_hf.py"),
-        "**/model_optim_rng.pt": ("Megatron-LM", f"{scripts}/megatron_gpt2/convert_megatron_gpt2_checkpoint.py"),
-    }
-    for pattern, (owner, script) in others.items():
-        if not (source / "config.json").exists() and next(source.glob(pattern), None) is not None:
+    """Raise ConversionError for files that are not Hugging Face's. The message names the script that converts them."""
+    if (source / CONFIG).exists():
+        return
+    for pattern, owner, script in _OTHER_FORMATS:
+        if next(source.glob(pattern), None) is not None:
             raise ConversionError(
-                f"{source} holds a checkpoint in {owner}'s format: convert it to Hugging Face's first, with {script} "
+                f"{source} holds a checkpoint in {owner}'s format: convert it to Hugging Face's first, with "
+                f"https://github.com/huggingface/transformers/tree/v4.57.6/src/transformers/models/{script} "
                 "and transformers 4.57, then import the result"
             )
 
@@ -126,7 +140,8 @@ def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSetti
             f"config.json: model_type {model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    return family, *family.read_config(hf)
+    architecture, settings = family.read_config(hf)
+    return family, architecture, settings
 
 
 def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
@@ -134,8 +149,10 @@ def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[st
     keys = yaml_keys(architecture)
     differences = architecture_of(NeoXConfig.from_flat(keys)).differences(asdict(architecture))
     if differences:
-        lines = [f"{d.field}: {d.saved} in the Hugging Face model, only {d.wanted} is supported" for d in differences]
-        raise ConversionError("this Hugging Face model cannot be expressed here:\n  " + "\n  ".join(lines))
+        lines = ["this Hugging Face model cannot be expressed here:"]
+        for field, theirs, ours in differences:
+            lines.append(f"  {field}: {theirs} in the Hugging Face model, only {ours} is supported")
+        raise ConversionError("\n".join(lines))
     return {
         **keys,
         "output_layer_parallelism": "column",
@@ -145,76 +162,106 @@ def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[st
     }
 
 
+def _embedding_rows(weights: HFWeights) -> int | None:
+    """Return the number of rows of the stored embedding; None if there is none."""
+    (module,) = weights.family.tensors["embedding"]["word_embeddings"].modules
+    key = weights.find(f"{module}.weight")
+    if key is None:
+        return None
+    return weights.get(key).shape[0]
+
+
 def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, list[str]]:
     """Return the stored keys of each parameter. Raises ConversionError listing missing and unknown keys."""
     found: dict[TensorMapping, list[str]] = {}
     missing: list[str] = []
-    known: set[str] = set()
+    unknown = set(weights.keys)
     for mapping in weights.family.mappings(layers):
-        stored = [weights.find(key) for key in mapping.keys]
-        missing += [key for key, at in zip(mapping.keys, stored, strict=True) if at is None]
-        found[mapping] = [at for at in stored if at is not None]
-        known.update(found[mapping])
+        found[mapping] = []
+        for key in mapping.keys:
+            stored = weights.find(key)
+            if stored is None:
+                missing.append(key)
+            else:
+                found[mapping].append(stored)
+                unknown.discard(stored)
     if layers.architecture.tie_word_embeddings:
-        known |= weights.family.head_keys()  # a copy of the embedding
-    unknown = sorted(weights.keys - known)
+        unknown -= weights.family.head_keys()  # a copy of the embedding
     if missing or unknown:
-        lines = [f"missing: {', '.join(missing[:10])}"] if missing else []
-        lines += [f"unknown: {', '.join(unknown[:10])}"] if unknown else []
-        listed = "\n  ".join(lines)
-        raise ConversionError(f"{weights.directory}: the weights are not those that config.json describes\n  {listed}")
+        lines = [f"{weights.directory}: the weights are not those that config.json describes"]
+        if missing:
+            lines.append(f"  missing: {', '.join(missing[:10])}")
+        if unknown:
+            lines.append(f"  unknown: {', '.join(sorted(unknown)[:10])}")
+        raise ConversionError("\n".join(lines))
     return found
 
 
 def _check_degree(layers: LayerPlan, tp_size: int) -> None:
-    network = layers.architecture
-    bad = {
-        f"{p.name} {list(p.shape)}"
-        for layer in layers.weight_layers
-        for p in layer.parameters
-        if not p.is_divisible(tp_size)
-    }
-    bad |= {
-        f"{name} ({getattr(network, name)})"
-        for name in ("num_attention_heads", "num_kv_heads")
-        if getattr(network, name) % tp_size
-    }
-    if bad:
-        raise ConfigError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(bad))}")
+    """Raise ConfigError if a network cannot be split over so many tensor ranks, naming what cannot be."""
+    undivided: set[str] = set()
+    for layer in layers.weight_layers:
+        for spec in layer.parameters:
+            if not spec.is_divisible(tp_size):
+                undivided.add(f"{spec.name} {list(spec.shape)}")
+    for name in ("num_attention_heads", "num_kv_heads"):
+        heads = getattr(layers.architecture, name)
+        if heads % tp_size:
+            undivided.add(f"{name} ({heads})")
+    if undivided:
+        raise ConfigError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(undivided))}")
 
 
 def _write_layers(
     weights: HFWeights,
-    tensors: Mapping[TensorMapping, list[str]],
+    stored_keys: Mapping[TensorMapping, list[str]],
     adapters: Mapping[int, Mapping[str, Tensor]],
     layers: LayerPlan,
     directory: Path,
     tp_size: int,
     precision: Precision | None,
 ) -> None:
-    architecture = layers.architecture
+    """Write the files of all layers.
+
+    Args:
+        weights: Weights of the Hugging Face directory.
+        stored_keys: Parameter -> the keys of its tensors there.
+        adapters: Layer index -> adapters by name.
+        layers: Layers of the model, with adapters.
+        directory: The staged checkpoint.
+        tp_size: Number of tensor ranks.
+        precision: Precision of the weights; None keeps the source's.
+    """
     by_layer: dict[int, list[TensorMapping]] = {}
-    for mapping in tensors:
+    for mapping in stored_keys:
         by_layer.setdefault(mapping.layer, []).append(mapping)
     with progress("import", layers.numel, unit="parameters") as bar:
         for layer in layers.weight_layers:
             state = dict(adapters.get(layer.index, {}))
-            shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
             for mapping in by_layer[layer.index]:
-                stored = {key: weights.get(key) for key in tensors[mapping]}
-                wanted = to_hf_layout(torch.empty(shapes[mapping.name], device="meta"), mapping.source, architecture)
-                for (key, tensor), part in zip(stored.items(), wanted, strict=True):
-                    if tensor.shape != part.shape:
-                        raise ConversionError(
-                            f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a "
-                            f"model with {list(part.shape)}"
-                        )
-                full = from_hf_layout(list(stored.values()), mapping.source, architecture)
-                state[mapping.name] = full
+                state[mapping.name] = _read_parameter(weights, mapping, stored_keys[mapping], layers)
             if precision:
-                state = {name: tensor.to(DTYPES[precision]) for name, tensor in state.items()}
+                for name, tensor in state.items():
+                    state[name] = tensor.to(DTYPES[precision])
             write_full_layer(directory, layer, state, tp_size)
             bar.update(layer.numel)
+
+
+def _read_parameter(weights: HFWeights, mapping: TensorMapping, keys: list[str], layers: LayerPlan) -> Tensor:
+    """Return one full parameter. Raises ConversionError if a tensor has another shape than the model's."""
+    architecture = layers.architecture
+    shape = next(spec.shape for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
+    expected = to_hf_layout(torch.empty(shape, device="meta"), mapping.source, architecture)
+    tensors = []
+    for key, part in zip(keys, expected, strict=True):
+        tensor = weights.get(key)
+        if tensor.shape != part.shape:
+            raise ConversionError(
+                f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a model with "
+                f"{list(part.shape)}"
+            )
+        tensors.append(tensor)
+    return from_hf_layout(tensors, mapping.source, architecture)
 
 
 def _identity(plan: RunPlan, tokenizer: Path | None, tp_size: int) -> dict[str, dict[str, Any]]:
@@ -231,11 +278,13 @@ def _identity(plan: RunPlan, tokenizer: Path | None, tp_size: int) -> dict[str, 
 
 
 def _write_config(output: Path, header: str, keys: Mapping[str, Any], tokenizer: Path | None) -> Path:
-    """Write the model's keys as YAML, with the tokenizer if there is one, ready to finetune from."""
+    """Write the model's keys as YAML to fine-tune from, with the tokenizer if there is one."""
     flat = dict(keys)
     if tokenizer is not None:
-        flat |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(tokenizer)}
-    flat |= {"load": str(output), "finetune": True}
+        flat["tokenizer_type"] = "HFTokenizer"
+        flat["vocab_file"] = str(tokenizer)
+    flat["load"] = str(output)
+    flat["finetune"] = True
     path = output / "config.yml"
     path.write_text(header + yaml.safe_dump(flat, sort_keys=False), encoding="utf-8")
     return path

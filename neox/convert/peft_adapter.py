@@ -12,8 +12,7 @@ from torch import Tensor
 from neox.architecture import ADAPTER, BLOCK_OFFSET, LayerPlan, Lora, add_adapters
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import new_directory
-from neox.convert.hf_weights import read_json, write_json
+from neox.convert.hf_directory import new_directory, read_json, write_json
 from neox.convert.to_hf import choose_family
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError

@@ -56,7 +56,7 @@ class SafetensorsWriter:
         Args:
             path: File to create or replace.
             entries: Tensors in the order in which they will be written.
-            threads: Threads that write.
+            threads: Number of threads that write.
 
         Raises:
             ConversionError: If the file cannot be created, or the disk has not enough space for it.
@@ -113,7 +113,7 @@ class SafetensorsWriter:
 
     def _write_block(self, block: Tensor, dtype: torch.dtype, offset: int) -> None:
         raw = block.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
-        raw[::_PAGE].max()  # reads every page of a mapped file in; writing pages that are not in memory is slow
+        raw[::_PAGE].max()  # reads every page of a mapped file first, because writing pages from disk is slow
         self._put(raw, offset)
 
     def _put(self, data: object, offset: int) -> None:
@@ -121,7 +121,8 @@ class SafetensorsWriter:
         with os_errors(ConversionError, f"{self._path}: cannot be written"):
             while view:  # a write may be partial
                 count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
-                view, offset = view[count:], offset + count
+                view = view[count:]
+                offset += count
 
 
 def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, int]:

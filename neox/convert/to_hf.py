@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,8 +14,10 @@ from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at, damaged_weights
 from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import TokenizerSource, find_tokenizer, model_card, new_directory, write_tokenizer
-from neox.convert.hf_weights import Export, plan_tensors, write_json, write_weights
+from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
+from neox.convert.hf_directory import CONFIG, new_directory, write_json
+from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
+from neox.convert.model_card import model_card
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
@@ -24,16 +26,22 @@ from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_keys
 
 _log = get_logger(__name__)
-# Up to here both models fit in a few GiB together and are compared within seconds.
 VERIFY_UP_TO_PARAMETERS = 300_000_000
+"""Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
 _VERIFY_TOKENS = 256
-# Rounding to another precision moves logits; within one precision only the order of sums differs.
 _TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3})
+"""Dtype -> largest difference of logits. Rounding to another precision moves them, and so does the order of sums."""
 
 
 @dataclass(frozen=True)
 class ToHFResult:
-    """Finished export; `check` is None if it was not verified."""
+    """Finished export.
+
+    Attributes:
+        output: Its directory.
+        export: Its weights.
+        check: Comparison of its logits with ours; None if it was not verified.
+    """
 
     output: Path
     export: Export
@@ -63,14 +71,16 @@ def to_hf(
         input_dir: `global_stepN` directory, or one that holds some.
         config: The checkpoint's configuration.
         output_dir: Directory to create.
-        precision: Of the weights; None keeps the checkpoint's.
-        trim_vocab: Drop the rows that pad the vocabulary.
-        verify: Compare the logits of both models and fail if they differ; None means up to 300 M parameters.
+        precision: Precision of the weights; None keeps the checkpoint's.
+        trim_vocab: Whether the rows that pad the vocabulary are left out.
+        verify: Whether the logits of both models are compared, and the export fails if they differ; None compares
+            models of up to 300 M parameters.
         verify_text: Text to compare on.
         tokenizer_file: Vocabulary file instead of the configuration's.
         max_shard_bytes: Largest safetensors file.
-        average_replicas: Average replicated weights whose copies differ between tensor ranks, instead of refusing.
-        overwrite: Replace `output_dir`.
+        average_replicas: Whether replicated weights whose copies differ between tensor ranks are averaged instead of
+            refused.
+        overwrite: Whether `output_dir` is replaced.
         hf_architecture: Key of `FAMILIES`; None takes the first that can express the model.
 
     Raises:
@@ -82,33 +92,35 @@ def to_hf(
     family = choose_family(config, hf_architecture)
     output = Path(output_dir)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
-    layers = plan.layers
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
-    rows = _vocabulary_rows(reader, source, trim_vocab)
-    planned = plan_tensors(reader, layers, family, DTYPES[precision] if precision else None, rows)
-    check = None
-    with new_directory(output, overwrite=overwrite) as partial, ThreadPoolExecutor(1) as thread:
-        damage = thread.submit(damaged_weights, reader.path) if config.checkpoint.checkpoint_verify else None
-        export = write_weights(reader, layers, planned, partial, max_shard_bytes=max_shard_bytes)
-        if damage is not None and (problems := damage.result()):
-            raise ConversionError(f"{reader.path} is damaged: {'; '.join(problems)}; the export was removed")
+    rows = _vocabulary_rows(reader, source, trim=trim_vocab)
+    planned = plan_tensors(reader, plan.layers, family, DTYPES[precision] if precision else None, rows)
+    if verify is None:
+        verify = plan.layers.numel <= VERIFY_UP_TO_PARAMETERS
+    with new_directory(output, overwrite=overwrite) as partial:
+        export = _write_undamaged(reader, config, plan.layers, planned, partial, max_shard_bytes)
         settings = _settings(config, rows, source, export.dtype)
         hf = family.config_json(plan.architecture, settings)
-        write_json(partial / "config.json", hf)
+        write_json(partial / CONFIG, hf)
         if not family.is_encoder:
             generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
             write_json(partial / "generation_config.json", generation)
         if source is not None:
             write_tokenizer(source, partial, family, max_length=plan.architecture.max_positions)
-        if verify or (verify is None and layers.numel <= VERIFY_UP_TO_PARAMETERS):
-            check = _verify(reader, config, layers, partial, source, rows, verify_text, export)
+        check = None
+        if verify:
+            tokenizer = source.tokenizer if source else None
+            length = min(_VERIFY_TOKENS, plan.architecture.max_positions)
+            tokens, origin = verification_tokens(tokenizer, rows, length, verify_text)
+            check = compare_logits(reader, config, partial, tokens, origin)
+            _log.info("verified: %s", check)
+            _refuse_other_logits(check, export)
         card = model_card(
             name=output.name,
             family=family,
             hf=hf,
             export=export,
             iteration=reader.iteration_or_none,
-            parameters=sum(prod(item.entry.shape) for item in planned),
             check=check,
         )
         readme = partial / "README.md"
@@ -125,22 +137,38 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
         name: Key of `FAMILIES`; None takes the first that can express the network.
 
     Raises:
-        ConfigError: For settings of the network that are not supported; if there is none, with every family's reasons.
+        ConfigError: For settings of the network that are not supported. If no family can express the network, with
+            every family's reasons.
     """
     architecture = single_rank_plan(config, 1).architecture
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"--hf-architecture {name} is unknown; there are {', '.join(FAMILIES)}")
-    families = [FAMILIES[name]] if name else list(FAMILIES.values())
-    problems = {family.model_type: family.problems(architecture) for family in families}
-    for family in families:
-        if not problems[family.model_type]:
+    candidates = list(FAMILIES.values())
+    if name is not None:
+        candidates = [FAMILIES[name]]
+    refusals: list[tuple[Family, dict[str, str]]] = []
+    for family in candidates:
+        problems = family.problems(architecture)
+        if not problems:
             return family
-    lines = []
-    for family in sorted(families, key=lambda family: len(problems[family.model_type])):
-        reasons = {_setting(config, field): reason for field, reason in reversed(problems[family.model_type].items())}
-        listed = "; ".join(f"`{setting}`: {reason}" for setting, reason in reversed(reasons.items()))
-        lines.append(f"{family.title} ({family.model_type}) cannot express {listed}")
-    raise ConfigError("this model has no Hugging Face form:\n  " + "\n  ".join(lines))
+        refusals.append((family, problems))
+    lines = ["this model has no Hugging Face form:"]
+    for family, problems in sorted(refusals, key=lambda refusal: len(refusal[1])):
+        lines.append(f"  {family.title} ({family.model_type}) cannot express {_with_settings(config, problems)}")
+    raise ConfigError("\n".join(lines))
+
+
+def _with_settings(config: NeoXConfig, problems: Mapping[str, str]) -> str:
+    """Return a family's problems with the YAML settings that they follow from, each setting once.
+
+    Args:
+        config: The configuration.
+        problems: Field of the architecture -> why the family cannot express its value.
+    """
+    reasons: dict[str, str] = {}
+    for field, reason in problems.items():
+        reasons.setdefault(_setting(config, field), reason)
+    return "; ".join(f"`{setting}`: {reason}" for setting, reason in reasons.items())
 
 
 def _setting(config: NeoXConfig, field: str) -> str:
@@ -151,14 +179,15 @@ def _setting(config: NeoXConfig, field: str) -> str:
 
 
 def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[CheckpointReader, RunPlan]:
-    """Open a checkpoint with the plan of the configuration's network; the size of the vocabulary is the stored one."""
+    """Open a checkpoint with the plan of the configuration's network. The vocabulary has the stored size."""
     reader = CheckpointReader(input_dir)
     plan = single_rank_plan(config, reader.vocabulary_rows)
     check_same_model(input_dir, reader.args, plan)
     return CheckpointReader(input_dir, plan.layers, on_drift=on_drift), plan
 
 
-def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, trim: bool) -> int:
+def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool) -> int:
+    """Return the number of rows of the exported embedding. Raises ConversionError for another tokenizer."""
     stored = reader.vocabulary_rows
     known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
     if known is not None and known > stored:
@@ -174,9 +203,35 @@ def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, t
     return int(known)
 
 
+def _write_undamaged(
+    reader: CheckpointReader,
+    config: NeoXConfig,
+    layers: LayerPlan,
+    planned: list[PlannedTensor],
+    output: Path,
+    max_shard_bytes: int,
+) -> Export:
+    """Write the weights, and compare the checkpoint's hashes meanwhile in a thread.
+
+    Raises:
+        ConversionError: If the checkpoint is damaged, or a value does not fit.
+    """
+    if not config.checkpoint.checkpoint_verify:
+        return write_weights(reader, layers, planned, output, max_shard_bytes=max_shard_bytes)
+    with ThreadPoolExecutor(1) as thread:
+        damage = thread.submit(damaged_weights, reader.path)
+        export = write_weights(reader, layers, planned, output, max_shard_bytes=max_shard_bytes)
+        problems = damage.result()
+    if problems:
+        raise ConversionError(f"{reader.path} is damaged: {'; '.join(problems)}; the export was removed")
+    return export
+
+
 def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dtype: torch.dtype) -> ModelSettings:
+    """Return the settings of the export."""
+    precisions = {known: name for name, known in DTYPES.items()}
     return ModelSettings(
-        dtype=next(name for name, known in DTYPES.items() if known == dtype),
+        dtype=precisions[dtype],
         initializer_range=config.model.init_method_std,
         attention_dropout=config.training.attention_dropout,
         hidden_dropout=config.training.hidden_dropout,
@@ -186,20 +241,8 @@ def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dty
     )
 
 
-def _verify(
-    reader: CheckpointReader,
-    config: NeoXConfig,
-    layers: LayerPlan,
-    directory: Path,
-    source: TokenizerSource | None,
-    rows: int,
-    text: str | None,
-    export: Export,
-) -> Verification:
-    length = min(_VERIFY_TOKENS, layers.architecture.max_positions)
-    tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, text)
-    check = compare_logits(reader, config, directory, tokens, origin)
-    _log.info("verified: %s", check)
-    if not check.difference <= _TOLERANCE[export.dtype] * max(1.0, check.largest):
+def _refuse_other_logits(check: Verification, export: Export) -> None:
+    """Raise ConversionError if the export's logits differ by more than its precision explains."""
+    allowed = _TOLERANCE[export.dtype] * max(1.0, check.largest)
+    if not check.difference <= allowed:  # also if it is NaN
         raise ConversionError(f"the export's logits differ from the checkpoint's: {check}; the export was removed")
-    return check

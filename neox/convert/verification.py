@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
-from neox.convert.hf_weights import read_json
+from neox.convert.hf_directory import CONFIG, read_json
 from neox.errors import ConversionError
 from neox.families import FAMILIES
 from neox.model import GPT
@@ -22,28 +21,40 @@ from neox.plan import AttentionImpl, RunPlan, resolve
 from neox.plan.architecture_keys import ARCHITECTURE_KEYS
 from neox.tokenizer import Tokenizer
 
-# Keys of the model section that choose between kernels of the same function.
 _KERNEL_KEYS = frozenset({"scaled_upper_triang_masked_softmax_fusion", "precision"})
+"""Keys of the model section that choose between kernels of the same function."""
 
-# Everyday text of different kinds: prose, code, numbers, accents and another script.
 SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog. Whether a converted model is the same model is decided by its "
     "numbers:\n\n    def mean(values):\n        return sum(values) / len(values)\n\n"
     "Die Größe beträgt 3,14159; le café coûte 2,50 €. 数字は同じでなければなりません。 It was 1984, 12 % of 65536."
 )
+"""Everyday text of different kinds: prose, code, numbers, accents and another script."""
 
 
 def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
-    """Return the plan of a configuration's network alone, in fp32 on one rank, without degrees, batch and data.
+    """Return the plan of a configuration's network in fp32 on one rank. Its degrees, batch and data are left out.
+
+    Args:
+        config: The configuration.
+        padded_vocab_size: Number of rows of the embedding.
 
     Raises:
         ConfigError: For settings of the network that are not supported, all of them in one message.
     """
     kept = {name for name, key in UNSUPPORTED.items() if key.section == "model"}
-    kept |= ({*type(config.model).model_fields} | {*ARCHITECTURE_KEYS}) - _KERNEL_KEYS  # muP's are of another section
+    kept |= {*type(config.model).model_fields}
+    kept |= {*ARCHITECTURE_KEYS}  # muP's keys are in another section
+    kept -= _KERNEL_KEYS
     flat = {key: value for key, value in config.to_flat().items() if key in kept}
-    flat |= {"padded_vocab_size": padded_vocab_size, "train_micro_batch_size_per_gpu": 1}
-    flat |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pipe_parallel_size": 1, "model_parallel_size": 1}
+    flat |= {
+        "padded_vocab_size": padded_vocab_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "pipe_parallel_size": 1,
+        "model_parallel_size": 1,
+    }
     sources = {key: source for key, source in config.sources().items() if key.partition(".")[0] in kept}
     plan = resolve(NeoXConfig.from_flat(flat, sources), 1, padded_vocab_size)
     eager: AttentionImpl = "eager"  # runs on every device
@@ -60,22 +71,19 @@ def load_reference_model(reader: CheckpointReader, config: NeoXConfig) -> GPT:
     assert reader.layers is not None
     plan = single_rank_plan(config, reader.layers.padded_vocab_size)
     model = GPT(plan, ParallelGrid.single(), dtype=torch.float32)
-    state = {
-        f"sequential.{layer.index}.{parameter.name}": reader.full(layer.index, parameter.name).float()
-        for layer in reader.layers.weight_layers
-        for parameter in layer.parameters
-    }
-    own = dict(model.named_parameters())
-    assert own.keys() == state.keys(), own.keys() ^ state.keys()
+    missing = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+        for layer in reader.layers.weight_layers:
+            for spec in layer.parameters:
+                parameter = missing.pop(f"sequential.{layer.index}.{spec.name}")
+                parameter.copy_(reader.full(layer.index, spec.name))
+    assert not missing, missing.keys()
     return model.eval()
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Comparison of two models on the same tokens; logits in fp32, over the exported vocabulary.
+    """Comparison of two models on the same tokens. Logits are in fp32, over the exported vocabulary.
 
     Attributes:
         difference: Largest absolute difference of logits.
@@ -104,9 +112,9 @@ def verification_tokens(
     """Return tokens [1, S] to compare on, and a description of their origin.
 
     Args:
-        tokenizer: Encodes the text; None takes seeded random ids below `vocab_rows`.
-        vocab_rows: Rows of the exported embedding.
-        length: Most tokens.
+        tokenizer: Tokenizer of the text; None takes seeded random ids below `vocab_rows`.
+        vocab_rows: Number of rows of the exported embedding.
+        length: Largest number of tokens.
         text: Text instead of `SAMPLE_TEXT`.
 
     Raises:
@@ -126,13 +134,15 @@ def compare_logits(
 ) -> Verification:
     """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S]."""
     with torch.inference_mode():
-        model, exported = load_reference_model(reader, config), hf_model(hf_directory)(tokens)
-        hidden = model.hidden(tokens)
+        exported = hf_model(hf_directory)(tokens)
         theirs = _token_logits(exported)
+        model = load_reference_model(reader, config)
+        hidden = model.hidden(tokens)
         ours = model.logits(hidden).float()[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
         difference = (ours - theirs).abs().max()
-        if (sentences := model.head.sentences) is not None:
-            difference = difference.maximum((sentences(hidden) - exported.seq_relationship_logits).abs().max())
+        if model.head.sentences is not None:
+            sentence_logits = model.head.sentences(hidden)
+            difference = difference.maximum((sentence_logits - exported.seq_relationship_logits).abs().max())
     return Verification(
         difference=difference.item(),
         largest=ours.abs().max().item(),
@@ -151,30 +161,34 @@ def hf_model(directory: Path) -> Any:
     import transformers
     from transformers.utils import logging as hf_logging
 
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
+    shows_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        auto = FAMILIES[read_json(directory / "config.json")["model_type"]].auto_class
-        load: Any = getattr(transformers, auto).from_pretrained
+        model_type = read_json(directory / CONFIG)["model_type"]
+        load: Any = getattr(transformers, FAMILIES[model_type].auto_class).from_pretrained
         model, info = load(str(directory), output_loading_info=True, local_files_only=True)
     finally:
         hf_logging.set_verbosity(verbosity)
-        if bars:
+        if shows_bars:
             hf_logging.enable_progress_bar()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys: Sequence[str] = sorted(map(str, info.get(kind) or ()))
-        if keys and not (kind == "missing_keys" and model.config.tie_word_embeddings and len(keys) == 1):
+        keys = sorted(map(str, info.get(kind) or ()))
+        if kind == "missing_keys" and model.config.tie_word_embeddings and len(keys) == 1:
+            continue  # the head, which is the embedding
+        if keys:
             raise ConversionError(f"{directory}: transformers reports {kind.replace('_', ' ')}: {', '.join(keys[:10])}")
     return model.float().eval()
 
 
 def hf_logits(directory: Path, tokens: Tensor) -> Tensor:
-    """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S]; see `hf_model`."""
+    """Return fp32 logits [B, S, V] of a Hugging Face directory for tokens [B, S], as `hf_model` loads it."""
     with torch.inference_mode():
         return _token_logits(hf_model(directory)(tokens))
 
 
 def _token_logits(result: Any) -> Tensor:
+    """Return the fp32 logits of tokens in a model's result; BERT's has those of sentences too."""
     logits: Tensor = result.prediction_logits if "prediction_logits" in result else result.logits
     return logits.float()

@@ -14,7 +14,7 @@ from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
-from neox.convert.hf_weights import from_hf_layout
+from neox.convert.layouts import from_hf_layout
 from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.data.masked_batch import MaskedLMBatch
 from neox.errors import ConversionError
@@ -23,6 +23,7 @@ from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from neox.plan import config_from_files, yaml_keys
 from neox.tokenizer import build_tokenizer
+from tests.errors import raises_naming
 from tests.losses import masked_lm_loss
 from tests.masked_batches import masked_batch
 from tests.parity.test_hf_families import weights_of
@@ -206,7 +207,7 @@ def test_the_oldest_names_of_norms_and_copies_of_the_head_are_read(tmp_path):
 
 
 def test_what_has_no_form_here_is_refused_by_name():
-    with pytest.raises(ConversionError, match="is_decoder"):
+    with raises_naming(ConversionError, "is_decoder", lines=2):
         FAMILIES["bert"].read_config({**SIZES, "is_decoder": True})
     causal = small_plan().architecture
     assert "bidirectional" in FAMILIES["bert"].problems(causal)

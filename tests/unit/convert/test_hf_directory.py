@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import huggingface_hub
-import pytest
 
 from neox.config import NeoXConfig
 from neox.convert import upload
-from neox.convert.hf_directory import find_tokenizer, write_tokenizer
+from neox.convert.hf_tokenizer import find_tokenizer, write_tokenizer
 from neox.errors import ConversionError
 from neox.families import FAMILIES
+from tests.errors import raises_naming
 
 
 def test_gpt2_files(tmp_path):
@@ -59,5 +59,5 @@ def test_upload(tmp_path, monkeypatch):
     assert Hub.calls == [("me/model", True), (str(tmp_path), "me/model")]
     for failure in (OSError("no network"), type("ConnectError", (Exception,), {})("no network")):
         Hub.failure = failure
-        with pytest.raises(ConversionError, match=r"was exported, but uploading it to nobody/no failed: no network"):
+        with raises_naming(ConversionError, tmp_path, "nobody/no", "no network"):
             upload(tmp_path, "nobody/no")

@@ -11,12 +11,13 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import TokenizerSource, find_tokenizer, import_tokenizer, write_tokenizer
+from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, import_tokenizer, write_tokenizer
 from neox.data.indexed_dataset import best_dtype
 from neox.errors import TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import HFTokenizer, build_tokenizer
 from neox.tokenizer.flat import choose_encoder
+from tests.errors import raises_naming
 
 LINES = ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll 12345\n")
 TEXTS = (*LINES, "", " leading", "a  b   c", "☃ unseen ∰", "x</s>y <s>", "<|im_end|>\n<|im_start|>user", "a\n\n\nb")
@@ -148,10 +149,10 @@ def test_the_end_of_a_document_is_the_eos_token(directory):
 
 def test_an_end_of_document_that_the_vocabulary_lacks_is_refused(directory):
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with pytest.raises(TokenizerError, match=r"'<end>'.*eos_token"):
+    with raises_naming(TokenizerError, "<end>", "eos_token"):
         build_tokenizer("HFTokenizer", directory / "tokenizer.json")
     (directory / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(TokenizerError, match="tokenizer_config"):
+    with raises_naming(TokenizerError, "tokenizer_config"):
         build_tokenizer("HFTokenizer", directory / "tokenizer.json")
 
 

@@ -17,6 +17,7 @@ from neox.convert import to_hf
 from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
+from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -54,8 +55,9 @@ def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
     for key in ("num_unique_layers: 2", "moe_num_experts: 8"):
         assert key in str(refused.value)
     for keys, named in (({"pos_emb": "none"}, "pos_emb: none"), ({"use_mup": True, "mup_base_hidden_size": 16}, "mup")):
-        with pytest.raises(ConfigError, match=named):
+        with pytest.raises(ConfigError) as refused:
             to_hf(tmp_path / "nowhere", NeoXConfig.from_flat({**SIZES, **keys}), tmp_path / "out")
+        assert named in str(refused.value)
 
 
 def test_keys_that_do_not_describe_the_network_are_not_looked_at(tmp_path):
@@ -93,7 +95,7 @@ def test_values_too_large_for_fp16_are_refused_and_nothing_is_left(tmp_path):
     directory, config, weights = checkpoint(tmp_path, tp_size=1)
     weights[2, "attention.dense.weight"][0, 0] = 70000.0
     write_checkpoint(directory, single_rank_plan(config, 96).layers, weights)
-    with pytest.raises(ConversionError, match=r"layer 2 attention\.dense\.weight has values beyond fp16"):
+    with raises_naming(ConversionError, "layer 2 attention.dense.weight", "--precision"):
         to_hf(directory, config, tmp_path / "fp16", precision="fp16", verify=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3"]
 
@@ -118,11 +120,11 @@ def test_trimming_the_vocabulary(tmp_path):
 
 def test_vocabularies_that_do_not_fit(tmp_path):
     directory, config, _ = checkpoint(tmp_path)
-    with pytest.raises(ConversionError, match=r"1000 ids.*embedding.* 96 rows"):
+    with raises_naming(ConversionError, 1000, 96):
         to_hf(directory, config, tmp_path / "hf", tokenizer_file=GOLDEN / "data" / "tokenizer.json")
-    with pytest.raises(ConfigError, match="--trim-vocab needs"):
+    with raises_naming(ConfigError, "--trim-vocab", "--tokenizer"):
         to_hf(directory, config, tmp_path / "hf", trim_vocab=True)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with raises_naming(ConfigError, "--tokenizer", tmp_path / "none.json"):
         to_hf(directory, config, tmp_path / "hf", tokenizer_file=tmp_path / "none.json")
 
 
@@ -130,7 +132,7 @@ def test_an_output_that_holds_something_is_not_touched(tmp_path):
     directory, config, _ = checkpoint(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").write_text("x")
-    with pytest.raises(ConfigError, match="not empty"):
+    with raises_naming(ConfigError, tmp_path / "hf", "--overwrite"):
         to_hf(directory, config, tmp_path / "hf", verify=False)
     assert (tmp_path / "hf" / "mine").read_text() == "x"
     to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)
@@ -139,14 +141,14 @@ def test_an_output_that_holds_something_is_not_touched(tmp_path):
 
 def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     directory, config, _ = checkpoint(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConversionError, match=r"file/hf: cannot be written: (Not a directory|File exists)"):
+    with raises_naming(ConversionError, tmp_path / "file" / "hf"):
         to_hf(directory, config, tmp_path / "file" / "hf", verify=False)
     for name in ("posix_fallocate", "pwrite"):
-        refused = pytest.raises(ConversionError, match=r"model\.safetensors: cannot be written: No space")
+        refused = raises_naming(ConversionError, "model.safetensors", os.strerror(errno.ENOSPC))
         with monkeypatch.context() as patch, refused:
             patch.setattr(os, name, full)
             to_hf(directory, config, tmp_path / "hf", verify=False)
@@ -154,13 +156,15 @@ def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_other_errors_are_not_the_outputs(tmp_path):
-    with pytest.raises(OSError, match="checkpoint"), new_directory(tmp_path / "hf"):
-        raise OSError(errno.EIO, "the checkpoint's disk")
+    error = OSError(errno.EIO, "the checkpoint's disk")
+    with pytest.raises(OSError) as refused, new_directory(tmp_path / "hf"):
+        raise error
+    assert refused.value is error
 
 
 def test_the_wrong_config_is_named(tmp_path):
     directory, _, _ = checkpoint(tmp_path)
-    with pytest.raises(ConversionError, match=r"shape \[96, 32\], the config's model has \[96, 64\]"):
+    with raises_naming(ConversionError, "word_embeddings.weight", [96, 32], [96, 64]):
         to_hf(directory, NeoXConfig.from_flat({**SIZES, "hidden_size": 64}), tmp_path / "hf", verify=False)
 
 
@@ -197,7 +201,7 @@ def test_damaged_weights_are_not_exported(tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConversionError, match=r"layer_02-model_01-model_states\.pt is damaged.*was removed"):
+    with raises_naming(ConversionError, directory, file.name):
         to_hf(directory, config, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
     unchecked = NeoXConfig.from_flat({**SIZES, "checkpoint_verify": False})
@@ -206,5 +210,6 @@ def test_damaged_weights_are_not_exported(tmp_path):
 
 def test_a_config_of_another_model_is_refused(tmp_path):
     directory, config, _ = checkpoint(tmp_path, state={"args": {"num_attention_heads": 8, "hidden_size": 32}})
-    with pytest.raises(CheckpointError, match=r"of another model:\n.*\n +num_attention_heads +8 +4 *\n"):
+    with pytest.raises(CheckpointError) as refused:
         to_hf(directory, config, tmp_path / "out", verify=False)
+    assert ["num_attention_heads", "8", "4"] in [line.split() for line in str(refused.value).splitlines()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neox.convert.hf_directory import TokenizerSource, write_tokenizer
+from neox.convert.hf_tokenizer import TokenizerSource, write_tokenizer
 from neox.data.masking import MaskingVocabulary
 from neox.errors import DataError, TokenizerError
 from neox.families import FAMILIES

@@ -1,0 +1,242 @@
+"""Tokenizer files of a Hugging Face directory: written by an export, copied by an import."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from neox.config import NeoXConfig
+from neox.convert.hf_directory import read_json, write_json
+from neox.errors import ConfigError, ConversionError, os_errors
+from neox.families import Family
+from neox.files import write_text
+from neox.log import get_logger
+from neox.tokenizer import (
+    BERT_SPECIALS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    HFTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    special_token,
+)
+
+_log = get_logger(__name__)
+
+_FAST = "PreTrainedTokenizerFast"
+_CLASSES = MappingProxyType(
+    {
+        "HFTokenizer": _FAST,
+        "HFGPT2Tokenizer": "GPT2TokenizerFast",
+        "GPT2BPETokenizer": "GPT2TokenizerFast",
+    }
+)
+"""`tokenizer_type` -> transformers' class of its exports."""
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+_COMPANIONS = (TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP, "added_tokens.json", "chat_template.jinja")
+"""Files next to a `tokenizer.json` that travel with it: special tokens and the chat template."""
+_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers that transformers can turn into a `tokenizer.json`."""
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A tokenizer and where it comes from.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        type: Its `tokenizer_type`.
+        vocab_file: Its vocabulary.
+        merge_file: Its merges, if they have a file of their own.
+    """
+
+    tokenizer: Tokenizer
+    type: str
+    vocab_file: Path
+    merge_file: Path | None
+
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a text: of the `bos_token` in the tokenizer's configuration, else the end-of-document id."""
+        if not self.has_configuration or not isinstance(self.tokenizer, HFTokenizer):
+            return self.tokenizer.eod
+        token = special_token(self.vocab_file, "bos_token")
+        if token is None:
+            return None
+        return self.tokenizer.backend.token_to_id(token)
+
+    @property
+    def has_configuration(self) -> bool:
+        """Whether Hugging Face's `tokenizer_config.json` lies next to a `tokenizer.json`."""
+        if self.type != "HFTokenizer" or self.vocab_file.name != TOKENIZER_FILE:
+            return False
+        return self.vocab_file.with_name(TOKENIZER_CONFIG).is_file()
+
+
+def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> TokenizerSource | None:
+    """Build the configuration's tokenizer.
+
+    Args:
+        config: Configuration with the tokenizer's keys.
+        override: Vocabulary file instead of the configuration's. If the configuration gives no type, it is a
+            `tokenizer.json`.
+
+    Returns:
+        The tokenizer. None, with a warning, if the vocabulary file does not exist: the export then has no tokenizer.
+
+    Raises:
+        ConfigError: If `override` does not exist.
+    """
+    keys = config.tokenizer
+    kind = keys.tokenizer_type
+    vocabulary = Path(keys.vocab_file) if keys.vocab_file else None
+    merges = Path(keys.merge_file) if keys.merge_file else None
+    if override is not None:
+        if not override.exists():
+            raise ConfigError(f"--tokenizer: {override} does not exist")
+        vocabulary = override
+        if not config.given("tokenizer_type"):
+            kind = "HFTokenizer"
+    if vocabulary is None or not vocabulary.exists():
+        reason = f"vocab_file {vocabulary} does not exist" if vocabulary else "the configuration has no vocab_file"
+        _log.warning(
+            "%s: the export has no tokenizer and no end-of-document id; give the file with --tokenizer", reason
+        )
+        return None
+    return TokenizerSource(build_tokenizer(kind, vocabulary, merges), kind, vocabulary, merges)
+
+
+def write_tokenizer(source: TokenizerSource, output: Path, family: Family, *, max_length: int) -> None:
+    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them.
+
+    A warning says if the type of tokenizer has no such form, and if `AutoTokenizer` of transformers 5 would give other
+    ids.
+
+    Args:
+        source: The tokenizer.
+        output: Directory of the export.
+        family: Family of the export.
+        max_length: Longest sequence of the model in tokens.
+
+    Raises:
+        ConversionError: If a file cannot be read or written.
+    """
+    tokenizer = source.tokenizer
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.is_bert and not source.has_configuration:
+        _write_bert(tokenizer, output, max_length)
+    elif source.type not in _CLASSES:
+        _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
+    elif source.has_configuration:
+        _copy(source.vocab_file, output / TOKENIZER_FILE)
+        _warn_of_other_ids(source, family)
+        copy_companions(source.vocab_file.parent, output)
+        # transformers 5 builds the tokenizer of a class of its own anew, which may give other ids than the file
+        config = read_json(output / TOKENIZER_CONFIG) | {"tokenizer_class": _CLASSES[source.type]}
+        write_json(output / TOKENIZER_CONFIG, config)
+    else:
+        if source.type == "HFTokenizer":
+            _copy(source.vocab_file, output / TOKENIZER_FILE)
+            _warn_of_other_ids(source, family)
+        else:
+            assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
+            _copy(source.vocab_file, output / "vocab.json")
+            _copy(source.merge_file, output / "merges.txt")
+        _write_configuration(source, output, max_length)
+
+
+def _write_bert(tokenizer: HFTokenizer, output: Path, max_length: int) -> None:
+    """Write BERT's tokenizer, which adds [CLS] and [SEP] in transformers."""
+    write_text(output / TOKENIZER_FILE, tokenizer.paired().to_str(pretty=True))
+    config = {
+        "tokenizer_class": _FAST,
+        "clean_up_tokenization_spaces": True,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_max_length": max_length,
+        **BERT_SPECIALS,
+    }
+    write_json(output / TOKENIZER_CONFIG, config)
+
+
+def _write_configuration(source: TokenizerSource, output: Path, max_length: int) -> None:
+    """Write the configuration of a tokenizer without one: the end of a document is every special token."""
+    assert isinstance(source.tokenizer, HFTokenizer), source.type
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), source.tokenizer.eod_token)
+    config = {
+        "tokenizer_class": _CLASSES[source.type],
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        **special,
+    }
+    write_json(output / TOKENIZER_CONFIG, config)
+    write_json(output / _SPECIAL_TOKENS_MAP, special)
+
+
+def _warn_of_other_ids(source: TokenizerSource, family: Family) -> None:
+    """Warn if transformers 5 builds the family's own tokenizer, and that splits texts in another way."""
+    if family.tokenizer_pattern is None:
+        return
+    pre_tokenizer = read_json(source.vocab_file).get("pre_tokenizer") or {}
+    if {"Regex": family.tokenizer_pattern} in _patterns(pre_tokenizer):
+        return
+    _log.warning(
+        "%s splits texts in another way than %s: AutoTokenizer of transformers 5 builds %s's tokenizer for "
+        "model_type %s and gives other ids; load the export's with PreTrainedTokenizerFast.from_pretrained",
+        source.vocab_file,
+        family.title,
+        family.title,
+        family.model_type,
+    )
+
+
+def _patterns(pre_tokenizer: dict[str, Any]) -> list[Any]:
+    """Return the patterns by which a `pre_tokenizer` of a `tokenizer.json` splits texts."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return [step.get("pattern") for step in steps]
+
+
+def copy_companions(source: Path, output: Path) -> None:
+    """Copy the files that belong to a `tokenizer.json`. Raises ConversionError if one cannot be copied."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            _copy(source / name, output / name)
+
+
+def import_tokenizer(source: Path, output: Path) -> Path | None:
+    """Copy the tokenizer of a Hugging Face directory. If it has no `tokenizer.json`, `transformers` writes one.
+
+    Args:
+        source: Directory of the model.
+        output: Directory to copy to.
+
+    Returns:
+        The `tokenizer.json`; None, with a warning, if there is no tokenizer.
+
+    Raises:
+        ConversionError: If a file cannot be copied.
+    """
+    copied = output / TOKENIZER_FILE
+    if (source / TOKENIZER_FILE).is_file():
+        _copy(source / TOKENIZER_FILE, copied)
+        copy_companions(source, output)
+        return copied
+    if any((source / name).is_file() for name in _OTHER_VOCABULARIES):
+        from transformers import AutoTokenizer
+
+        try:
+            AutoTokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(output))
+        except (OSError, ValueError, ImportError) as error:
+            _log.warning("%s: transformers cannot read the tokenizer: %s", source, error)
+    if copied.is_file():
+        return copied
+    _log.warning("%s has no tokenizer: set tokenizer_type and vocab_file in the configuration", source)
+    return None
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy one file. Raises ConversionError."""
+    with os_errors(ConversionError, f"{source}: cannot be copied to {target}"):
+        shutil.copyfile(source, target)

@@ -1,0 +1,124 @@
+"""Layouts of tensors: one parameter of ours as Hugging Face tensors, and back.
+
+A family names the layout of each module in a `TensorSource`. `ROWS` has the functions of each name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neox.architecture import Architecture
+from neox.families import TensorSource
+
+
+def to_hf_layout(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return the Hugging Face tensors that a parameter is made from, one per module of `source`.
+
+    Args:
+        tensor: Full parameter, [rows, columns] or [rows].
+        source: Their modules and layout.
+        architecture: The network, whose heads the layout may depend on.
+    """
+    parts = ROWS[source.layout].to_hf(tensor, source, architecture)
+    if source.transpose and tensor.dim() == 2:
+        return [part.T.contiguous() for part in parts]
+    return parts
+
+
+def from_hf_layout(tensors: Sequence[Tensor], source: TensorSource, architecture: Architecture) -> Tensor:
+    """Return a full parameter from its Hugging Face tensors: the inverse of `to_hf_layout`."""
+    parts = list(tensors)
+    if source.transpose and tensors[0].dim() == 2:
+        parts = [part.T for part in parts]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return ROWS[source.layout].from_hf(joined, source, architecture).contiguous()
+
+
+class RowLayout(NamedTuple):
+    """Order of rows in both directions.
+
+    Attributes:
+        to_hf: (our tensor, source, network) -> one tensor per module of the source.
+        from_hf: (their tensors joined by rows, source, network) -> our tensor.
+    """
+
+    to_hf: Callable[[Tensor, TensorSource, Architecture], list[Tensor]]
+    from_hf: Callable[[Tensor, TensorSource, Architecture], Tensor]
+
+
+def _equal_parts(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    return list(tensor.tensor_split(len(source.modules)))
+
+
+def _unchanged(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    return joined
+
+
+def _heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return queries, keys and values: in one tensor or three.
+
+    Ours have rows [heads, 3, head_dim], or all queries, all keys and all values if there are fewer key heads.
+    """
+    heads = architecture.num_attention_heads
+    rest = tensor.shape[1:]
+    if architecture.num_kv_heads == heads:
+        by_head = tensor.reshape(heads, 3, architecture.head_dim, *rest)
+        tensor = by_head.transpose(0, 1).reshape(tensor.shape)
+    queries, keys, values = tensor.split(_head_rows(architecture))
+    if source.interleaved:
+        order = _halves_to_neighbours(architecture)
+        queries = _reorder_heads(queries, order)
+        keys = _reorder_heads(keys, order)
+    if len(source.modules) == 3:
+        return [queries, keys, values]
+    return [torch.cat([queries, keys, values])]
+
+
+def _heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    """Return our fused tensor: the inverse of `_heads_to_hf`."""
+    if source.interleaved:
+        order = _halves_to_neighbours(architecture).argsort()
+        queries, keys, values = joined.split(_head_rows(architecture))
+        joined = torch.cat([_reorder_heads(queries, order), _reorder_heads(keys, order), values])
+    heads = architecture.num_attention_heads
+    if architecture.num_kv_heads != heads:
+        return joined
+    by_kind = joined.reshape(3, heads, architecture.head_dim, *joined.shape[1:])
+    return by_kind.transpose(0, 1).reshape(joined.shape)
+
+
+def _head_rows(architecture: Architecture) -> list[int]:
+    """Return the number of rows of all queries, keys and values."""
+    queries = architecture.num_attention_heads * architecture.head_dim
+    keys = architecture.num_kv_heads * architecture.head_dim
+    return [queries, keys, keys]
+
+
+def _halves_to_neighbours(architecture: Architecture) -> Tensor:
+    """Return the order of a head's rows [head_dim] in which rotary pairs (i, i + n/2) of its n rotated rows meet.
+
+    With six rotated rows of eight: 0 3 1 4 2 5 6 7.
+    """
+    rotated = architecture.rotary_ndims
+    pairs = torch.arange(rotated).reshape(2, -1).T.flatten()
+    return torch.cat([pairs, torch.arange(rotated, architecture.head_dim)])
+
+
+def _reorder_heads(rows: Tensor, order: Tensor) -> Tensor:
+    """Return rows [heads * head_dim, ...] with the rows of each head in another order [head_dim]."""
+    by_head = rows.reshape(-1, len(order), *rows.shape[1:])
+    return by_head.index_select(1, order.to(rows.device)).reshape(rows.shape)
+
+
+ROWS: Mapping[str, RowLayout] = MappingProxyType(
+    {
+        "same": RowLayout(_equal_parts, _unchanged),
+        "heads": RowLayout(_heads_to_hf, _heads_from_hf),
+    }
+)
+"""`TensorSource.layout` -> its functions."""
