@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BYTES_PER_MB = 1e6
+_MAX_REMEMBERED_LINES = 100
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -24,12 +26,32 @@ def setup_logging(rank: int = 0, level: int = logging.INFO) -> None:
     if rank != 0:
         prefix = f"[rank {rank}] "
         level = logging.WARNING
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter(prefix + _FORMAT, datefmt="%H:%M:%S"))
     root = logging.getLogger("neox")
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+
+
+def shown_lines() -> list[str]:
+    """Return the last log lines of this process, without their time."""
+    for handler in logging.getLogger("neox").handlers:
+        if isinstance(handler, _StderrHandler):
+            return list(handler.lines)
+    return []
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes to stderr, and remembers the last lines."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.lines: deque[str] = deque(maxlen=_MAX_REMEMBERED_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+        super().emit(record)
 
 
 class Progress(Protocol):
@@ -70,7 +92,7 @@ class _LineProgress:
             text += f"{self._number(self.done)} of {self._amount(self.total)} ({percent:.0f} %)"
         else:
             text += self._amount(self.done)
-        if self.total and self.done:
+        if self.total and 0 < self.done < self.total:
             text += f", ETA {(self.total - self.done) / rate:,.0f} s"
         if self.unit == "B":
             text += f", {rate / _BYTES_PER_MB:,.1f} MB/s"

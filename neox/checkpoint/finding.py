@@ -51,9 +51,8 @@ def find_checkpoint(
         return _only(_existing(load, iteration), verify)
     reasons: list[str] = []
     for path in _candidates(load):
-        problems = why_incomplete(path, hashes=verify)
+        problems = _check_to_load(path, verify, reasons)
         if not problems:
-            _log_choice(path, reasons, verify)
             return path
         reasons.append(f"{path.name}: {'; '.join(problems)}")
         _log.warning("checkpoint %s is not complete: %s", path, "; ".join(problems))
@@ -141,18 +140,8 @@ def _damage(path: Path, wanted: Callable[[str], bool], *, hashes: bool) -> list[
     if manifest is None:
         archives = [file for file in sorted(path.glob("*.pt")) if wanted(file.name)]
         return _broken_archives(archives, hashes)
-    files = {}
-    megabytes = 0.0
-    for name, record in manifest.files.items():
-        if wanted(name):
-            files[name] = record
-            megabytes += record.size / 1e6
-    started = time.perf_counter()
-    problems = check_manifest(path, replace(manifest, files=files), hashes=hashes)
-    if hashes and not problems:
-        seconds = time.perf_counter() - started
-        _log.info("checked the hashes of %s: %.0f MB, %.0f MB/s", path, megabytes, megabytes / max(seconds, 1e-9))
-    return problems
+    files = {name: record for name, record in manifest.files.items() if wanted(name)}
+    return check_manifest(path, replace(manifest, files=files), hashes=hashes)
 
 
 def _broken_archives(files: list[Path], checksums: bool) -> list[str]:
@@ -184,10 +173,9 @@ def _broken_archive(file: Path, checksums: bool) -> str | None:
 
 def _only(path: Path, verify: bool) -> Path:
     """Return a checkpoint that was chosen. Raises CheckpointError if it is not complete."""
-    problems = why_incomplete(path, hashes=verify)
+    problems = _check_to_load(path, verify, [])
     if problems:
         raise CheckpointError(f"{path} is not complete: {'; '.join(problems)}")
-    _log_choice(path, [], verify)
     return path
 
 
@@ -250,13 +238,28 @@ def _sequence(path: Path) -> int:
     return manifest.sequence
 
 
-def _log_choice(path: Path, reasons: list[str], verify: bool) -> None:
-    """Log which checkpoint is loaded, how it was checked, and why newer ones are not."""
-    checked = "hashes checked" if verify else "sizes checked"
+def _check_to_load(path: Path, verify: bool, reasons: list[str]) -> list[str]:
+    """Return the reasons why a checkpoint must not be loaded. If there are none, log that it is loaded.
+
+    Args:
+        path: The checkpoint.
+        verify: Whether every byte is read and compared with hashes or checksums.
+        reasons: Reasons why newer checkpoints are not loaded, for the log.
+    """
+    started = time.perf_counter()
+    problems = why_incomplete(path, hashes=verify)
+    seconds = max(time.perf_counter() - started, 1e-9)
+    if problems:
+        return problems
+    checked = "sizes checked"
+    if verify:
+        megabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6
+        checked = f"hashes of {megabytes:,.0f} MB checked, {megabytes / seconds:,.0f} MB/s"
     skipped = ""
     if reasons:
         skipped = f"; skipped {len(reasons)} newer: {' | '.join(reasons)}"
     _log.info("loading checkpoint %s (%s)%s", path, checked, skipped)
+    return []
 
 
 def keep_last(save: str | Path, count: int) -> list[Path]:

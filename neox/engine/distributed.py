@@ -55,7 +55,12 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     if device.type == "cpu":
         prepare_cpu()
     if not dist.is_initialized():
-        backend = choose_backend(plan.config.runner.distributed_backend, device)
+        asked = plan.config.runner.distributed_backend
+        backend = choose_backend(asked, device)
+        if backend != asked and plan.config.given("distributed_backend"):
+            _log.info(
+                "distributed_backend: %s needs GPUs, which this machine does not have; %s is used", asked, backend
+            )
         deepspeed.init_distributed(
             dist_backend=backend, timeout=_patience(plan), auto_mpi_discovery=False, verbose=False
         )
@@ -98,9 +103,8 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def choose_backend(asked: str, device: torch.device) -> str:
-    """Return the torch.distributed backend: the one asked for, but gloo on a CPU, with a log line."""
+    """Return the torch.distributed backend: the one asked for, but gloo on a CPU."""
     if device.type == "cpu" and asked == "nccl":
-        _log.info("distributed_backend: nccl needs GPUs, which this machine does not have; gloo is used")
         return "gloo"
     return asked
 

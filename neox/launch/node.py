@@ -149,8 +149,10 @@ class NodeAgent:
         slots = self.host.slots
         threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
         variables.setdefault("OMP_NUM_THREADS", str(threads))
-        # GPUs that are hidden from CPU ranks stay hidden. DeepSpeed's launcher would set the slots in any case.
-        devices = ",".join(map(str, slots)) if count_accelerators() else ""
+        devices = ",".join(map(str, slots))
+        if not count_accelerators():
+            devices = ""  # GPUs that are hidden stay hidden; DeepSpeed's launcher would set the slots here, too
+            variables.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it has found no GPU
         return variables | {
             "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONUNBUFFERED": "1",

@@ -26,7 +26,9 @@ from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
 from neox.launch.outcome import Failure, explain, find_cause
+from neox.launch.shared_warnings import SharedWarnings
 from neox.launch.spec import LaunchSpec
+from neox.log import shown_lines
 
 _POLL_SECONDS = 0.1
 _READ_BYTES = 65536
@@ -59,6 +61,7 @@ class Supervisor:
         self.processes: list[subprocess.Popen[bytes]] = []
         # Output of the agents
         self.buffers: dict[int, LineBuffer] = {}  # by file descriptor
+        self.warnings = SharedWarnings(self._print_error, shown_lines())
         self.tails: defaultdict[int, str] = defaultdict(str)  # last lines of failed ranks
         self.stacks: list[str] = []
         # What is known about the run. Hosts are numbered as in the specification.
@@ -123,6 +126,7 @@ class Supervisor:
             if self.stop_signal is not None and not passed_on:
                 passed_on = True
                 self._pass_on_stop(self.stop_signal)
+            self.warnings.show_due()
             now = time.monotonic()
             self._check_heartbeats(now)
             if self.end_at is not None and now >= self.end_at:
@@ -199,8 +203,10 @@ class Supervisor:
             self.hosts_done[event["node"]] = event["code"]
 
     def _take_text(self, event: Event) -> None:
-        stream = sys.stdout if event["stream"] == "out" else sys.stderr
-        self._print(event["text"], stream, _line_end(event))
+        if event["stream"] == "out":
+            self._print(event["text"], sys.stdout, _line_end(event))
+        elif self.warnings.take(event):
+            self._print(event["text"], sys.stderr, _line_end(event))
         is_from_agent = event["rank"] < 0
         if self.hung and is_from_agent:  # a part of the ranks' stacks
             self.stacks.append(event["text"] + _line_end(event))
@@ -273,6 +279,7 @@ class Supervisor:
 
     def _conclude(self) -> int:
         """Return the exit status, and print why, with the first failure's traceback last."""
+        self.warnings.show_all()
         if self.hung:
             self._print_error(f"ended: the run hung; {self._write_stacks()}")
             return EXIT_HANG

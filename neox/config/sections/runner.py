@@ -70,7 +70,7 @@ class RunnerConfig(Section):
     """Do not try ssh to the hosts first."""
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """torch.distributed backend; nccl becomes gloo on a machine without GPU, with a warning."""
+    """torch.distributed backend; On a machine without GPUs it is gloo; a log line says so if nccl was asked for."""
 
     comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""
