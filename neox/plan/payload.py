@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from neox.architecture import Architecture
 from neox.config.neox_config import NeoXConfig
@@ -29,6 +29,7 @@ def encode_payload(plan: RunPlan) -> str:
         "batch": asdict(plan.batch),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,
+        "epoch_samples": plan.epoch_samples,
         "digest": plan_digest(plan),
     }
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode()
@@ -52,6 +53,7 @@ def decode_payload(text: str) -> RunPlan:
             data["precision"],
             data["vocab_size"],
         )
+        plan = replace(plan, epoch_samples=data["epoch_samples"])
         digest = data["digest"]
     except (binascii.Error, zlib.error, UnicodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the payload of the launcher cannot be read: {error}") from None

@@ -37,6 +37,7 @@ class RunPlan:
         deepspeed: JSON object for DeepSpeed.
         notes: Messages on what was translated, assumed or dropped.
         attention: Attention kernel of each block.
+        epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
     """
 
     config: NeoXConfig
@@ -53,6 +54,7 @@ class RunPlan:
     deepspeed: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionImpl, ...] = ()
+    epoch_samples: int = 0
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:

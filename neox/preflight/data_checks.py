@@ -123,6 +123,21 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, l
     return config.updated({"train_iters": steps}, without=(key,), source=config.source(key).derived(key)), [note], []
 
 
+def epoch_samples(config: NeoXConfig) -> int:
+    """Return the samples of one pass over the training data, if the log counts passes; else 0.
+
+    Data that cannot be read has 0 samples here; `data_problems` says why it cannot.
+    """
+    if config.logging.log_style != "fleetx":
+        return 0
+    try:
+        from neox.data.epochs import samples_of_epochs  # numpy, which a dry run without data does not need
+
+        return samples_of_epochs(config.data, config.model.seq_length or 0, 1)
+    except (DataError, ModuleNotFoundError):
+        return 0
+
+
 def missing_data(config: NeoXConfig) -> list[Problem]:
     """Return a sentence for each `.bin/.idx` that training needs and that does not exist, with a command for it."""
     prefixes = data_prefixes(config)

@@ -35,7 +35,7 @@ from neox.preflight.checks import (
     task_problems,
     vocabulary,
 )
-from neox.preflight.data_checks import data_problems, with_train_iters
+from neox.preflight.data_checks import data_problems, epoch_samples, with_train_iters
 from neox.problems import Problem, in_file_order
 
 
@@ -136,5 +136,6 @@ def build_plan(
         paths = {path: path_state(Path(path)) for path in nvme_paths(config)}
         problems += nvme_problems(plan, range(world), "this machine", paths)
     if training:
-        plan = replace(plan, notes=(*plan.notes, *counted, *finetune_notes(config)))
+        notes = (*plan.notes, *counted, *finetune_notes(config))
+        plan = replace(plan, notes=notes, epoch_samples=epoch_samples(config))
     return plan, device, problems

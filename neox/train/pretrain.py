@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from neox.data.build import build_data_iterators
-from neox.data.epochs import samples_of_epochs
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.log import get_logger, setup_logging
@@ -86,10 +85,7 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
         ConfigError: A tracker's package is not installed.
     """
     keys = plan.config.logging
-    of_epoch = 0
-    if keys.log_style == "fleetx":
-        of_epoch = samples_of_epochs(plan.config.data, plan.config.model.seq_length or 0, 1)
-    callbacks: list[Callback] = [TerminalLine(plan, of_epoch)]
+    callbacks: list[Callback] = [TerminalLine(plan)]
     if keys.tensorboard_dir:
         callbacks.append(TensorBoard(keys.tensorboard_dir, plan))
     if keys.use_wandb:

@@ -20,13 +20,11 @@ class Interval:
         plan: The run.
         state: Progress after the last step.
         reports: Report of each step.
-        epoch_samples: Samples of one pass over the training data; 0 if the style does not show it.
     """
 
     plan: RunPlan
     state: TrainState
     reports: Sequence[StepReport]
-    epoch_samples: int = 0
 
     @property
     def last(self) -> StepReport:
@@ -95,12 +93,10 @@ class TerminalLine(Callback):
 
     Args:
         plan: The run.
-        epoch_samples: Samples of one pass over the training data, which FleetX's line counts.
     """
 
-    def __init__(self, plan: RunPlan, epoch_samples: int = 0) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        self.epoch_samples = epoch_samples
         self.train_iters = plan.config.training.train_iters or 0
         self._reports: list[StepReport] = []
         self._first = True
@@ -118,7 +114,7 @@ class TerminalLine(Callback):
         is_last = state.iteration == self.train_iters
         if state.iteration % keys.log_interval != 0 and not self._first and not is_last:
             return
-        interval = Interval(self.plan, state, self._reports, self.epoch_samples)
+        interval = Interval(self.plan, state, self._reports)
         lines = [LINES[keys.log_style](interval)]
         if interval.timers:
             lines.append(_timers_line(interval.timers))
@@ -171,7 +167,7 @@ def _fleetx_line(interval: Interval) -> str:
     """Return FleetX's line: epochs and batches within them count from 0, `ips` is of one data-parallel rank."""
     schedule = interval.plan.batch_schedule
     done = interval.state.iteration - 1
-    epoch, read = divmod(schedule.samples(done), interval.epoch_samples or math.inf)
+    epoch, read = divmod(schedule.samples(done), interval.plan.epoch_samples or math.inf)
     tokens = interval.tokens_per_second
     return (
         f"global step {interval.state.iteration}, epoch: {epoch:.0f}, batch: {read // schedule.batch_size(done):.0f}, "

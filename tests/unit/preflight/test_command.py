@@ -17,7 +17,7 @@ from neox.launch.placement import choose_hosts
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
 from neox.preflight.command import run_directory, write_run_directory
-from neox.preflight.data_checks import with_train_iters
+from neox.preflight.data_checks import epoch_samples, with_train_iters
 from neox.preflight.planning import build_plan, read_config
 from neox.preflight.plot import _curves, draw_schedules
 from neox.problems import Source
@@ -94,6 +94,8 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     assert with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2)[2]
     one_step = config.updated({"num_train_epochs": 0.01})
     assert with_train_iters(one_step, 2)[0].training.train_iters == 1
+    one_pass = {log_style: epoch_samples(config.updated({"log_style": log_style})) for log_style in ("neox", "fleetx")}
+    assert one_pass == {"neox": 0, "fleetx": 31}  # 999 // 32
     as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
     assert with_train_iters(as_it_is, 2) == (as_it_is, [], [])
 

@@ -17,7 +17,8 @@ def report(loss, seconds=0.5):
 
 
 def lines_of(capsys, epoch_samples=0, **keys):
-    terminal = TerminalLine(small_plan(**{"log_interval": 2, **keys}), epoch_samples)
+    plan = small_plan(**{"log_interval": 2, **keys})
+    terminal = TerminalLine(replace(plan, epoch_samples=epoch_samples))
     for iteration in range(1, 11):
         terminal.on_step(TrainState(iteration=iteration, skipped=1), report(float(iteration)))
     return capsys.readouterr().out.splitlines()
