@@ -3,8 +3,7 @@
 from neox.engine import deepspeed_patches  # isort: skip  (its log filters must exist before DeepSpeed is imported)
 from neox.engine.background import BackgroundSaves, SaveReport
 from neox.engine.build import initialize_engine
-from neox.engine.collective_errors import from_first_rank
-from neox.engine.distributed import initialize_distributed, shutdown
+from neox.engine.distributed import from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine, StepResult
 from neox.engine.loading import open_engine
 from neox.engine.saving import save_checkpoint

@@ -2,17 +2,131 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from neox.checkpoint import layer_file, save_file
 from neox.engine.engine import Engine
 from neox.engine.saving import FileWriter, commit_files, stage_files
 from neox.errors import CheckpointError
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class HostCopies:
+    """Copies of tensors in CPU memory. Tensors of a GPU are copied to pinned memory by a stream of their own.
+
+    The GPU goes on with the forward and backward pass meanwhile. Code that overwrites the tensors calls `hold` first,
+    and code that reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds sizes up to
+    powers of two unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pinned = True
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy, whose content is there after `wait`."""
+        tensor = tensor.detach()
+        host = self._pinned_like(tensor) if tensor.is_cuda else None
+        if host is None:
+            return tensor.to("cpu", copy=True)
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        stream = self._streams[tensor.device]
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # memory of a tensor that is gathered for the copy is not used again before
+        return host
+
+    def hold(self) -> None:
+        """Let the GPU finish the copies before any work that is queued from now on; the host does not wait."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def wait(self) -> None:
+        """Wait until the content of all copies is there."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _pinned_like(self, tensor: Tensor) -> Tensor | None:
+        """Return pinned memory; None if the system gives none. The copy then makes the host wait."""
+        if not self._pinned:
+            return None
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError as error:
+            self._pinned = False
+            _log.warning("async_save: no more pinned memory (%s); training waits for the rest of the copies", error)
+            return None
+
+
+def snapshot(value: Any, copies: HostCopies, seen: dict[int, Tensor] | None = None) -> Any:
+    """Copy a state dict into CPU memory; a tensor that occurs twice is copied once.
+
+    Args:
+        value: Tensors and plain values in dictionaries, lists and tuples.
+        copies: Makes the copies of tensors.
+        seen: Copies made so far, by id of the tensor.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = copies.copy(value)
+        return seen[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item, copies, seen) for item in value)
+    if type(value) is dict:
+        return {key: snapshot(item, copies, seen) for key, item in value.items()}
+    if isinstance(value, Mapping):  # OrderedDict and similar types stay what they are
+        copied: Any = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = snapshot(item, copies, seen)
+        return copied
+    return copy.deepcopy(value)
+
+
+class DeferredWriter(FileWriter):
+    """Writer that keeps copies in CPU memory until `finish`.
+
+    Args:
+        engine: The engine whose state is written.
+
+    Attributes:
+        copies: The copies of tensors.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.copies = HostCopies()
+        self._queue: list[tuple[Path, Any]] = []
+
+    def put(self, path: Path, value: Any) -> None:
+        """Queue a copy of a file's content."""
+        self._queue.append((path, snapshot(value, self.copies)))
+
+    def put_layer(self, directory: Path, index: int, state: Mapping[str, Tensor], *, tp_rank: int) -> None:
+        """Queue a copy of a layer file's content."""
+        self.put(directory / layer_file(index, tp_rank), dict(state))
+
+    def finish(self) -> None:
+        """Write what is queued, and release each copy once it is on disk. Raises CheckpointError."""
+        self.copies.wait()
+        while self._queue:
+            path, value = self._queue.pop(0)
+            save_file(path, value)
 
 
 @dataclass(frozen=True)
@@ -63,10 +177,10 @@ class BackgroundSaves:
         started = time.perf_counter()
         self.wait()
         engine = self._engine
-        writer = FileWriter(engine, deferred=True)
+        writer = DeferredWriter(engine)
         iteration = engine.iteration
         staged = stage_files(engine, save, writer)
-        engine.hold_next_update(writer.copies)
+        engine.before_next_update(writer.copies.hold)
         stall = time.perf_counter() - started
 
         def finish() -> None:
@@ -85,7 +199,8 @@ class BackgroundSaves:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if (failure := self._failure) is not None:
+        failure = self._failure
+        if failure is not None:
             self._failure = None
             if isinstance(failure, CheckpointError):
                 raise failure
@@ -93,5 +208,6 @@ class BackgroundSaves:
 
     def take_reports(self) -> list[SaveReport]:
         """Return the checkpoints committed since the last call."""
-        reports, self._reports = self._reports, []
+        reports = self._reports
+        self._reports = []
         return reports

@@ -1,4 +1,4 @@
-"""Start and end of a rank: environment variables, device, process groups.
+"""Start and end of a rank (environment variables, device, process groups), and actions on which all ranks agree.
 
 Nothing else above `launch` reads the environment.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -18,12 +19,13 @@ import torch.distributed as dist
 
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
-from neox.errors import LaunchError
+from neox.errors import CheckpointError, LaunchError, NeoXError
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
 _log = get_logger(__name__)
+T = TypeVar("T")
 
 
 def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
@@ -123,6 +125,54 @@ def _complete_environment() -> int:
     if missing:
         raise LaunchError(f"WORLD_SIZE is {world}, but {', '.join(missing)} are not set; start ranks through deepy.py")
     return world
+
+
+def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Run an action on every rank, and fail on every rank if it failed on any.
+
+    Args:
+        action: Function that leaves no collective operations unfinished when it fails.
+        what: Description of the action for the message ("saving iteration 10").
+        group: Group of all ranks for a thread that runs next to training; the default group if None.
+
+    Raises:
+        CheckpointError: With the message of the first rank that failed.
+    """
+    problem: str | None = None
+    try:
+        action()
+    except (NeoXError, OSError, RuntimeError) as error:
+        problem = str(error) or type(error).__name__
+    answers: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, problem, group=group)
+    failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+    if failed:
+        rank, answer = failed[0]
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise CheckpointError(f"{what} failed on rank {rank}{others}: {answer}")
+
+
+def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run an action only on rank 0 and return its result on every rank.
+
+    Args:
+        action: Function whose result, or NeoXError, can be pickled.
+        group: Group of all ranks for a thread that runs next to training; the default group if None.
+
+    Raises:
+        NeoXError: On every rank, if the action raised it on rank 0.
+    """
+    answer: list[tuple[T | None, NeoXError | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = (action(), None)
+        except NeoXError as error:
+            answer[0] = (None, error)
+    dist.broadcast_object_list(answer, src=0, group=group)
+    result, failure = answer[0]
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
 
 
 def grid_mpu(grid: ParallelGrid) -> SimpleNamespace:

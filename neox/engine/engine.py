@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from neox.engine.distributed import limit_collectives
-from neox.engine.host_copies import HostCopies
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
@@ -91,7 +90,7 @@ class Engine:
         self._timers = timers
         self._noise_scale = _noise_scale(plan, optimizer)
         self._values = StepValues(device, len(objective.names))
-        self._copies: HostCopies | None = None
+        self._before_next_update: Callable[[], None] | None = None
         optimizer.register_step_pre_hook(self._before_update)
         # A group for what only hosts know: they need not wait for their devices to agree on it.
         self._hosts: dist.ProcessGroup | None = None
@@ -165,9 +164,9 @@ class Engine:
         """Whether DeepSpeed divides the optimizer's state over data ranks, and writes each part to a file."""
         return hasattr(self.deepspeed_engine.optimizer, "dp_process_group")
 
-    def hold_next_update(self, copies: HostCopies) -> None:
-        """Let the next update begin after these copies of the state."""
-        self._copies = copies
+    def before_next_update(self, call: Callable[[], None]) -> None:
+        """Call a function once, when the next update is about to be queued."""
+        self._before_next_update = call
 
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
@@ -206,9 +205,9 @@ class Engine:
 
     def _before_update(self, *_: object) -> None:
         """Queue the copies of this step's scores and gradient norm; called before each part of the update."""
-        if self._copies is not None:
-            self._copies.hold()
-            self._copies = None
+        if self._before_next_update is not None:
+            self._before_next_update()
+            self._before_next_update = None
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
         self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)
 

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
-from neox.engine.build import build_engine
-from neox.engine.collective_errors import all_succeeded, from_first_rank
+from neox.engine.build import build_engine, build_model
 from neox.engine.deepspeed_patches import SwappedStage3
+from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
-from neox.engine.network import build_model
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors
 from neox.engine.start import Start, check_local_copy, choose_start
 from neox.engine.weights import gathered, read_weights, read_weights_fp32

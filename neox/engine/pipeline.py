@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from neox.architecture import WORD_EMBEDDINGS
 from neox.engine.deepspeed_patches import hidden_stdout
-from neox.engine.shared import share_parameters
 from neox.model import (
     Aux,
     Context,
@@ -26,6 +25,7 @@ from neox.model import (
     attach_losses,
     build_layer,
     forward_over_stages,
+    share_parameters,
 )
 from neox.objectives import Objective
 from neox.parallel import ParallelGrid

@@ -22,7 +22,6 @@ from neox.checkpoint import (
     discard,
     identity_state,
     keep_last,
-    layer_file,
     load_file,
     record_share,
     save_file,
@@ -31,11 +30,10 @@ from neox.checkpoint import (
     write_config,
     write_layer,
 )
-from neox.engine.collective_errors import all_succeeded, from_first_rank
+from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import FILE as LOGITS
 from neox.engine.forward_check import fixed_logits
-from neox.engine.host_copies import HostCopies, snapshot
 from neox.engine.optimizer_tensors import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
@@ -50,17 +48,13 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
 
     Args:
         engine: The engine whose state is written.
-        deferred: Keep copies in CPU memory until `write_queued`.
     """
 
-    def __init__(self, engine: Engine, *, deferred: bool = False) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.name = "layer-files"
-        self.deferred = deferred
+        self.failure: CheckpointError | None = None
         self._with_optimizer = not engine.plan.config.checkpoint.no_save_optim
         self._divided = engine.divides_optimizer
-        self.failure: CheckpointError | None = None
-        self.copies = HostCopies()
-        self._queue: list[tuple[Path, Any]] = []
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing: the directory exists."""
@@ -78,27 +72,18 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         self.put(Path(path), state_dict)
 
     def put(self, path: Path, value: Any) -> None:
-        """Write a file, or queue a copy of its content."""
-        if self.deferred:
-            self._queue.append((path, snapshot(value, self.copies)))
-            return
+        """Write a file."""
         try:
             save_file(path, value)
         except CheckpointError as error:
             self.failure = error
 
     def put_layer(self, directory: Path, index: int, state: Mapping[str, Tensor], *, tp_rank: int) -> None:
-        """Write or queue a layer file. Raises CheckpointError if the disk refuses."""
-        if self.deferred:
-            self.put(directory / layer_file(index, tp_rank), dict(state))
-        else:
-            write_layer(directory, index, tp_rank, state)
+        """Write a layer file. Raises CheckpointError if the disk refuses."""
+        write_layer(directory, index, tp_rank, state)
 
-    def write_queued(self) -> None:
-        """Write what is queued, and release each copy once it is on disk. Raises CheckpointError."""
-        self.copies.wait()
-        while self._queue:
-            save_file(*self._queue.pop(0))
+    def finish(self) -> None:
+        """Write what is not written yet. Raises CheckpointError."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file safely."""
@@ -109,56 +94,60 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         return True
 
 
-def save_checkpoint(engine: Engine, save: str | Path, client_state: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(engine: Engine, save: str | Path) -> Path:
     """Write a checkpoint of the engine's iteration; all ranks call it together.
 
     Args:
-        engine: The model in training.
+        engine: The engine whose state is written.
         save: Directory of the run's checkpoints.
-        client_state: Further values to store.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: On every rank if any rank could not write; earlier checkpoints are unchanged.
+        CheckpointError: On every rank, if any rank could not write. Earlier checkpoints are unchanged.
     """
     writer = FileWriter(engine)
-    staged = stage_files(engine, save, writer, client_state)
+    staged = stage_files(engine, save, writer)
     return commit_files(engine.plan, engine.grid, writer, staged)
 
 
-def stage_files(
-    engine: Engine, save: str | Path, writer: FileWriter, client_state: Mapping[str, Any] | None = None
-) -> Path:
-    """Pass the content of a checkpoint of the engine's iteration to `writer`; return the staging directory.
+def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
+    """Pass the content of a checkpoint of the engine's iteration to a writer, and return the staging directory.
 
     Raises:
-        CheckpointError: On every rank if any rank could not write.
+        CheckpointError: On every rank, if any rank could not write.
     """
-    plan, grid, ds_engine = engine.plan, engine.grid, engine.deepspeed_engine
+    plan = engine.plan
+    grid = engine.grid
+    deepspeed_engine = engine.deepspeed_engine
     staged = staging_path(save, engine.iteration)
     from_first_rank(lambda: stage_directory(save, engine.iteration))
-    ds_engine.checkpoint_engine = writer
-    state = {
-        **neox_client_state(plan, grid, engine.iteration),
-        ORDER: optimizer_order(ds_engine.module, plan),
-        **(client_state or {}),
-    }
-    logits = fixed_logits(engine) if plan.config.checkpoint.checkpoint_validation_with_forward_pass else None
+    deepspeed_engine.checkpoint_engine = writer
+    client_state = neox_client_state(plan, grid, engine.iteration)
+    client_state[ORDER] = optimizer_order(deepspeed_engine.module, plan)
+    logits: Tensor | None = None
+    if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
+        logits = fixed_logits(engine)
 
     def write() -> None:
         problem: CheckpointError | None = None
+        put_layer = partial(writer.put_layer, staged, tp_rank=grid.tp_rank)
         try:
-            write_weights(ds_engine.module, plan.layers, grid, partial(writer.put_layer, staged, tp_rank=grid.tp_rank))
+            write_weights(deepspeed_engine.module, plan.layers, grid, put_layer)
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
         except CheckpointError as error:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
             writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
-        ds_engine.save_checkpoint(
-            str(staged.parent), tag=staged.name, client_state=state, save_latest=False, exclude_frozen_parameters=True
+        # Collective operations: reached on every rank, also after a failure.
+        deepspeed_engine.save_checkpoint(
+            str(staged.parent),
+            tag=staged.name,
+            client_state=client_state,
+            save_latest=False,
+            exclude_frozen_parameters=True,
         )
         problem = problem or writer.failure
         if problem is not None:
@@ -172,24 +161,23 @@ def stage_files(
 def commit_files(
     plan: RunPlan, grid: ParallelGrid, writer: FileWriter, staged: Path, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write what `writer` has queued, hash all files, and make them the newest checkpoint.
+    """Finish the files, hash all of them, and make them the newest checkpoint.
 
     Args:
         plan: The run.
         grid: This rank's grid.
         writer: Writer that staged the files.
         staged: Staging directory.
-        group: Group of all ranks if this is not training's thread.
+        group: Group of all ranks for a thread that runs next to training; the default group if None.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: On every rank.
+        CheckpointError: On every rank, if any rank could not write.
     """
     with _discarded_on_failure(staged, grid):
-        if writer.deferred:
-            all_succeeded(writer.write_queued, f"saving {staged}", group)
+        all_succeeded(writer.finish, f"saving {staged}", group)
         records = _record_together(staged, grid, group)
     final = from_first_rank(lambda: commit(staged, records), group)
     keep = plan.config.checkpoint.keep_last_n_checkpoints
@@ -214,11 +202,14 @@ def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup 
     all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}", group)
     shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
     dist.all_gather_object(shares, share, group=group)
-    return {name: record for part in shares for name, record in part.items()}
+    records: dict[str, FileRecord] = {}
+    for part in shares:
+        records |= part
+    return records
 
 
 def layout_of(plan: RunPlan) -> dict[str, Any]:
-    """Return what decides the form of DeepSpeed's files; the optimizer's state fits this layout only."""
+    """Return the layout of a run: everything that decides the form of DeepSpeed's files."""
     return {
         "pp": plan.grid.pp_size,
         "mp": plan.grid.tp_size,
@@ -238,7 +229,7 @@ def _stage_starts(stage: StagePlan) -> int | list[int]:
 
 
 def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
-    """Return what gpt-neox stores beside the weights, under its names, and the layout."""
+    """Return what gpt-neox stores next to the weights, under its names, and the layout."""
     state: dict[str, Any] = {"iteration": iteration, "layout": layout_of(plan), **identity_state(plan)}
     if not plan.config.checkpoint.no_save_rng:
         state |= _random_states(grid)

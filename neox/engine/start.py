@@ -22,7 +22,7 @@ from neox.checkpoint import (
     why_incomplete,
 )
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
-from neox.engine.collective_errors import all_succeeded
+from neox.engine.distributed import all_succeeded
 from neox.engine.saving import layout_of
 from neox.errors import CheckpointError
 from neox.log import get_logger

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -13,36 +14,34 @@ from torch import Tensor, nn
 from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, OptimizerReader, neox_state
 from neox.checkpoint.optimizer_formats import FP32
-from neox.engine.pipeline import PipelineGPT
 from neox.errors import CheckpointError
-from neox.model import GPT
 from neox.parallel import ParallelGrid
 
 
+class _Layers(Protocol):
+    """A model whose layers have the indices of the layer plan: `GPT` or `PipelineGPT`."""
+
+    def weight_layers(self) -> Iterator[tuple[int, nn.Module]]: ...
+
+
 def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Yield (index in the layer plan, module) of the layers with weights on this rank, in ascending order.
+    """Return (index in the layer plan, module) of the layers with weights on this rank, in ascending order.
 
     A tied head's copy of the embedding has the embedding's index, 0.
     """
-    if isinstance(model, PipelineGPT):
-        yield from model.weight_layers()
-        return
-    assert isinstance(model, GPT), type(model)
-    for index, layer in enumerate(model.sequential):
-        if next(layer.parameters(), None) is not None:
-            yield index, layer
+    return cast(_Layers, model).weight_layers()
 
 
 def write_weights(
     model: nn.Module, layers: LayerPlan, grid: ParallelGrid, write: Callable[[int, Mapping[str, Tensor]], object]
 ) -> None:
-    """Write this rank's layers; data rank 0 writes, the others take part in gathering (ZeRO-3).
+    """Write this rank's layers. Data rank 0 writes; the others take part in gathering (ZeRO 3).
 
     Args:
         model: This rank's part of the network.
         layers: The network's layers.
         grid: This rank's grid.
-        write: Called with a layer's index and its parameters by name. If it fails, the error is raised after the
+        write: Function of a layer's index and its parameters by name. If it fails, the error is raised after the
             collective operations of all layers.
     """
     failure: Exception | None = None

@@ -12,6 +12,7 @@ from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
 from neox.model.positions import POSITIONS
+from neox.model.shared_parameters import share_parameters
 from neox.model.soft_prompt import SoftPrompt
 from neox.model.stage import NetworkOutput, Stage
 
@@ -46,5 +47,6 @@ __all__ = [
     "forward_over_stages",
     "head_cross_entropy",
     "initialize",
+    "share_parameters",
     "vocab_parallel_cross_entropy",
 ]

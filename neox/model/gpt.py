@@ -5,7 +5,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -94,6 +94,12 @@ class GPT(nn.Module):
     def blocks(self) -> list[Block]:
         """The transformer blocks in order."""
         return self.stage.blocks
+
+    def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield (index in the layer plan, module) of the layers with weights, in ascending order."""
+        for index, layer in enumerate(self.sequential):
+            if next(layer.parameters(), None) is not None:
+                yield index, layer
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Return an empty KV cache of this rank's heads, on the model's device and in its dtype."""

@@ -122,7 +122,7 @@ class AlibiEmbedding(PositionEncoding):
 class RelativePositions(PositionEncoding):
     """A learned bias for each head and bucket of distances (T5, arXiv:1910.10683), times sqrt(D) as in gpt-neox.
 
-    `weight` [buckets, N] is one table for all blocks: training ties their copies (`neox.engine.shared`).
+    `weight` [buckets, N] is one table for all blocks: training ties their copies (`share_parameters`).
     """
 
     name = "rpe"

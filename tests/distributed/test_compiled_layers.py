@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.engine.network import multiply_in_fp8
+from neox.engine.build import multiply_in_fp8
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES

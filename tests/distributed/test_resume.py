@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
-from neox.engine.host_copies import HostCopies, snapshot
+from neox.engine.background import HostCopies, snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan

@@ -14,7 +14,6 @@ import torch
 
 import neox.model.build
 from neox.engine import BackgroundSaves, Engine, initialize_distributed, initialize_engine, open_engine
-from neox.engine.host_copies import HostCopies
 from neox.generation.decoding import decode
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
@@ -119,11 +118,7 @@ def updates_wait_for_copies() -> None:
     weights = next(engine.deepspeed_engine.module.parameters())
     before, seen = weights.detach().clone(), []
 
-    class Copies(HostCopies):
-        def hold(self) -> None:
-            seen.append(torch.equal(weights, before))
-
-    engine.hold_next_update(Copies())
+    engine.before_next_update(lambda: seen.append(torch.equal(weights, before)))
     data = batches(engine.plan, 0)
     for _ in range(3):  # the first step's learning rate is 0
         engine.train_batch(data)

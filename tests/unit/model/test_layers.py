@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from neox.engine.shared import share_parameters
-from neox.model import GPT, BlockContext, TransformerLayer, build_layer
+from neox.model import GPT, BlockContext, TransformerLayer, build_layer, share_parameters
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
 from tests.plans import NETWORKS, PLAIN_NETWORKS, networks_for, small_plan

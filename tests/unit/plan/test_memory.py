@@ -36,7 +36,8 @@ def built_bytes(plans, save):
 
 def _built_bytes(plan, save):
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.saving import FileWriter, stage_files
+    from neox.engine.background import DeferredWriter
+    from neox.engine.saving import stage_files
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
@@ -49,7 +50,7 @@ def _built_bytes(plan, save):
     states = [
         t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1
     ]
-    writer = FileWriter(engine, deferred=True)
+    writer = DeferredWriter(engine)
     stage_files(engine, save, writer)
     return weights, sum(t.numel() * t.element_size() for t in (*copies, *states)), _copied(writer)
 
