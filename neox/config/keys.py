@@ -1,15 +1,15 @@
-"""gpt-neox's flat keys: type, default, status here, and alternative spellings.
+"""Table of gpt-neox's flat keys: type, default, status here, and alternative spellings.
 
-The table is `neox_keys.tsv`: every key of gpt-neox v2.0 and later with gpt-neox's own type and default (as JSON), and
-the section of `neox.config.sections` it belongs to. Its column `status` says what happens to the key here:
+`neox_keys.tsv` has a row for every key of gpt-neox v2.0 and later, with gpt-neox's own type and default (as JSON), and
+the section of `neox.config.sections` that it belongs to. The column `status` says what happens to the key here:
 
-- `works`: a field of that section.
-- `alias`: another spelling of a setting (see `ALIASES`).
-- `refused`: an error with the reason, unless the value means off.
-- `dormant`: read by gpt-neox only together with a refused feature. Loads, with a note unless it is the default.
-- `no effect`: gpt-neox's way of doing something that is done differently here. Loads, with a note likewise.
+- `works`: the key is a field of that section.
+- `alias`: the key is another spelling of a setting (see `ALIASES`).
+- `refused`: the key is an error, with the reason, unless its value means off.
+- `dormant`: gpt-neox reads the key only together with a refused feature. Loads, with a note unless it is the default.
+- `no effect`: what the key asks for is done differently here. Loads, with a note unless it is the default.
 
-A key that is a field of a section and not in the table is this project's own.
+A field of a section that is not in the table is this project's own key.
 """
 
 from __future__ import annotations
@@ -53,24 +53,29 @@ class Alias:
 
     Attributes:
         target: Flat key, or dotted path into a block.
-        values: For a key that implies a value rather than carries it: given value -> the target's values that agree
-            with it, the first of which is set where the target is absent. None: the value itself.
+        values: Values of the target that agree with a given value, for a key that implies a value instead of carrying
+            it. The first one is set if the target is absent. None for a key that carries the value itself.
     """
 
     target: str
     values: Mapping[Any, tuple[Any, ...]] | None = None
 
     def agreeing(self, value: Any) -> tuple[Any, ...]:
-        """Return the target's values that agree with a given value; none where it implies nothing."""
+        """Return the target's values that agree with a given value; an empty tuple if it implies nothing."""
         if self.values is None:
             return (value,)
-        return self.values.get(value, ()) if isinstance(value, bool) else ()
+        if not isinstance(value, bool):
+            return ()
+        return self.values.get(value, ())
 
 
 def _read_table() -> dict[str, NeoXKey]:
+    table = {}
     with Path(__file__).with_name("neox_keys.tsv").open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return {row["key"]: NeoXKey(**{**row, "default": json.loads(row["default"])}) for row in rows}
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            default = json.loads(row.pop("default"))
+            table[row["key"]] = NeoXKey(default=default, **row)
+    return table
 
 
 NEOX_KEYS: Mapping[str, NeoXKey] = MappingProxyType(_read_table())
@@ -98,7 +103,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "dynamic_loss_scale": Alias("fp16.loss_scale", {True: (0, 0.0)}),
         "deepspeed_slurm": Alias("launcher", {True: ("slurm",)}),
         "deepspeed_mpi": Alias("launcher", {True: ("openmpi", "mvapich")}),
-        "is_pipe_parallel": Alias("pipe_parallel_size", {}),  # compared by `validation`
+        "is_pipe_parallel": Alias("pipe_parallel_size", {}),  # compared by a rule
         "save_interval": Alias("checkpoint_factor"),
         "train_epochs": Alias("num_train_epochs"),
     }
@@ -127,7 +132,7 @@ REPLACEABLE = frozenset(
         *("data_path", "save", "load", "log_dir", "tensorboard_dir", "hostfile"),
     }
 )
-"""Keys of what lies where on a machine, which a later file may give again."""
+"""Keys that name files and directories of a machine; a later file may give them again."""
 
 
 # Keys of Megatron, OneFlow (LiBai), FleetX, Colossal-AI, torchtitan and Hugging Face's Trainer -> what does it here.
@@ -163,7 +168,7 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("train_epoch", "num_epochs", "max_epochs", "epochs"), "`num_train_epochs`"),
         **dict.fromkeys(("encoder_num_layers", "num_hidden_layers", "n_layers"), "`num_layers`"),
         **dict.fromkeys(("n_heads", "num_heads", "num_attention_head"), "`num_attention_heads`"),
-        **dict.fromkeys(("ffn_hidden_size",), "`intermediate_size`, or 4 x hidden_size where it is left out"),
+        **dict.fromkeys(("ffn_hidden_size",), "`intermediate_size`, or 4 x hidden_size if it is left out"),
         **dict.fromkeys(("dim", "n_embd", "d_model"), "`hidden_size`"),
         **dict.fromkeys(("max_seq_len", "seq_len", "max_seq_length", "encoder_seq_length"), "`seq_length`"),
         **dict.fromkeys(("learning_rate", "max_lr"), "`optimizer.params.lr`"),

@@ -125,9 +125,9 @@ class NeoXConfig(Section):
         return look_up(self._given, key)[0]
 
     def value(self, path: str) -> Any:
-        """Return the value of a flat key or of a dotted path into a block; None where the block is unset.
+        """Return the value of a flat key or of a dotted path into a block; None if the block is unset.
 
-        Aliases and keys without a section have the value that was given.
+        The value of an alias, or of a key without a section, is the one that was given.
         """
         key, *inner = path.split(".")
         if key not in key_sections():
@@ -138,7 +138,7 @@ class NeoXConfig(Section):
         return value
 
     def source(self, key: str) -> Source:
-        """Return the source of a flat key or dotted path: its own, its alias's, or that of the block around it."""
+        """Return the source of a flat key or dotted path, of its alias, or of the block around it."""
         if not self.given(key):
             for name, alias in ALIASES.items():
                 if alias.target == key and name in self._given:

@@ -35,72 +35,74 @@ class DataConfig(Section):
     """Token files, splits and blends."""
 
     data_path: Annotated[str | None, Excludes("train_data_paths", reason="both name training data")] = None
-    """Prefix of one `.bin/.idx` pair, divided by `split`."""
+    """Prefix of one pair of `.bin` and `.idx` files, divided by `split`."""
 
     train_data_paths: tuple[str, ...] | None = None
-    """Prefixes blended for training, instead of data_path."""
+    """Prefixes that are blended for training, instead of data_path."""
 
     valid_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
-    """Prefixes blended for validation."""
+    """Prefixes that are blended for validation."""
 
     test_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
-    """Prefixes blended for the test at the end."""
+    """Prefixes that are blended for the test at the end."""
 
     train_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths"), _NO_LABELS] = None
-    """Prefixes of the labels of train_data_paths: files of the same shape, with -100 where there is no loss."""
+    """Prefixes of the labels of train_data_paths: files of the same shape, with -100 for tokens without loss."""
 
     train_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
-    """Weight of each training prefix; equal where unset."""
+    """Weight of each training prefix; by default all are equal."""
 
     valid_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("valid_data_paths"), _NO_LABELS] = None
-    """Prefixes of the labels of valid_data_paths: files of the same shape, with -100 where there is no loss."""
+    """Prefixes of the labels of valid_data_paths: files of the same shape, with -100 for tokens without loss."""
 
     valid_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each validation prefix."""
 
     test_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("test_data_paths"), _NO_LABELS] = None
-    """Prefixes of the labels of test_data_paths: files of the same shape, with -100 where there is no loss."""
+    """Prefixes of the labels of test_data_paths: files of the same shape, with -100 for tokens without loss."""
 
     test_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each test prefix."""
 
     weight_by_num_documents: Annotated[bool, OnlyWith("train_data_paths")] = False
-    """Weight prefixes by their share p of the documents, p ** alpha * (1 - p), instead of *_data_weights."""
+    """Weight each prefix by p ** alpha * (1 - p), where p is its share of the documents, instead of by
+    *_data_weights."""
 
     weighted_sampler_alpha: Annotated[NonNegativeFloat, OnlyWith("weight_by_num_documents")] = 0.3
-    """alpha of weight_by_num_documents; smaller values give small sets more weight."""
+    """The alpha of weight_by_num_documents; smaller values give small sets more weight."""
 
     pack_impl: Annotated[PackImpl, _PAIRS] = "packed"
-    """How documents make samples of seq_length + 1 tokens: `packed` joins and cuts them, `pack_until_overflow` puts as
-    many whole ones into a sample as fit, `unpacked` one into each; these two pad, and padding is not in the loss."""
+    """How documents make samples of seq_length + 1 tokens. `packed` joins and cuts them. `pack_until_overflow` puts as
+    many whole documents into a sample as fit, `unpacked` one; these two pad, and padding has no loss."""
 
     allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
     """Cut a document that is longer than a sample at its end; otherwise it is left out."""
 
     mask_prob: Annotated[float, _MASKED] = Field(0.15, gt=0, lt=1)
-    """Share of the tokens of a sample that are masked, up to max_preds_per_seq. Megatron-LM's name."""
+    """Fraction of the tokens of a sample that are masked, up to max_preds_per_seq. The name is Megatron-LM's."""
 
     short_seq_prob: Annotated[Fraction, _MASKED] = 0.1
-    """Share of the samples that are filled to a random length. Megatron-LM's name."""
+    """Fraction of the samples that are filled to a random length. The name is Megatron-LM's."""
 
     whole_word_mask: Annotated[bool, _MASKED] = False
     """Mask all pieces of a word together."""
 
     sentence_pairs: Annotated[SentencePairs, _MASKED] = "nsp"
-    """What the second sentence of half of the samples is, with bert_binary_head: `nsp` one of another document (BERT),
-    `sop` the first one (Megatron-LM, ALBERT)."""
+    """The second sentence of half of the samples, with bert_binary_head. `nsp`: a sentence of another document (BERT).
+    `sop`: the sentence before the first one (Megatron-LM, ALBERT)."""
 
     data_impl: Literal["infer", "mmap", "cached", "lazy"] = "infer"
-    """Format of the token files; `infer` reads it from the `.idx`."""
+    """Format of the token files; `infer` reads it from the `.idx` file."""
 
     mmap_warmup: bool = False
-    """Read token files once before training, to bring them into the page cache."""
+    """Read token files once before training, so that they are in the page cache."""
 
     split: Annotated[str, OnlyWith("train_data_paths", (None,))] = "969, 30, 1"
-    """Train, validation and test parts of data_path."""
+    """Parts of data_path for training, validation and test."""
 
     num_workers: NonNegativeInt = 2
-    """Threads that read ahead, each up to two batches (gpt-neox: processes); 0 reads a batch when it is needed."""
+    """Number of threads that read ahead, up to two batches each (gpt-neox: processes). With 0 a batch is read when it
+    is needed."""
 
     eod_mask_loss: Annotated[bool, _NO_LABELS] = False
     """Leave end-of-document tokens out of the loss."""
@@ -155,14 +157,14 @@ class TokenizerConfig(Section):
     """Merge rules of GPT2BPETokenizer."""
 
     padded_vocab_size: PositiveInt | None = None
-    """Rows of the embedding. Derived from the vocabulary where unset; otherwise at least the vocabulary's size, and a
-    multiple of model_parallel_size."""
+    """Rows of the embedding. By default it follows from the vocabulary; otherwise it is at least the size of the
+    vocabulary and a multiple of model_parallel_size."""
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
     """Return the fractions for training, validation and test of NeoX's `split`: `969, 30, 1`, `90/5/5` or `1`.
 
-    Further parts are ignored, as in gpt-neox (a configuration with more than three is refused by `validation`).
+    Further parts are ignored, as in gpt-neox; a rule refuses a configuration with more than three.
 
     Raises:
         ConfigError: A part is negative or no number, or all are 0.

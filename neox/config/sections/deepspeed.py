@@ -12,9 +12,8 @@ from neox.config.sections.numbers import NonNegativeFloat, NonNegativeInt, Posit
 
 _SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
 _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
-# DeepSpeed's default, and ours where the states of one sub-group are in memory and those of all are not.
-_SUB_GROUP = 1_000_000_000
-_SUB_GROUP_IN_FILES = 100_000_000
+_SUB_GROUP = 1_000_000_000  # DeepSpeed's default
+_SUB_GROUP_IN_FILES = 100_000_000  # with states in files, of which one sub-group at a time is in memory
 _NO_EFFECT = NoEffect()
 _NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
 
@@ -27,30 +26,32 @@ class OffloadSettings(Section):
         Requires("zero_optimization.stage", (3,), when=("nvme",), advice="or use cpu"),
         Requires(".nvme_path", when=("nvme",), advice="give a directory on a local disk of every host"),
     ] = "none"
-    """`cpu`: in host memory. `nvme`: in files of `nvme_path`."""
+    """`cpu`: in host memory. `nvme`: in files under `nvme_path`."""
     nvme_path: Annotated[str | None, Requires(".device", ("nvme",))] = None
     """Directory on a local disk of every host. The kernel maps its files into memory, and deletes them with the
     process."""
     pin_memory: bool | None = None
-    """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true). What is
-    in files is not pinned."""
+    """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true). Files are
+    not pinned."""
     buffer_count: Annotated[int | None, _NOT_OURS] = None
     """Number of buffers of DeepSpeed's own files, which are not used here."""
     buffer_size: Annotated[int | None, _NOT_OURS] = None
-    """Elements of a buffer."""
+    """Number of elements in such a buffer."""
     max_in_cpu: Annotated[int | None, _NOT_OURS] = None
-    """Elements that stay in host memory."""
+    """Number of elements that stay in host memory."""
     pipeline_read: Annotated[bool | None, _NOT_OURS] = None
-    """Read ahead of the update: it always is."""
+    """Whether to read ahead of the update; here this always happens."""
     pipeline_write: Annotated[bool | None, _NOT_OURS] = None
-    """Write behind the update: it always is."""
+    """Whether to write behind the update; here this always happens."""
     fast_init: Annotated[bool | None, _NOT_OURS] = None
-    """Another way to write the first states."""
+    """Another of DeepSpeed's ways to write the first states."""
 
     @property
     def directory(self) -> str | None:
-        """Directory of the files that hold what is offloaded; None where host memory does."""
-        return self.nvme_path if self.device == "nvme" else None
+        """Directory of the files that hold what is offloaded; None if host memory holds it."""
+        if self.device != "nvme":
+            return None
+        return self.nvme_path
 
 
 class ZeroSettings(Section):
@@ -66,49 +67,50 @@ class ZeroSettings(Section):
             advice="use stage 1, or pipe_parallel_size 1 with model_parallel_size for the rest",
         ),
     ] = 0
-    """What is sharded over data-parallel ranks. 0: nothing; 1: optimizer states; 2: gradients too; 3: weights too."""
+    """What is sharded over data-parallel ranks. 0: nothing; 1: optimizer states; 2: also gradients; 3: also weights."""
     contiguous_gradients: Annotated[bool | None, _SHARDED] = None
     """Copy gradients to a contiguous buffer."""
     reduce_scatter: Annotated[bool | None, _SHARDED] = None
-    """Reduce-scatter in place of all-reduce."""
+    """Use reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Annotated[PositiveInt | None, _SHARDED] = None
-    """Elements reduced at once."""
+    """Number of elements that are reduced at once."""
     allgather_partitions: Annotated[bool | None, _SHARDED] = None
-    """All-gather in place of broadcasts."""
+    """Use all-gather instead of broadcasts."""
     allgather_bucket_size: Annotated[NonNegativeInt | None, _SHARDED] = None
-    """Elements gathered at once."""
+    """Number of elements that are gathered at once."""
     overlap_comm: Annotated[bool | None, _SHARDED] = None
-    """Overlap reduction with the backward pass; dropped with a note under pipeline stages."""
+    """Overlap the reduction with the backward pass; left out, with a note, if there are pipeline stages."""
     load_from_fp32_weights: Annotated[bool | None, _NO_EFFECT] = None
-    """DeepSpeed's way to load a checkpoint; changes nothing here, with a note."""
+    """DeepSpeed's way to load a checkpoint. It changes nothing here, with a note."""
     elastic_checkpoint: Annotated[bool | None, _NO_EFFECT] = None
-    """DeepSpeed's elastic checkpoints; changes nothing here, with a note: every checkpoint loads at any degrees."""
+    """DeepSpeed's elastic checkpoints. The key changes nothing here, with a note: every checkpoint loads at any
+    degrees."""
     round_robin_gradients: Annotated[bool | None, _SHARDED] = None
-    """Distribute gradients over ranks round-robin (stage 2 offload)."""
+    """Distribute gradients over ranks in turn (stage 2 with offload)."""
     ignore_unused_parameters: Annotated[bool | None, _SHARDED] = None
-    """Tolerate parameters without gradient (stage 2)."""
+    """Accept parameters without a gradient (stage 2)."""
     cpu_offload: bool | None = None
     """Old name of `offload_optimizer: {device: cpu}`."""
     offload_optimizer: OffloadSettings | None = None
-    """Where optimizer states and fp32 weights are, and where they are updated: on the device, or with `{device: cpu}`
-    in host memory by the host's cores. With stages 1, 2 and 3. `{device: nvme, nvme_path: DIRECTORY}`: in files, with
-    stage 3."""
+    """Where optimizer states and fp32 weights are kept and updated. `{device: cpu}`: in host memory, by the cores of
+    the host, with stages 1, 2 and 3. `{device: nvme, nvme_path: DIRECTORY}`: in files, with stage 3. Without it: on the
+    device."""
     offload_param: OffloadSettings | None = None
-    """Where the weights are between uses: `{device: cpu}` is host memory, `{device: nvme, nvme_path: DIRECTORY}` files.
-    With stage 3 and offload_optimizer."""
+    """Where weights are kept between uses, with stage 3 and offload_optimizer. `{device: cpu}`: in host memory.
+    `{device: nvme, nvme_path: DIRECTORY}`: in files."""
     sub_group_size: Annotated[PositiveInt | None, _SHARDED_WEIGHTS] = None
-    """Elements updated at once (stage 3). Default: 1e9, and 1e8 with states on NVMe, as those of one sub-group are in
-    host memory."""
+    """Number of elements that are updated at once (stage 3). By default 1e9, and 1e8 with states on NVMe, because the
+    states of one sub-group are in host memory then."""
     stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
-    """Largest number of gathered parameters kept."""
+    """Largest number of gathered parameters that are kept."""
     stage3_max_reuse_distance: Annotated[int | None, _SHARDED_WEIGHTS] = None
-    """Parameters that are used again within this many are kept."""
+    """Gathered parameters are kept if they are used again within this many parameters."""
     stage3_prefetch_bucket_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
-    """Parameters fetched in advance."""
+    """Number of parameters that are fetched in advance."""
     stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
-    """Smaller parameters are not sharded."""
+    """Parameters with fewer elements are not sharded."""
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, _NO_EFFECT] = None
-    """DeepSpeed's way to save; changes nothing here, with a note: a layer is gathered at a time."""
+    """DeepSpeed's way to save. It changes nothing here, with a note: layers are gathered one by one."""
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -122,18 +124,26 @@ class ZeroSettings(Section):
 
     @property
     def states_directory(self) -> str | None:
-        """Directory of the files that hold optimizer states; None where memory does."""
-        return self.offload_optimizer.directory if self.offload_optimizer is not None else None
+        """Directory of the files that hold optimizer states; None if memory holds them."""
+        if self.offload_optimizer is None:
+            return None
+        return self.offload_optimizer.directory
 
     @property
     def weights_directory(self) -> str | None:
-        """Directory of the files that hold weights; None where memory does."""
-        return self.offload_param.directory if self.offload_param is not None else None
+        """Directory of the files that hold weights; None if memory holds them."""
+        if self.offload_param is None:
+            return None
+        return self.offload_param.directory
 
     @property
     def updated_at_once(self) -> int:
-        """Elements that ZeRO 3 updates at once, at most; a parameter is not divided."""
-        return self.sub_group_size or (_SUB_GROUP if self.states_directory is None else _SUB_GROUP_IN_FILES)
+        """Largest number of elements that ZeRO 3 updates at once; a parameter is not divided."""
+        if self.sub_group_size is not None:
+            return self.sub_group_size
+        if self.states_directory is None:
+            return _SUB_GROUP
+        return _SUB_GROUP_IN_FILES
 
 
 def _is_on(block: OffloadSettings | None) -> bool:
@@ -141,22 +151,22 @@ def _is_on(block: OffloadSettings | None) -> bool:
 
 
 class Fp16Settings(Section):
-    """DeepSpeed's `fp16` block, with v2.0's two own keys."""
+    """DeepSpeed's `fp16` block, with two keys of gpt-neox v2.0."""
 
     enabled: bool | None = None
     """Train in fp16 (in bf16 with v2.0's `type: bfloat16`)."""
     fp16: bool | None = None
-    """v2.0's old name of `enabled`."""
+    """Old name of `enabled`, from gpt-neox v2.0."""
     type: Literal["fp16", "bfloat16", "bf16"] | None = None
-    """v2.0's way to ask for bf16."""
+    """gpt-neox v2.0's way to ask for bf16."""
     loss_scale: NonNegativeFloat | None = None
-    """Fixed loss scale; 0 is dynamic."""
+    """Fixed loss scale; 0 makes it dynamic."""
     initial_scale_power: int | None = None
     """The first dynamic loss scale is 2 to this power."""
     loss_scale_window: PositiveInt | None = None
-    """Steps without overflow before the scale doubles."""
+    """Number of steps without overflow after which the scale doubles."""
     hysteresis: NonNegativeInt | None = None
-    """Overflows tolerated before the scale halves."""
+    """Number of overflows after which the scale halves."""
     consecutive_hysteresis: bool | None = None
     """Restore the hysteresis after every step without overflow."""
     min_loss_scale: PositiveInt | None = None
@@ -171,15 +181,15 @@ class Bf16Settings(Section):
     enabled: bool = False
     """Train in bf16."""
     immediate_grad_update: Annotated[bool, OnlyWith("zero_optimization.stage", (0, 1))] = True
-    """Add each bf16 gradient to the accumulated ones as soon as the backward pass has it, and release it: 18 instead of
-    20 bytes per parameter, and the same numbers (ZeRO 1, and pipeline stages)."""
+    """Add each bf16 gradient to the accumulated ones as soon as the backward pass has computed it, and release it. This
+    takes 18 instead of 20 bytes per parameter and gives the same numbers (ZeRO 1, and pipeline stages)."""
 
 
 class DataTypesSettings(Section):
     """DeepSpeed's `data_types` block."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """Format in which gradients are accumulated; fp32 by default for bf16 with ZeRO >= 1."""
+    """Format in which gradients are accumulated. By default fp32 for bf16 with ZeRO 1 or more."""
 
 
 class FlopsProfilerSettings(Section):
@@ -188,15 +198,15 @@ class FlopsProfilerSettings(Section):
     enabled: bool = False
     """Profile one step."""
     profile_step: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """The step that is profiled."""
+    """Number of the step that is profiled."""
     module_depth: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """Depth of the modules shown."""
+    """Depth of the modules that are shown."""
     top_modules: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
-    """Number of modules shown."""
+    """Number of modules that are shown."""
     detailed: Annotated[bool | None, OnlyWith("flops_profiler.enabled")] = None
     """Show every module."""
     output_file: Annotated[str | None, OnlyWith("flops_profiler.enabled")] = None
-    """File the profile is written to."""
+    """File that the profile is written to."""
 
 
 class CommsLoggerSettings(Section):
@@ -209,20 +219,20 @@ class CommsLoggerSettings(Section):
     prof_all: Annotated[bool | None, OnlyWith("comms_logger.enabled")] = None
     """Profile all calls."""
     debug: Annotated[bool | None, OnlyWith("comms_logger.enabled")] = None
-    """Log callers."""
+    """Log which function called."""
 
 
 class DeepSpeedConfig(Section):
     """DeepSpeed's settings under their own names."""
 
     train_batch_size: PositiveInt | None = None
-    """Samples per optimizer step over all ranks = micro batch x accumulation steps x data-parallel size."""
+    """Number of samples per optimizer step over all ranks: micro batch x accumulation steps x data-parallel size."""
 
     train_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Samples per forward pass on one data-parallel rank."""
+    """Number of samples per forward pass on one data-parallel rank."""
 
     gradient_accumulation_steps: PositiveInt | None = None
-    """Forward passes per optimizer step. Derived where the other two are given (gpt-neox v2.0 assumed 1)."""
+    """Number of forward passes per optimizer step. It follows if the other two are given (gpt-neox v2.0 assumed 1)."""
 
     fp16: Fp16Settings | None = None
     """fp16 with a dynamic loss scale: `{enabled: true, ...}`."""
@@ -252,25 +262,26 @@ class DeepSpeedConfig(Section):
     """Divisor of prescale_gradients."""
 
     zero_allow_untested_optimizer: bool = False
-    """Let DeepSpeed run ZeRO with an optimizer it does not know."""
+    """Let DeepSpeed run ZeRO with an optimizer that it does not know."""
 
     steps_per_print: PositiveInt = 10
-    """Steps between DeepSpeed's own lines on the terminal."""
+    """Number of steps between DeepSpeed's own lines on the terminal."""
 
     wall_clock_breakdown: bool = False
-    """Time forward and backward passes, the reduction of gradients with what stages send each other, and the optimizer:
-    `timers/*` in the metrics, and a line on the terminal. The device is synchronised around each, so steps take
-    longer."""
+    """Time forward and backward passes, the reduction of gradients (with what stages send each other) and the
+    optimizer: `timers/*` in the metrics, and a line on the terminal. The device is synchronised before and after each,
+    so steps take longer."""
 
     dump_state: bool = False
-    """DeepSpeed prints its engine's state at the start."""
+    """Let DeepSpeed print the state of its engine at the start."""
 
     deepspeed_extra_args: dict[str, Any] | None = None
-    """Block of keys of this section, which later gpt-neox passes to DeepSpeed; read as if given at the top level."""
+    """Block of keys of this section that later gpt-neox passes to DeepSpeed. They are read as if they were given at the
+    top level."""
 
     activation_checkpointing: dict[str, Any] | None = None
     """DeepSpeed's block, read as if its flat keys were given: `{partition_activations: true, cpu_checkpointing: true}`.
-    Recomputation itself is checkpoint_activations."""
+    checkpoint_activations switches recomputation on."""
 
     flops_profiler: FlopsProfilerSettings | None = None
     """DeepSpeed's FLOPs profiler."""

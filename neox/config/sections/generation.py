@@ -19,60 +19,61 @@ class GenerationConfig(Section):
     """Sampling temperature; 0 is greedy."""
 
     top_p: Fraction = 0.0
-    """Sample from the smallest set of tokens with this probability; 0 is off. With `temperature` 0 it samples at 1."""
+    """Sample from the smallest set of tokens that has this probability; 0 is off. If `temperature` is 0, sampling is at
+    1."""
 
     top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens; 0 is off. With `temperature` 0 it samples at 1."""
+    """Sample from this many most likely tokens; 0 is off. If `temperature` is 0, sampling is at 1."""
 
     return_logits: bool = False
     """Also write the logits of generated tokens."""
 
     maximum_tokens: PositiveInt = 64
-    """Largest number of tokens generated for a prompt."""
+    """Largest number of tokens that are generated for a prompt."""
 
     minimum_tokens: NonNegativeInt = 0
-    """Tokens generated for a prompt before it may end."""
+    """Number of tokens that are generated for a prompt before it may end."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Divides (or, below zero, multiplies) the logits of tokens already in the text; 1 is off."""
+    """Number by which the logits of tokens in the text are divided (multiplied if they are below zero); 1 is off."""
 
     stop_strings: tuple[str, ...] = ()
     """Strings that end a continuation; they are not part of it."""
 
     num_beams: PositiveInt = 1
-    """More than 1: beam search with that many beams, instead of sampling."""
+    """Number of beams. More than 1 means beam search instead of sampling."""
 
     length_penalty: float = 1.0
     """Beams are ranked by log-probability / length ** length_penalty."""
 
     generation_batch_size: PositiveInt = 8
-    """Prompts continued in one batch, and sequences scored in one batch."""
+    """Number of prompts that are continued in one batch, and of sequences that are scored in one batch."""
 
     prompt_end: Annotated[str, OnlyWith("text_gen_type", ("interactive",))] = "\n"
     """Text that ends a prompt typed interactively."""
 
     sample_input_file: str | None = None
-    """File of prompts, one per line."""
+    """File of prompts, one in each line."""
 
     sample_output_file: str = "samples.txt"
-    """File the completions are written to."""
+    """File that the completions are written to."""
 
     num_samples: PositiveInt = 1
     """Number of samples without a prompt (text_gen_type: unconditional)."""
 
     num_return_sequences: PositiveInt = 1
-    """Continuations of each prompt of an input file."""
+    """Number of continuations of each prompt of an input file."""
 
     inference_precision: Literal["fp32", "fp16", "bf16"] | None = None
-    """Number format of the weights in generation and evaluation; that of training where unset. fp32 gives the same
-    tokens and scores for every layout of ranks and batches; half precision rounds differently with each."""
+    """Number format of the weights in generation and evaluation, by default that of training. fp32 gives the same
+    tokens and scores for every layout of ranks and batches; half precision rounds differently in each."""
 
     recompute: bool = False
     """Generate without a cache of keys and values."""
 
     cuda_graphs: bool = False
-    """Record a step of decoding as a CUDA graph for each batch and replay it, where the model is on one GPU. With
-    tensor or pipeline ranks, and on CPUs, steps are always run one by one."""
+    """Record a step of decoding as a CUDA graph for each batch, and replay it, if the model is on one GPU. With tensor
+    or pipeline ranks, and on CPUs, steps are always run one by one."""
 
     eval_results_prefix: str = ""
     """Prefix of evaluation result files."""
@@ -84,11 +85,12 @@ class GenerationConfig(Section):
     `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
 
     eval_stride: PositiveInt | None = None
-    """Tokens by which the windows of a perplexity advance, each seq_length long; no overlap where unset."""
+    """Number of tokens by which the windows of a perplexity advance; each is seq_length long. By default they do not
+    overlap."""
 
     eval_num_fewshot: NonNegativeInt | None = None
-    """Examples shown before each question of harness tasks; the task's own number where unset."""
+    """Number of examples shown before each question of harness tasks; by default the task's own number."""
 
     eval_limit: PositiveInt | None = None
-    """Score only the first so many examples of each task, for a quick look: passages of `lambada=`, documents of
-    `perplexity=`, articles of `wikitext=`, and the examples of a harness task."""
+    """Score only this many examples of each task, for a quick look: passages of `lambada=`, documents of `perplexity=`,
+    articles of `wikitext=`, and the examples of a harness task."""

@@ -48,31 +48,34 @@ def _norms_of(epsilon_key: str) -> OnlyWith:
 
 
 class SparsityConfig(Section):
-    """Patterns of sparse attention, in blocks of tokens; unset settings have the default of each pattern."""
+    """Patterns of sparse attention, in blocks of tokens. A setting that is not given has the default of its pattern."""
 
     block: Annotated[PositiveInt | None, _only(*SPARSITY)] = None
-    """Tokens in a block; 16 where unset. seq_length must be a multiple."""
+    """Number of tokens in a block, by default 16. seq_length must be a multiple of it."""
     different_layout_per_head: Annotated[bool | None, _only("sparse_fixed", "sparse_variable", "bigbird")] = None
-    """Heads have different random blocks or global patterns."""
+    """Whether heads have different random blocks or global patterns."""
     num_local_blocks: Annotated[PositiveInt | None, _only("local", "sparse_fixed")] = None
-    """`sparse_fixed`: blocks in a local window; `local`: twice the earlier blocks seen. 4 where unset."""
+    """`sparse_fixed`: number of blocks in a local window. `local`: twice the number of earlier blocks that a block
+    sees. By default 4."""
     num_global_blocks: Annotated[PositiveInt | None, _only("sparse_fixed", "bigbird")] = None
-    """`sparse_fixed`: last blocks of each window that all later ones see; `bigbird`: first blocks, which see and are
-    seen by all. 1 where unset."""
+    """`sparse_fixed`: number of last blocks of each window that all later blocks see. `bigbird`: number of first
+    blocks, which see all blocks and which all blocks see. By default 1."""
     num_different_global_patterns: Annotated[PositiveInt | None, _only("sparse_fixed")] = None
-    """Heads take turns in which blocks of a window are global; with different_layout_per_head."""
+    """Number of patterns of global blocks in a window, which heads use in turn; with different_layout_per_head."""
     num_random_blocks: Annotated[NonNegativeInt | None, _only("sparse_variable", "bigbird")] = None
-    """Earlier blocks drawn for each block. `bigbird`: 1, `sparse_variable`: 0 where unset."""
+    """Number of earlier blocks that are drawn for each block, by default 1 for `bigbird` and 0 for
+    `sparse_variable`."""
     random_seed: Annotated[int | None, _only("sparse_variable", "bigbird")] = None
-    """Seed of random blocks, which depend on it, the layer and the head alone; 1234 where unset. Not gpt-neox's."""
+    """Seed of the random blocks, by default 1234. They depend only on the seed, the layer and the head. (gpt-neox has
+    no such key.)"""
     local_window_blocks: Annotated[tuple[int, ...] | None, _only("sparse_variable")] = Field(None, min_length=1)
-    """Blocks in each local window, the last size repeated; [4] where unset."""
+    """Numbers of blocks in the local windows, by default [4]. Further windows have the last size."""
     global_block_indices: Annotated[tuple[int, ...] | None, _only("sparse_variable", "bslongformer")] = None
-    """Blocks that all later ones see, and in `bslongformer` that see all; [0] where unset."""
+    """Blocks that all later blocks see, and that see all blocks in `bslongformer`. By default [0]."""
     global_block_end_indices: Annotated[tuple[int, ...] | None, _only("sparse_variable", "bslongformer")] = None
     """Makes each of global_block_indices a range that ends before this block."""
     num_sliding_window_blocks: Annotated[PositiveInt | None, _only("local", "bigbird", "bslongformer")] = None
-    """Width of the sliding window around a block, of which earlier blocks are half; 3 where unset."""
+    """Width of the sliding window around a block, half of which are earlier blocks. By default 3."""
 
 
 class SoftPromptSettings(Section):
@@ -91,11 +94,12 @@ class SoftPromptSettings(Section):
     ] = True
     """Whether there is a soft prompt."""
     num_tokens: PositiveInt = 10
-    """Vectors of the prompt. They lengthen the sequence that the network computes, not that of the data."""
+    """Number of vectors. They make the sequence that the network computes longer, not that of the data."""
     init_string: str = ""
-    """Text whose tokens' vectors, repeated or cut to num_tokens, the prompt starts as; needs the tokenizer."""
+    """Text from which the prompt starts: the vectors of its tokens, repeated or cut to num_tokens. Needs the
+    tokenizer."""
     init_range: PositiveFloat = 0.5
-    """Without init_string the prompt starts uniform in [-init_range, init_range]."""
+    """Without init_string, the prompt starts from uniform numbers in [-init_range, init_range]."""
 
 
 MUP_INIT_METHODS = ("normal", "scaled_normal", "wang_init", "small_init")
@@ -113,108 +117,112 @@ class ModelConfig(Section):
     """Shapes, positions, residuals, attention and initial weights."""
 
     precision: Literal["auto", "fp16", "fp32", "bfloat16", "bf16"] | None = None
-    """Number format of the forward and backward pass. `fp16` and `bf16` blocks say the same in DeepSpeed's words; a
-    contradiction is refused. Unset everywhere means fp32. `auto` is bf16 if every host trains faster in it (GPUs of
-    compute capability 8.0 or more, CPUs with AMX or ARM's bf16, AMD's CPUs with AVX512-BF16), else fp32; a run that
-    goes on from a checkpoint keeps the checkpoint's precision."""
+    """Number format of the forward and backward pass, by default fp32. The blocks `fp16` and `bf16` say the same in
+    DeepSpeed's words; a contradiction is refused. `auto` is bf16 if every host trains faster in it (GPUs of compute
+    capability 8.0 or more, CPUs with AMX or ARM's bf16, AMD's CPUs with AVX512-BF16), else fp32; a run that resumes
+    from a checkpoint keeps its precision."""
 
     objective: Literal["causal_lm", "masked_lm"] = "causal_lm"
-    """What the network learns: `causal_lm` predicts each next token; `masked_lm` is BERT (arXiv:1810.04805), whose
-    tokens attend to all others and which predicts tokens that were masked."""
+    """What the network learns: `causal_lm` predicts each next token. `masked_lm` is BERT (arXiv:1810.04805): tokens
+    attend to all others, and masked tokens are predicted."""
 
     bert_binary_head: Annotated[bool, _MASKED] = True
-    """Also predict from the first token whether the second sentence follows the first. Megatron-LM's name."""
+    """Also predict from the first token whether the second sentence follows the first. The name is Megatron-LM's."""
 
     num_tokentypes: Annotated[int | None, _NEEDS_MASKED] = Field(None, ge=0, le=1_000)
-    """Rows of the table of token types, which tell the sentences of a pair apart; 2 where unset with bert_binary_head,
-    else 0. Megatron-LM's name."""
+    """Rows of the table of token types, which tell the sentences of a pair apart. By default 2 with bert_binary_head,
+    else 0. The name is Megatron-LM's."""
 
     embed_layernorm: Annotated[bool, _NEEDS_MASKED] = False
-    """Normalise the sum of the embeddings, as BERT does and Megatron-LM's BERT does not."""
+    """Normalise the sum of the embeddings, as BERT does. Megatron-LM's BERT does not."""
 
     max_preds_per_seq: Annotated[PositiveInt | None, _MASKED] = None
-    """Most masked tokens of a sample, which alone go through the head. 15 % of seq_length, rounded up to a multiple of
-    10, where unset. Megatron-LM's name."""
+    """Largest number of masked tokens in a sample; only these go through the head. By default 15 % of seq_length,
+    rounded up to a multiple of 10. The name is Megatron-LM's."""
 
     num_layers: int | None = Field(None, ge=1, le=1_000)
-    """Transformer layers. Required."""
+    """Number of transformer layers. Required."""
 
     hidden_size: int | None = Field(None, ge=1, le=2**24)
     """Width of the hidden states. Required; a multiple of num_attention_heads."""
 
     num_attention_heads: PositiveInt | None = None
-    """Attention heads. Required; a multiple of model_parallel_size."""
+    """Number of attention heads. Required; a multiple of model_parallel_size."""
 
     num_kv_heads: NonNegativeInt | None = None
-    """Heads of keys and values, each shared by num_attention_heads / num_kv_heads neighbouring heads of queries
-    (arXiv:2305.13245); a multiple of model_parallel_size. num_attention_heads where unset or 0."""
+    """Number of heads of keys and values, by default (and with 0) num_attention_heads. Each is shared by
+    num_attention_heads / num_kv_heads neighbouring heads of queries (arXiv:2305.13245). A multiple of
+    model_parallel_size."""
 
     head_dim: PositiveInt | None = None
-    """Width of an attention head. hidden_size / num_attention_heads where unset."""
+    """Width of an attention head, by default hidden_size / num_attention_heads."""
 
     intermediate_size: PositiveInt | None = None
-    """Inner width of an MLP without a gate; of a gated one, two thirds of it are divided between its two halves, as in
-    later gpt-neox: 32768 with mlp_multiple_of 256 gives 11008. 4 x hidden_size where unset."""
+    """Inner width of an MLP without a gate, by default 4 x hidden_size. In a gated MLP each of the two halves is a
+    third of it, as in later gpt-neox: 32768 with mlp_multiple_of 256 gives 11008."""
 
     expansion_factor: Annotated[PositiveFloat | None, Excludes("intermediate_size")] = None
     """intermediate_size as a multiple of hidden_size."""
 
     mlp_multiple_of: PositiveInt | None = None
-    """The inner width that follows from intermediate_size or expansion_factor is rounded up to a multiple of this; 1
-    where unset. `geglu` without any of the three is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
+    """The inner width that follows from intermediate_size or expansion_factor is rounded up to a multiple of this, by
+    default 1. If none of the three is given, `geglu` is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
 
     mlp_width: Annotated[
         PositiveInt | None, Excludes("intermediate_size"), Excludes("expansion_factor"), Excludes("mlp_multiple_of")
     ] = None
-    """Inner width of the MLP itself, gated or not (Hugging Face's `intermediate_size`), instead of the three above."""
+    """Inner width of the MLP itself, gated or not (Hugging Face's `intermediate_size`), in place of the three keys
+    above."""
 
     seq_length: PositiveInt | None = None
-    """Tokens in one sample. Required."""
+    """Number of tokens in a sample. Required."""
 
     max_position_embeddings: PositiveInt | None = None
-    """Longest sequence positions exist for; at least seq_length. Required in gpt-neox; seq_length where unset."""
+    """Length of the longest sequence that has positions, by default seq_length (gpt-neox requires the key). At least
+    seq_length."""
 
     norm: NormName = "layernorm"
     """Normalisation layer. `rmsnorm` adds its epsilon inside the root, as later gpt-neox and Hugging Face do;
-    `rmsnorm_v2.0` outside, as gpt-neox v2.0 does for `rmsnorm`. `te_layernorm` and `te_rmsnorm` are `layernorm` and
-    `rmsnorm`."""
+    `rmsnorm_v2.0` adds it outside, as `rmsnorm` of gpt-neox v2.0 does. `te_layernorm` and `te_rmsnorm` mean `layernorm`
+    and `rmsnorm`."""
 
     layernorm_epsilon: Annotated[PositiveFloat, _norms_of("layernorm_epsilon")] = 1e-5
-    """Added to the variance inside LayerNorm."""
+    """Number added to the variance inside LayerNorm."""
 
     rms_norm_epsilon: Annotated[PositiveFloat, _norms_of("rms_norm_epsilon")] = 1e-8
-    """Added to the mean square inside RMSNorm."""
+    """Number added to the mean square inside RMSNorm."""
 
     scalenorm_epsilon: Annotated[PositiveFloat, _norms_of("scalenorm_epsilon")] = 1e-8
-    """Smallest length of hidden states that ScaleNorm divides by."""
+    """Smallest norm by which ScaleNorm divides hidden states."""
 
     pos_emb: Annotated[
         PositionsName,
         _not_masked("it counts distances to earlier tokens only", when=("alibi", "rpe"), advice="use learned"),
     ] = "learned"
-    """How positions enter the network: `learned` and `sinusoidal` vectors are added to the tokens', `rotary` positions
-    rotate queries and keys, `alibi` lowers scores with the distance, `rpe` adds a learned number to scores by distance
-    (T5's buckets, one table for all blocks)."""
+    """How positions enter the network: `learned` and `sinusoidal` vectors are added to the tokens' vectors, `rotary`
+    positions rotate queries and keys, `alibi` lowers scores with the distance, and `rpe` adds a learned number for each
+    distance to scores (T5's buckets, one table for all blocks)."""
 
     rpe_num_buckets: Annotated[int, OnlyWith("pos_emb", ("rpe",))] = Field(32, ge=2, le=100_000)
-    """Rows of the table of relative positions: the first half for one distance each, the second for ranges."""
+    """Rows of the table of relative positions. Each row of the first half is for one distance, each row of the second
+    half for a range."""
 
     rpe_max_distance: Annotated[int, OnlyWith("pos_emb", ("rpe",))] = Field(128, ge=2)
     """Distance from which on all tokens share the last row of the table of relative positions."""
 
     opt_pos_emb_offset: Annotated[NonNegativeInt, OnlyWith("pos_emb", ("learned",))] = 0
-    """Rows of the table of learned positions before that of position 0 (2 for OPT). They are among its
+    """Number of rows in the table of learned positions that come before position 0 (2 for OPT). They count among its
     max_position_embeddings rows."""
 
     rotary_pct: Annotated[PositiveFraction, OnlyWith("pos_emb", ("rotary",))] = 1.0
-    """Part of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
+    """Fraction of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
 
     rotary_emb_base: Annotated[PositiveInt, OnlyWith("pos_emb", ("rotary",))] = 10000
     """Base of the rotary frequencies."""
 
     rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
-    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: `rope_type` `linear`, `llama3` or
-    `yarn` with its settings, such as `{rope_type: linear, factor: 2.0}`."""
+    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: a `rope_type` (`linear`, `llama3`
+    or `yarn`) with its settings, such as `{rope_type: linear, factor: 2.0}`."""
 
     no_weight_tying: Annotated[bool, _not_masked("its head multiplies by the embedding's weight")] = False
     """Give the head a weight of its own instead of the embedding's."""
@@ -230,14 +238,14 @@ class ModelConfig(Section):
         replace(_NEEDS_MASKED, when=("post",)),
         Excludes("gpt_j_residual", when=("output", "post")),
     ] = "input"
-    """Whether attention and MLP read normalised hidden states, or their results are normalised before they are added
-    (`output`, OLMo-2), or the sum is normalised (`post`, BERT)."""
+    """What is normalised: the `input` of attention and MLP, their `output` before it is added to the residual (OLMo-2),
+    or the residual after it (`post`, BERT)."""
 
     use_bias_in_attn_linear: bool = True
     """Biases in the projections of attention."""
 
     use_bias_in_qkv: bool | None = None
-    """Biases of queries, keys and values alone. use_bias_in_attn_linear where unset."""
+    """Biases of queries, keys and values, by default as use_bias_in_attn_linear."""
 
     use_bias_in_mlp: bool = True
     """Biases in both projections of the MLP."""
@@ -250,16 +258,17 @@ class ModelConfig(Section):
         Excludes("qk_norm", ("head", "full"), reason="these are two norms of the same vectors"),
         Requires("norm", _SIMPLE_NORMS, advice="use norm layernorm or rmsnorm"),
     ] = False
-    """Normalise queries and keys as later gpt-neox does: with the network's norm, rmsnorm over each head's dimensions
-    or layernorm over all heads', and one scale of every head and dimension for both."""
+    """Normalise queries and keys as later gpt-neox does: with the network's norm, over the dimensions of each head for
+    rmsnorm and of all heads for layernorm. Queries and keys share one scale with a number for every dimension of every
+    head."""
 
     qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalise queries and keys: `head` is RMSNorm over each head's dimensions, with one scale for the heads of
-    queries and one for those of keys (Qwen3); `full` is RMSNorm over all heads' dimensions (OLMo-2)."""
+    """Normalise queries and keys. `head`: RMSNorm over the dimensions of each head, with one scale for all heads of
+    queries and one for all heads of keys (Qwen3). `full`: RMSNorm over the dimensions of all heads (OLMo-2)."""
 
     sliding_window_width: Annotated[PositiveInt | None, _not_masked("windows see earlier tokens only")] = None
-    """Tokens that a token attends to, itself included, in blocks of kind `flash` or `sliding_window`; in all blocks
-    without attention_config. (gpt-neox's kernel sees one token more.)"""
+    """Number of tokens that a token attends to, including itself, in blocks of kind `flash` or `sliding_window`;
+    without attention_config in all blocks. (gpt-neox's kernel sees one token more.)"""
 
     output_layer_parallelism: Annotated[Literal["row", "column"], OnlyWith("no_weight_tying")] = "row"
     """Which dimension of the untied head is split over tensor ranks."""
@@ -267,9 +276,9 @@ class ModelConfig(Section):
     activation: Annotated[
         ActivationName, _not_masked("its head uses the activation without a gate", when=_GATED, advice="use gelu")
     ] = "gelu"
-    """MLP activation. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation. `geglu`,
-    `swiglu`, `reglu`, `glu` and `bilinear` gate one half of the MLP's first product by gelu, silu, relu, the sigmoid or
-    nothing of the other."""
+    """Activation of the MLP. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation. In
+    `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`, one half of the MLP's first product is multiplied by gelu, silu,
+    relu, the sigmoid or the identity of the other half."""
 
     bias_gelu_fusion: Annotated[bool, _GELU] = False
     """Add the bias and apply the tanh approximation of gelu in one kernel."""
@@ -283,19 +292,21 @@ class ModelConfig(Section):
     """Scale, padding mask and softmax of attention scores in one kernel."""
 
     apply_query_key_layer_scaling: bool = False
-    """Divide attention scores by the layer's number, and multiply by it in the softmax, against overflow in fp16."""
+    """Divide attention scores by the number of the layer and multiply them by it again in the softmax, to avoid
+    overflows in fp16."""
 
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
     kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `sliding_window` is `flash` with
-    sliding_window_width. `gmlp` and `amlp` gate over positions instead (gMLP); they generate without a cache."""
+    sliding_window_width. `gmlp` and `amlp` gate over positions instead of attending (gMLP); they generate without a
+    cache."""
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""
 
     soft_prompt_tuning: SoftPromptSettings | None = None
-    """Train a soft prompt for a network that does not change: give the network's checkpoint as `load` with
-    `finetune: true`."""
+    """Train a soft prompt for a network that does not change. Give the network's checkpoint as `load`, with `finetune:
+    true`."""
 
     gmlp_attn_dim: Annotated[PositiveInt, _only("amlp")] = 64
     """Width of the attention in `amlp` blocks."""
@@ -314,7 +325,7 @@ class ModelConfig(Section):
 
     @property
     def predicted_tokens(self) -> int | None:
-        """Tokens of a sample that go through the head of a masked language model; None where all do."""
+        """Tokens of a sample that go through the head of a masked language model; None if all do."""
         if self.objective != "masked_lm" or self.seq_length is None:
             return None
         return self.max_preds_per_seq or min(self.seq_length, ceil(0.15 * self.seq_length / 10) * 10)

@@ -43,7 +43,7 @@ class OptimizerSettings(Section):
     which freeze its matrices."""
 
     params: AnyParams = Field(default_factory=AdamParams, validate_default=True)
-    """Numbers of the optimizer; which there are depends on its type."""
+    """Numbers of the optimizer; its type decides which there are."""
 
     @field_validator("type")
     @classmethod
@@ -54,9 +54,12 @@ class OptimizerSettings(Section):
         if (reason := REFUSED.get(plain_name(value))) is not None:
             raise PydanticCustomError("optimizer_type", "is not supported: {reason}", {"reason": reason})
         spellings = {plain_name(name): name for name in optimizer_names()}
-        near = [spellings[name] for name in difflib.get_close_matches(plain_name(value), spellings, n=1)]
-        own = ", ".join(kind.names[0] for kind in OPTIMIZERS.values())
-        advice = f"did you mean {near[0]}?" if near else f"use one of {own}"
+        near = difflib.get_close_matches(plain_name(value), spellings, n=1)
+        if near:
+            advice = f"did you mean {spellings[near[0]]}?"
+        else:
+            names = ", ".join(kind.names[0] for kind in OPTIMIZERS.values())
+            advice = f"use one of {names}"
         raise PydanticCustomError("optimizer_type", "is not implemented; {advice}", {"advice": advice})
 
     @field_validator("params", mode="wrap")
@@ -100,20 +103,20 @@ class OptimizerConfig(Section):
     """Optimizer and weight decay."""
 
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    """`{type: Adam, params: {lr, betas, eps}}`. Absent: Adam with lr 0.001, betas (0.9, 0.999), eps 1e-8."""
+    """`{type: Adam, params: {lr, betas, eps}}`. By default Adam with lr 0.001, betas (0.9, 0.999) and eps 1e-8."""
 
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay, not applied to biases and norms."""
+    """Decoupled weight decay. Biases and norms do not decay."""
 
     use_mup: Annotated[
         bool,
         Requires("mup_base_hidden_size", advice="give the hidden_size at which lr was tuned"),
         Excludes("objective", ("masked_lm",), reason="muP's factors of a masked language model are not known here"),
     ] = False
-    """Maximal update parametrisation (arXiv:2203.03466), under which a learning rate tuned at mup_base_hidden_size fits
-    any hidden_size: with m = hidden_size / mup_base_hidden_size, matrices between hidden states start at
-    1 / sqrt(m) of the deviation that init_method gives at the base and have 1 / m of the learning rate (and m times the
-    weight decay), logits are divided by m, and scores of attention by the head size instead of its root."""
+    """Maximal update parametrisation (arXiv:2203.03466): a learning rate that was tuned at mup_base_hidden_size fits
+    any hidden_size. With m = hidden_size / mup_base_hidden_size, matrices between hidden states start at 1 / sqrt(m) of
+    the deviation that init_method gives at the base, and have 1 / m of the learning rate (and m times the weight
+    decay); logits are divided by m, and attention scores by the head size instead of its root."""
 
     mup_base_hidden_size: Annotated[PositiveInt | None, _MUP] = None
     """hidden_size at which lr and initial weights were tuned. (gpt-neox reads the shapes of the base network from
@@ -136,13 +139,16 @@ class OptimizerConfig(Section):
 
     def width_multiplier(self, hidden_size: int) -> float:
         """Return muP's m of a hidden size; 1 without muP."""
-        base = self.mup_base_hidden_size if self.use_mup else None
-        return 1.0 if base is None else hidden_size / base
+        if not self.use_mup or self.mup_base_hidden_size is None:
+            return 1.0
+        return hidden_size / self.mup_base_hidden_size
 
     @property
     def applied_weight_decay(self) -> float:
-        """Weight decay of matrices, whichever key gave it; 0 for an optimizer without."""
+        """Weight decay of matrices, from whichever key gave it; 0 for an optimizer without weight decay."""
         params = self.optimizer.params
         if not isinstance(params, DecayingParams):
             return 0.0
-        return self.weight_decay if params.weight_decay is None else params.weight_decay
+        if params.weight_decay is None:
+            return self.weight_decay
+        return params.weight_decay

@@ -228,8 +228,8 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
     }
 )
 
-_GONE = "DeepSpeed 0.19.8 no longer has it; use Adam, with communication_data_type bf16 where communication is slow"
-_PAGED = "its pages need one GPU and no ZeRO; use Adam8bit, with offload_optimizer where memory is short"
+_GONE = "DeepSpeed 0.19.8 no longer has it; use Adam, with communication_data_type bf16 if communication is slow"
+_PAGED = "its pages need one GPU and no ZeRO; use Adam8bit, with offload_optimizer if memory is short"
 _WITH_MUP = "set `use_mup: true` with Adam or SGD"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {

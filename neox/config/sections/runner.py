@@ -17,15 +17,15 @@ class ParallelismConfig(Section):
     """Degrees of parallelism, and the division of layers into pipeline stages."""
 
     pipe_parallel_size: NonNegativeInt = 0
-    """Pipeline stages. 0 and 1 both mean one stage (no pipeline)."""
+    """Number of pipeline stages. 0 and 1 both mean one stage (no pipeline)."""
 
     model_parallel_size: PositiveInt = 1
-    """Tensor-parallel ranks that split every layer."""
+    """Number of tensor-parallel ranks that split every layer."""
 
     sequence_parallel: bool = False
-    """Divide the tokens of a micro batch over tensor ranks in norms, dropout and residuals, so that each rank keeps its
-    share of these activations. Ranks exchange a quarter more, with gpt_j_residual a third. A choice of the run:
-    checkpoints are the same, and dropout draws other masks."""
+    """Shard the tokens of a micro batch over tensor ranks in norms, dropout and residuals, so that each rank keeps only
+    its part of these activations. Ranks exchange a quarter more, and with gpt_j_residual a third more. The key belongs
+    to a run, not to a model: checkpoints are the same, but dropout draws other masks."""
 
     pipe_partition_method: str = "type:transformer|mlp"
     """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or
@@ -42,35 +42,35 @@ class RunnerConfig(Section):
     """File of `host slots=N` lines."""
 
     include: Annotated[str | None, Excludes("exclude")] = None
-    """Hosts and slots to use: `worker-0:0,2@worker-1`."""
+    """Hosts and slots that are used: `worker-0:0,2@worker-1`."""
 
     exclude: str | None = None
-    """Hosts and slots not to use."""
+    """Hosts and slots that are not used."""
 
     num_nodes: Annotated[int, Field(ge=-1), Refused("must be at least 1, or -1 for all hosts", when=(0,))] = -1
-    """Number of hosts to use, the first of the hostfile; -1 is all."""
+    """Number of hosts to use, from the start of the hostfile; -1 means all."""
 
     num_gpus: int | None = Field(None, ge=1, le=2**20)
-    """Ranks on each host; all slots where unset."""
+    """Number of ranks on each host, by default one for each slot."""
 
     global_num_gpus: int | None = Field(None, ge=1, le=2**20)
-    """Ranks over all hosts; derived from the hosts where unset. Give it in a dry run."""
+    """Number of ranks over all hosts. By default it follows from the hosts. Give it in a dry run."""
 
     master_addr: str | None = None
     """Address of the first host."""
 
     master_port: Port | None = None
-    """Port of the rendezvous; a free one where unset (gpt-neox: 29500)."""
+    """Port of the rendezvous, by default a free one (gpt-neox: 29500)."""
 
     launcher: Literal["local", "pdsh", "none", "slurm", "openmpi"] = "pdsh"
-    """How ranks are started on several hosts; one host is always started locally. `none` prints the commands.
+    """How ranks are started on several hosts; on one host they are always started locally. `none` prints the commands.
     gpt-neox's `mvapich` is refused: use openmpi, slurm or pdsh."""
 
     no_ssh_check: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Do not try ssh to the hosts first."""
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """torch.distributed backend; On a machine without GPUs it is gloo; a log line says so if nccl was asked for."""
+    """Backend of torch.distributed. On a machine without a GPU it is gloo; a log line says so if nccl was asked for."""
 
     comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""
@@ -79,28 +79,29 @@ class RunnerConfig(Section):
     """Account passed to slurm."""
 
     force_multi: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
-    """Launch through pdsh even where there is one host."""
+    """Launch through pdsh even if there is one host."""
 
     ssh_port: Annotated[Port | None, OnlyWith("launcher", ("pdsh",))] = None
-    """Port of the hosts' ssh servers; from ssh's own configuration where unset."""
+    """Port of the hosts' ssh servers, by default the port of ssh's own configuration."""
 
     forward_environment: tuple[str, ...] | None = None
-    """Environment variables (`*` matches any text) passed to ranks on other hosts, instead of the default list: NCCL_*,
-    GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and similar. Secrets (..._KEY, ..._TOKEN) are
-    passed separately, on no command line and in no log."""
+    """Environment variables that are passed to ranks on other hosts (`*` matches any text), instead of the default
+    list: NCCL_*, GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and similar. Secrets (..._KEY,
+    ..._TOKEN) are passed separately, so that no command line and no log holds them."""
 
     doctor_timeout: Annotated[PositiveFloat, OnlyWith("launcher", ("pdsh",))] = 8.0
-    """Seconds each host has to answer `deepy.py doctor` and the checks before a launch; raise it for busy hosts."""
+    """Seconds in which each host has to answer `deepy.py doctor` and the checks before a launch; raise it for busy
+    hosts."""
 
     stop_timeout: PositiveFloat = 60.0
     """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed."""
 
     gpu_memory_gib: PositiveFloat = 80.0
-    """Memory of one GPU, in GiB, that the plan is compared with; that of this machine's GPUs counts where a run uses
-    these alone and this is not given."""
+    """Memory of one GPU in GiB, with which the plan is compared. If the key is not given and a run uses only this
+    machine's GPUs, their memory counts."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Main memory of each host, in GiB, that its CPU ranks share; what the host has available where unset. A run that
+    """Main memory of each host in GiB, which its CPU ranks share; by default what the host has available. A run that
     needs more is refused."""
 
     @field_validator("launcher", mode="before")

@@ -33,19 +33,19 @@ _WSD = OnlyWith("lr_decay_style", ("WSD",))
 
 
 class SchedulerParams(Section):
-    """Numbers of DeepSpeed's schedules, under its names; those of another type are refused. Steps count from 0."""
+    """Numbers of DeepSpeed's schedules, under its names; numbers of another type are refused. Steps count from 0."""
 
     lr_range_test_min_lr: Annotated[PositiveFloat, _RANGE_TEST] = 0.001
     """First learning rate."""
 
     lr_range_test_step_size: Annotated[PositiveInt, _RANGE_TEST] = 2000
-    """Steps in which it grows by lr_range_test_step_rate times the first one."""
+    """Number of steps in which it grows by lr_range_test_step_rate times the first one."""
 
     lr_range_test_step_rate: Annotated[NonNegativeFloat, _RANGE_TEST] = 1.0
     """Growth, as a multiple of the first learning rate."""
 
     lr_range_test_staircase: Annotated[bool, _RANGE_TEST] = False
-    """Grow once every lr_range_test_step_size steps, rather than a little each step."""
+    """Grow once every lr_range_test_step_size steps, instead of a little in each step."""
 
     cycle_min_lr: Annotated[NonNegativeFloat | None, _ONE_CYCLE] = None
     """Learning rate at the start and the end of a cycle. Required."""
@@ -57,22 +57,22 @@ class SchedulerParams(Section):
     """After the cycle: cycle_min_lr / (1 + decay_lr_rate x steps / decay_step_size)."""
 
     cycle_first_step_size: Annotated[PositiveInt, _ONE_CYCLE] = 2000
-    """Steps of the rising half."""
+    """Number of steps of the rising half."""
 
     cycle_second_step_size: Annotated[PositiveInt | None, _ONE_CYCLE] = None
-    """Steps of the falling half; cycle_first_step_size where unset."""
+    """Number of steps of the falling half, by default cycle_first_step_size."""
 
     cycle_first_stair_count: Annotated[NonNegativeInt, _ONE_CYCLE] = 0
-    """Stairs of the rising half; 0 is continuous."""
+    """Number of stairs of the rising half; 0 is continuous."""
 
     cycle_second_stair_count: Annotated[NonNegativeInt | None, _ONE_CYCLE] = None
-    """Stairs of the falling half; cycle_first_stair_count where unset."""
+    """Number of stairs of the falling half, by default cycle_first_stair_count."""
 
     decay_step_size: Annotated[NonNegativeInt, _ONE_CYCLE] = 0
-    """Steps that decay_lr_rate and decay_mom_rate refer to; 0 is no decay."""
+    """Number of steps that decay_lr_rate and decay_mom_rate refer to; 0 is no decay."""
 
     cycle_momentum: Annotated[bool, _ONE_CYCLE] = True
-    """Move the first of the optimizer's betas against the learning rate (the second is 0.99 then, as in DeepSpeed)."""
+    """Move the first of the optimizer's betas against the learning rate. (The second is then 0.99, as in DeepSpeed.)"""
 
     cycle_min_mom: Annotated[Beta, _ONE_CYCLE] = 0.8
     """First beta in the middle of the cycle."""
@@ -87,29 +87,29 @@ class SchedulerParams(Section):
     """Learning rate at the start."""
 
     warmup_max_lr: Annotated[PositiveFloat | None, _WARMUP_RATES] = None
-    """Learning rate after the warm-up. Where unset: optimizer.params.lr with WarmupLR, 0.001 with WarmupDecayLR."""
+    """Learning rate after the warm-up. By default optimizer.params.lr with WarmupLR, and 0.001 with WarmupDecayLR."""
 
     warmup_min_ratio: Annotated[Fraction, _COSINE] = 0.0
-    """Start of the warm-up, as a part of optimizer.params.lr."""
+    """Start of the warm-up, as a fraction of optimizer.params.lr."""
 
     warmup_num_steps: Annotated[PositiveInt, _WARMUP] = 1000
-    """Steps of warm-up, at least 2."""
+    """Number of steps of the warm-up; 1 counts as 2."""
 
     warmup_type: Annotated[Literal["log", "linear"], _WARMUP] = "log"
     """Shape of the warm-up."""
 
     total_num_steps: Annotated[PositiveInt | None, _TOTAL] = None
-    """Step at which the decay ends; train_iters where unset (DeepSpeed requires it)."""
+    """Step at which the decay ends, by default train_iters (DeepSpeed requires the key)."""
 
     cos_min_ratio: Annotated[Fraction, _COSINE] = 0.0001
-    """End of the decay, as a part of optimizer.params.lr."""
+    """End of the decay, as a fraction of optimizer.params.lr."""
 
 
 class SchedulerSettings(Section):
     """DeepSpeed's `scheduler` block: one of its schedules, in place of lr_decay_style, warmup and min_lr."""
 
     type: Literal["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    """DeepSpeed's class."""
+    """Name of DeepSpeed's class."""
 
     params: SchedulerParams = Field(default_factory=SchedulerParams)
     """Its numbers."""
@@ -131,7 +131,7 @@ class CurriculumSchedule(Section):
     """Lengths, ascending."""
 
     max_step: Annotated[tuple[int, ...], OnlyWith(_GROWTH, ("fixed_discrete",))] = ()
-    """Last step of each length but the last, counted from 1."""
+    """Last step of each length, except for the last length; steps count from 1."""
 
 
 def _needed_by(key: str, *types: str) -> Requires:
@@ -142,7 +142,7 @@ def _needed_by(key: str, *types: str) -> Requires:
 class CurriculumSettings(Section):
     """DeepSpeed's `curriculum_learning` block: training begins with short samples (arXiv:2108.06084).
 
-    A sample is cut to the length of its step, and the rest of it is not trained on. Evaluations have seq_length.
+    A sample is cut to the length of its step, and the rest of it is not trained on. Evaluations use seq_length.
     """
 
     enabled: Annotated[
@@ -183,7 +183,7 @@ class ScheduleConfig(Section):
     lr_wsd_decay_iters of lr_decay_iters go down, so that a run can be continued from before them."""
 
     lr_decay_iters: PositiveInt | None = None
-    """Iterations the decay takes; train_iters where unset."""
+    """Number of iterations of the decay, by default train_iters."""
 
     lr_decay_fraction: Annotated[
         PositiveFraction | None, Excludes("lr_decay_iters", reason="both set the length of the decay")
@@ -197,32 +197,32 @@ class ScheduleConfig(Section):
     """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
 
     lr_schedule_version: Literal["v2.0", "later"] = "later"
-    """Which of gpt-neox's two formulas: `v2.0` starts at 0 and is constant for the last warm-up length; `later` starts
-    at peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
+    """Which of gpt-neox's two formulas is used. `v2.0` starts at 0 and is constant for the last warm-up length. `later`
+    starts at peak / warm-up steps and reaches min_lr at the end. Use `v2.0` to resume or repeat an old run."""
 
     lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], _WSD] = "exponential"
-    """Shape of the decay of `WSD`, with Megatron's names: after a part p of it, the distance to min_lr is
-    2 x 0.5^p - 1, 1 - p, half of 1 + cos(pi p), or 1 - sqrt(p) of the peak's."""
+    """Shape of the decay of `WSD`, with Megatron's names. After a fraction p of the decay, the distance to min_lr is 2
+    x 0.5^p - 1, 1 - p, half of 1 + cos(pi p), or 1 - sqrt(p) of the distance of the peak."""
 
     lr_wsd_decay_iters: Annotated[PositiveInt | None, _WSD] = None
-    """Iterations of the decay of `WSD`. Required with it."""
+    """Number of iterations of the decay of `WSD`, which requires it."""
 
     scheduler: SchedulerSettings | None = None
     """One of DeepSpeed's schedules, `{type: WarmupDecayLR, params: {warmup_num_steps: 100}}`. The other keys of the
-    learning rate then change nothing, with a note. Counts steps that changed the weights."""
+    learning rate then change nothing, with a note. Only steps that changed the weights count."""
 
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Megatron's ramp-up of the batch, `[32, 32, 1000000]`: first size, increment, and samples after which the size is
-    train_batch_size; the sizes between have equal shares of these samples. All are multiples of one micro batch of all
-    data-parallel ranks. Learning rates go by steps."""
+    """Megatron's ramp-up of the batch, `[32, 32, 1000000]`: first size, increment, and number of samples after which
+    the size is train_batch_size. Each size before that has the same number of samples. All sizes are multiples of one
+    micro batch of all data-parallel ranks. The learning rate follows the steps."""
 
     curriculum_learning: CurriculumSettings | None = None
-    """Sequence length that grows over the run: `{enabled: true, min_difficulty: 64, max_difficulty: 2048,
+    """Sequence length that grows during the run: `{enabled: true, min_difficulty: 64, max_difficulty: 2048,
     schedule_type: fixed_linear, schedule_config: {total_curriculum_step: 15000, difficulty_step: 8}}`."""
 
     def decay_iterations(self, train_iters: int | None) -> int:
-        """Return the iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters, or train_iters."""
+        """Return the number of iterations of the decay: lr_decay_iters, or lr_decay_fraction of train_iters."""
         if self.lr_decay_iters is not None:
             return self.lr_decay_iters
-        fraction = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
+        fraction = self.lr_decay_fraction or 1.0
         return max(1, round(fraction * (train_iters or 0)))

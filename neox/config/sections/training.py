@@ -25,13 +25,13 @@ _WHOLE_LAYERS = Requires("recompute_granularity", ("full",), advice="it is for l
 
 
 class LoraSettings(Section):
-    """Low-rank adapters (arXiv:2106.09685): only they are trained."""
+    """Low-rank adapters (arXiv:2106.09685). Only they are trained."""
 
     r: PositiveInt = 8
-    """Rank."""
+    """Rank of the adapters."""
 
     alpha: PositiveFloat = 16.0
-    """The adapters' product is multiplied by alpha / r."""
+    """Numerator of the factor alpha / r of the adapters' product."""
 
     dropout: DropRate = 0.0
     """Dropout on the adapters' inputs in training."""
@@ -39,14 +39,14 @@ class LoraSettings(Section):
     target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], ...] = Field(
         ("query_key_value",), min_length=1
     )
-    """Linear layers of a block that get an adapter: attention's input and output, the MLP's input and output."""
+    """Linear layers of a block that get an adapter: input and output of attention, input and output of the MLP."""
 
 
 class TrainingConfig(Section):
     """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
     train_iters: int | None = Field(None, ge=0, le=10**9)
-    """Training iterations (optimizer steps). Required to train, unless num_train_epochs is given."""
+    """Number of training iterations (optimizer steps). Required to train, unless num_train_epochs is given."""
 
     num_train_epochs: Annotated[
         PositiveFloat | None,
@@ -58,93 +58,97 @@ class TrainingConfig(Section):
             advice="give train_iters",
         ),
     ] = None
-    """Passes over the training documents, also a fraction, in place of train_iters, which follows: whole batches of the
-    samples that these passes hold, at least one."""
+    """Number of passes over the training documents, which may be a fraction. train_iters follows from it: whole batches
+    of the samples in these passes, at least one."""
 
     eval_iters: NonNegativeInt = 100
-    """Batches in one evaluation."""
+    """Number of batches in one evaluation."""
 
     eval_interval: PositiveInt = 1000
-    """Iterations between evaluations on the validation set."""
+    """Number of iterations between evaluations on the validation set."""
 
     exit_interval: PositiveInt | None = None
-    """Save and end after an iteration that is a multiple of this."""
+    """Save and exit after an iteration that is a multiple of this."""
 
     seed: int = Field(1234, ge=0, lt=2**32)
-    """Seed of initial weights, dropout and the order of data."""
+    """Seed of initial weights, of dropout and of the order of data."""
 
     attention_dropout: DropRate = 0.1
-    """Dropout on attention probabilities (gpt-neox v2.0's default; later versions: 0)."""
+    """Dropout probability of attention weights (gpt-neox v2.0's default; later versions: 0)."""
 
     hidden_dropout: DropRate = 0.1
-    """Dropout on what each sublayer adds to the residual (gpt-neox v2.0's default; later versions: 0)."""
+    """Dropout probability of what each sublayer adds to the residual (gpt-neox v2.0's default; later versions: 0)."""
 
     checkpoint_activations: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
 
     checkpoint_num_layers: Annotated[PositiveInt, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = 1
-    """Layers recomputed together."""
+    """Number of layers that are recomputed together."""
 
     recompute_granularity: Annotated[
         Literal["full", "full_attn", "core_attn", "selective"], OnlyWith("checkpoint_activations")
     ] = "full"
-    """What of a layer is recomputed: all of it; `full_attn`, its attention up to the output projection; `core_attn`
-    (Megatron's name: `selective`), scores, softmax and weighted values, which flash attention never keeps anyway."""
+    """Part of a layer that is recomputed. `full`: all of it. `full_attn`: its attention up to the output projection.
+    `core_attn` (Megatron's name: `selective`): scores, softmax and weighted values, which flash attention never
+    keeps."""
 
     no_recompute_layers: Annotated[tuple[int, ...] | None, OnlyWith("checkpoint_activations")] = None
     """Numbers of layers, from 0, that keep their activations."""
 
     partition_activations: Annotated[bool, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = False
-    """Keep the inputs of recomputed layers divided over tensor ranks, and gather them in the backward pass."""
+    """Keep the inputs of recomputed layers sharded over tensor ranks, and gather them in the backward pass."""
 
     checkpoint_in_cpu: Annotated[bool, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = False
-    """Keep the inputs of recomputed layers in CPU memory (`cpu_checkpointing` of DeepSpeed); nothing moves on CPUs."""
+    """Keep the inputs of recomputed layers in CPU memory (DeepSpeed's `cpu_checkpointing`). On a CPU nothing is
+    moved."""
 
     compile_layers: bool | Literal["auto"] = "auto"
-    """Compile each transformer layer with torch.compile: faster steps (more so on GPUs) after a start of up to a
-    minute; losses agree up to rounding. Needs a C++ compiler on CPUs. Not with ZeRO 3. `auto` compiles on GPUs, where
-    the host has a C compiler and no other key forbids it."""
+    """Compile each transformer layer with torch.compile: faster steps (especially on GPUs) after a start of up to a
+    minute, and losses that agree up to rounding. On CPUs it needs a C++ compiler; it does not work with ZeRO 3. `auto`
+    compiles on GPUs if the host has a C compiler and no other key forbids it."""
 
     activation_memory_budget: Annotated[
         Fraction | None,
         Excludes("checkpoint_activations", reason="both choose what is recomputed"),
         Excludes("compile_layers", (False,), reason="it needs compiled layers", advice="remove the second"),
     ] = None
-    """Part of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1;
-    torch's partitioner chooses what is recomputed in the backward pass. In place of `checkpoint_activations`."""
+    """Fraction of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1.
+    torch's partitioner chooses what is recomputed in the backward pass."""
 
     fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Multiply in 8-bit floating point in the linear layers of blocks, with bf16 weights, activations and gradients:
-    `tensorwise`, one scale for a whole tensor and e5m2 for gradients; `rowwise`, one for each row and e4m3, slower and
-    closer to bf16. Scales are made from the values of each product. Needs `precision: bf16` and GPUs of compute
-    capability 8.9 or more (a CPU computes the same slowly). In training only: evaluation, generation and checkpoints
-    are those of bf16, and runs go on with it switched on or off."""
+    """Multiply in 8-bit floating point in the linear layers of blocks, with bf16 weights, activations and gradients.
+    `tensorwise`: one scale for each tensor, and e5m2 for gradients. `rowwise`: one scale for each row, and e4m3; slower
+    and closer to bf16. Scales follow from the values of each product. Needs `precision: bf16` and GPUs of compute
+    capability 8.9 or more (a CPU computes the same slowly). Only training uses it: evaluation, generation and
+    checkpoints are those of bf16, and a run may resume with it switched on or off."""
 
     lora: Annotated[
         LoraSettings | None,
         Excludes("soft_prompt_tuning.enabled", reason="each trains nothing else"),
         Excludes("objective", ("masked_lm",), reason="adapters of such a network are not implemented"),
     ] = None
-    """Train low-rank adapters of linear layers, and nothing else: `{r: 8, alpha: 16, dropout: 0.0, target:
-    [query_key_value]}`. With `finetune: true` they are added to the model of `load`."""
+    """Train only low-rank adapters of linear layers: `{r: 8, alpha: 16, dropout: 0.0, target: [query_key_value]}`. With
+    `finetune: true` they are added to the model of `load`."""
 
     max_nonfinite_steps: NonNegativeInt = 0
-    """Consecutive steps whose loss or gradient norm is not finite that are skipped before training stops; 0 stops at
-    the first. Steps that fp16's dynamic loss scale skips while it shrinks do not count."""
+    """Number of consecutive steps with a loss or gradient norm that is not finite that are skipped before training
+    stops; 0 stops at the first. Steps that fp16's dynamic loss scale skips while it shrinks do not count."""
 
     hang_timeout: PositiveFloat = 1800.0
-    """Seconds without progress after which the launcher prints every rank's Python stack and ends the run."""
+    """Seconds without progress after which the launcher prints the Python stack of every rank and ends the run."""
 
     def recomputed_part(self, block: int) -> RecomputedPart:
-        """Return what of a block is recomputed in the backward pass."""
+        """Return the part of a block that is recomputed in the backward pass."""
         if not self.checkpoint_activations or block in (self.no_recompute_layers or ()):
             return "none"
         return self.part_to_recompute
 
     @property
     def part_to_recompute(self) -> RecomputedPart:
-        """What of a block is recomputed where any is: recompute_granularity without Megatron's name."""
-        return "core_attn" if self.recompute_granularity == "selective" else self.recompute_granularity
+        """Part of the recomputed blocks: recompute_granularity without Megatron's name."""
+        if self.recompute_granularity == "selective":
+            return "core_attn"
+        return self.recompute_granularity
 
 
 class CheckpointConfig(Section):
@@ -157,7 +161,7 @@ class CheckpointConfig(Section):
     """Directory to resume from."""
 
     iteration: Annotated[NonNegativeInt | None, OnlyWith("load"), OnlyWith("save")] = None
-    """Checkpoint to load; the newest complete one where unset."""
+    """Iteration of the checkpoint to load, by default the newest complete one."""
 
     finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
@@ -168,20 +172,21 @@ class CheckpointConfig(Section):
     checkpoint_scale: Annotated[
         Literal["linear", "log"], Requires("checkpoint_factor", when=("log",), advice="give one, such as 2")
     ] = "linear"
-    """`linear`: a checkpoint at every multiple of checkpoint_factor; `log`: at every power of it. Always at the end."""
+    """`linear`: save at every multiple of checkpoint_factor. `log`: save at every power of it. The last iteration is
+    always saved."""
 
     checkpoint_factor: PositiveInt | None = None
-    """Iterations between checkpoints, or their ratio with log scale."""
+    """Number of iterations between checkpoints, or their ratio with log scale."""
 
     extra_save_iters: tuple[NonNegativeInt, ...] | None = None
-    """Further iterations to save at; 0 saves the initial weights."""
+    """Further iterations after which a checkpoint is saved; 0 saves the initial weights."""
 
     keep_last_n_checkpoints: Annotated[PositiveInt | None, OnlyWith("save")] = None
-    """Delete older checkpoints, keeping this many."""
+    """Number of checkpoints that are kept; older ones are deleted."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
-    """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; a GPU's
-    state can take more, since torch rounds pinned memory up to powers of two."""
+    """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; the state of a
+    GPU can take more, because torch rounds pinned memory up to powers of two."""
 
     checkpoint_validation_with_forward_pass: Annotated[
         bool,
@@ -201,18 +206,25 @@ class CheckpointConfig(Section):
     """Do not load the optimizer's state."""
 
     def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
-        """Return after which completed steps a checkpoint is written, ascending; empty without `save` or train_iters.
+        """Return the completed steps after which a checkpoint is written, in ascending order.
 
-        gpt-neox's rule: multiples (linear) or powers (log) of checkpoint_factor below train_iters, extra_save_iters,
-        and the last step. A checkpoint_factor of 1 with log scale, which `validation` refuses, never ends.
+        As in gpt-neox, they are multiples (linear) or powers (log) of checkpoint_factor below train_iters,
+        extra_save_iters, and the last step. There are none without `save` or train_iters.
         """
         if self.save is None or train_iters is None:
             return ()
-        steps = {train_iters, *(i for i in self.extra_save_iters or () if 0 <= i <= train_iters)}
-        step = factor = self.checkpoint_factor or train_iters
+        steps = {train_iters}
+        for step in self.extra_save_iters or ():
+            if step <= train_iters:
+                steps.add(step)
+        factor = self.checkpoint_factor or train_iters
+        step = factor
         while step < train_iters:
             steps.add(step)
-            step = step * factor if self.checkpoint_scale == "log" else step + factor
+            if self.checkpoint_scale == "log":
+                step *= factor  # the rules refuse a factor of 1, which would never end
+            else:
+                step += factor
         return tuple(sorted(steps))
 
 
@@ -223,7 +235,7 @@ class LoggingConfig(Section):
     """Directory of metrics.jsonl and of per-rank logs."""
 
     log_interval: PositiveInt = 100
-    """Iterations between lines on the terminal (unset in gpt-neox v2.0; its later default)."""
+    """Number of iterations between lines on the terminal (gpt-neox's later default; v2.0 had none)."""
 
     log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
     """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in
@@ -242,20 +254,20 @@ class LoggingConfig(Section):
         ),
         Excludes("rampup_batch_size", reason="it compares batches of one size"),
     ] = False
-    """Report the gradient noise scale (arXiv:1812.06162), the batch size in samples above which larger batches help
-    little, as `train/noise_scale` in the metrics. With pipeline stages it needs fp32 or fp16."""
+    """Report the gradient noise scale (arXiv:1812.06162) as `train/noise_scale` in the metrics: the batch size in
+    samples above which larger batches help little. With pipeline stages it needs fp32 or fp16."""
 
     gradient_noise_scale_n_batches: Annotated[int, OnlyWith("log_gradient_noise_scale")] = Field(5, ge=2)
-    """Successive steps whose mean gradient is the large batch; a single step's is the small one."""
+    """Number of successive steps whose mean gradient counts as the large batch; a single step is the small one."""
 
     gradient_noise_scale_cpu_offload: Annotated[bool, OnlyWith("log_gradient_noise_scale")] = False
     """Keep the sum of these gradients in CPU memory; it is as large as the gradients of a rank."""
 
     tensorboard_dir: str | None = None
-    """Directory for TensorBoard; off where unset."""
+    """Directory for TensorBoard; off by default."""
 
     use_wandb: bool | None = None
-    """Report to Weights & Biases; off where unset."""
+    """Report to Weights & Biases; off by default."""
 
     wandb_group: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Group of the run."""
@@ -280,19 +292,20 @@ class LoggingConfig(Section):
     """The profiler."""
 
     profile_step_start: Annotated[NonNegativeInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 10
-    """First step that is profiled, counted from 0."""
+    """First step that is profiled; steps count from 0."""
 
     profile_step_stop: Annotated[PositiveInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 12
     """Step before which profiling ends."""
 
     memory_profiling: bool = False
-    """Record which operations allocate memory in the profiled steps; on a GPU a snapshot for pytorch.org/memory_viz."""
+    """Record which operations allocate memory in the profiled steps; on a GPU, also write a snapshot for
+    pytorch.org/memory_viz."""
 
     memory_profiling_path: Annotated[str | None, OnlyWith("memory_profiling")] = None
-    """Directory of the memory's tables and snapshots; `log_dir`/profile where unset."""
+    """Directory for the tables and snapshots of memory, by default `log_dir`/profile."""
 
     peak_theoretical_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
 
     expected_mfu: PositiveFraction = 0.4
-    """Model FLOPs utilisation from which a dry run estimates the days a run takes."""
+    """Model FLOPs utilisation with which a dry run estimates how many days a run takes."""
