@@ -1,12 +1,15 @@
-"""Signatures and candidates of near-duplicates: ours and other libraries in turn on the same text; growth and memory.
+"""Web text against other libraries on the same texts: near-duplicates, rules of quality; growth and memory.
 
-    python benchmarks/web_text.py --mb 4 --growth-mb 50 200 --documents 25000000
+    python benchmarks/web_text.py --mb 4 --rules 2000 --growth-mb 50 200 --documents 25000000
 
-Texts are random lines of the machine's Python sources and documentation, about 5 kB each, and edited copies of a tenth.
-All ways compare character 5-grams with 12 bands of 10 values, but LSH, which has 10 of 10 as in the old recipe.
-"LSH's way" is the loop of mattilyra/LSH (a MurmurHash3 of every 5-gram for every seed) written again in C, since that
-package is not on PyPI. datatrove's hash is given the same 5-grams and, as it is used, 5-grams of words: a fifth of the
-shingles, here of words between spaces, which take no time beside those of spaCy, its tokenizer.
+`--mb` compares signatures and candidates of near-duplicates. Its texts are random lines of the machine's Python
+sources, about 5 kB each, and edited copies of a tenth. All ways compare character 5-grams with 12 bands of 10 values,
+except LSH's, which has 10 of 10 as in the old recipe. "LSH's way" is the loop of mattilyra/LSH (a MurmurHash3 of every
+5-gram for every seed) written again in C, because that package is not on PyPI. datatrove's hash is given the same
+5-grams and, as it is used, 5-grams of words: a fifth of the shingles. The words are those between spaces, which cost
+far less than those of spaCy, its tokenizer.
+
+`--rules` compares Gopher's and C4's rules with datatrove's, with spaCy (not in requirements/), on Python's reference.
 """
 
 from __future__ import annotations
@@ -192,6 +195,76 @@ def compare(megabytes: float, rounds: int) -> dict[str, float]:
     return best
 
 
+def prose(count: int, seed: int) -> list[str]:
+    """Return documents of one to eight sections of Python's reference, a tenth with a paragraph repeated."""
+    from pydoc_data.topics import topics
+
+    rng = random.Random(seed)
+    sections = [section for topic in sorted(topics) for section in topics[topic].split("\n\n")]
+    documents = []
+    for number in range(count):
+        start = rng.randrange(len(sections))
+        chosen = sections[start : start + rng.randrange(1, 9)]
+        if number % 10 == 9:
+            chosen += rng.choices(chosen, k=len(chosen))
+        documents.append("\n\n".join(chosen))
+    return documents
+
+
+def rules() -> dict[str, tuple[Callable[[str], str | None], Callable[[str], str | None]]]:
+    """Return the rules that datatrove has, too: name -> ours and datatrove's, from a text to the text kept, or None."""
+    from datatrove.data import Document
+    from datatrove.pipeline.filters import C4QualityFilter, GopherQualityFilter, GopherRepetitionFilter
+
+    from tools.web_text.rules import c4_lines, gopher_quality, gopher_repetition
+
+    def of_ours(rule: Callable[[str], str | None]) -> Callable[[str], str | None]:
+        return lambda text: text if rule(text) is None else None
+
+    def our_c4(text: str) -> str | None:
+        new, reason = c4_lines(text)
+        return new if reason is None else None
+
+    def of_datatrove(block: object) -> Callable[[str], str | None]:
+        def apply(text: str) -> str | None:
+            document = Document(text=text, id="")
+            return document.text if block.filter(document) is True else None
+
+        return apply
+
+    c4 = C4QualityFilter(min_num_sentences=3, min_words_per_line=5, max_word_length=-1)  # the limits of our rule
+    return {
+        "Gopher's quality": (of_ours(gopher_quality), of_datatrove(GopherQualityFilter())),
+        "Gopher's repetition": (of_ours(gopher_repetition), of_datatrove(GopherRepetitionFilter())),
+        "C4": (our_c4, of_datatrove(c4)),
+    }
+
+
+def compare_rules(count: int) -> dict[str, dict[str, float]]:
+    """Print and return for each rule the rates of both sides, and how often they keep the same text."""
+    documents = prose(count, seed=3)
+    size = sum(len(text.encode()) for text in documents) / 1e6
+    rows = {}
+    for name, sides in rules().items():
+        rates, kept = [], []
+        for side in sides:
+            side(documents[0])  # spaCy is loaded
+            started = time.process_time()
+            kept.append([side(text) for text in documents])
+            rates.append(size / (time.process_time() - started))
+        pairs = list(zip(*kept, strict=True))
+        rows[name] = {
+            "ours_mb_per_cpu_second": round(rates[0], 2),
+            "datatrove_mb_per_cpu_second": round(rates[1], 2),
+            "documents": count,
+            "equal": sum(a == b for a, b in pairs),
+            "only_ours_keeps": sum(b is None and a is not None for a, b in pairs),
+            "only_datatrove_keeps": sum(a is None and b is not None for a, b in pairs),
+        }
+        print(name, rows[name])
+    return rows
+
+
 def growth(megabytes: list[float], folder: Path) -> list[dict[str, float]]:
     """Run the whole step at several sizes; print and return CPU seconds and peak memory of the command."""
     rows = []
@@ -240,6 +313,7 @@ def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, help="text for the comparison")
+    parser.add_argument("--rules", type=int, metavar="N", help="documents for Gopher's and C4's rules; needs spacy")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--growth-mb", type=float, nargs="*", default=[], help="sizes for the whole step")
     parser.add_argument("--documents", type=int, help="rows for exact duplicates and one band, 1024 MiB allowed")
@@ -248,6 +322,8 @@ def main() -> None:
     try:
         if args.mb:
             compare(args.mb, args.rounds)
+        if args.rules:
+            compare_rules(args.rules)
         growth(args.growth_mb, folder)
         if args.documents:
             many_documents(args.documents, folder)
