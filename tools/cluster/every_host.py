@@ -1,4 +1,4 @@
-"""One command on each of several hosts: over ssh or here, with the host before every line of output."""
+"""One command on each of several hosts, over ssh or here, with the name of the host before every line of output."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from shlex import join
 from typing import IO
 
@@ -16,11 +16,9 @@ from neox.launch.commands import ssh_command
 from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile
 from neox.launch.spec import Host
 
-_POLL = 0.2  # seconds
-
 
 def named_hosts(text: str | None) -> tuple[str, ...]:
-    """Return the hosts of a hostfile, or of a list `a,b`; this machine where nothing is given.
+    """Return the hosts of a hostfile, or of a list `a,b`; None means this machine.
 
     Raises:
         ConfigError: The file is wrong or missing, or a word is no host name.
@@ -36,8 +34,10 @@ def named_hosts(text: str | None) -> tuple[str, ...]:
 
 
 def command_on(host: str, words: Sequence[str], ssh_port: int | None, options: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs words on a host: themselves here, over ssh elsewhere, each word quoted."""
-    return list(words) if is_this_machine(host) else ssh_command(Host(host, ()), words, ssh_port, options)
+    """Return the command that runs words on a host: the words themselves here, ssh with quoted words elsewhere."""
+    if is_this_machine(host):
+        return list(words)
+    return ssh_command(Host(host, ()), words, ssh_port, options)
 
 
 def print_commands(commands: Mapping[str, Sequence[str]]) -> None:
@@ -46,10 +46,51 @@ def print_commands(commands: Mapping[str, Sequence[str]]) -> None:
         print(f"# {host}\n{join(words)}")
 
 
-@dataclass
-class _Running:
-    host: str
-    process: subprocess.Popen[str]
+class _Followed:
+    """A command that runs, and the thread that prints its output."""
+
+    def __init__(
+        self, host: str, words: Sequence[str], environment: Mapping[str, str], ended: SimpleQueue[int]
+    ) -> None:
+        """Start the command.
+
+        Args:
+            host: Name before each line of output.
+            words: The command.
+            environment: Environment of the command.
+            ended: Queue that gets the status of the command when it ends.
+
+        Raises:
+            LaunchError: The command cannot be started.
+        """
+        self._host = host
+        self._ended = ended
+        try:
+            self.process = subprocess.Popen(
+                words,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            raise LaunchError(f"{host}: {words[0]} cannot be started: {error.strerror}") from None
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        output: IO[str] | None = self.process.stdout
+        assert output is not None
+        for line in output:
+            print(f"{self._host}: {line.rstrip()}", flush=True)
+        status = self.process.wait()
+        if status < 0:  # a signal ended it
+            status = 128 - status
+        if status:
+            print(f"{self._host}: ended with status {status}", file=sys.stderr, flush=True)
+        self._ended.put(status)
 
 
 def run_on_hosts(
@@ -62,58 +103,33 @@ def run_on_hosts(
 
     Args:
         commands: Host -> the words that this machine runs.
-        environment: Of the commands.
-        end_all: Ends what still runs on the hosts, after the first failure and after an interruption; None to wait for
-            every host.
+        environment: Environment of the commands.
+        end_all: Function that ends what still runs on the hosts, called after the first failure and after an
+            interruption; None waits for every host.
 
     Returns:
-        0, or the status of the host that failed first (128 + N where signal N ended it).
+        0, or the status of the host that failed first (128 + N if signal N ended it).
 
     Raises:
         LaunchError: A command cannot be started.
     """
-    started: list[_Running] = []
-    first: list[int] = []
-    failed = threading.Event()
-
-    def follow(running: _Running) -> None:
-        output: IO[str] | None = running.process.stdout
-        assert output is not None
-        for line in output:
-            print(f"{running.host}: {line.rstrip()}", flush=True)
-        status = running.process.wait()
-        if status:
-            first.append(status if status > 0 else 128 - status)
-            print(f"{running.host}: ended with status {first[-1]}", file=sys.stderr, flush=True)
-            failed.set()
-
-    threads: list[threading.Thread] = []
+    followed: list[_Followed] = []
+    ended: SimpleQueue[int] = SimpleQueue()
+    failure = 0
     try:
         for host, words in commands.items():
-            try:
-                process = subprocess.Popen(
-                    words,
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                )
-            except OSError as error:
-                raise LaunchError(f"{host}: {words[0]} cannot be started: {error.strerror}") from None
-            started.append(_Running(host, process))
-            threads.append(threading.Thread(target=follow, args=(started[-1],), daemon=True))
-            threads[-1].start()
-        while any(thread.is_alive() for thread in threads) and not (failed.is_set() and end_all is not None):
-            for thread in threads:
-                thread.join(_POLL / len(threads))
+            followed.append(_Followed(host, words, environment, ended))
+        for _ in followed:
+            status = ended.get()
+            failure = failure or status
+            if failure and end_all is not None:
+                break
     finally:
-        left = [running for running in started if running.process.poll() is None]
+        left = [one.process for one in followed if one.process.poll() is None]
         if left and end_all is not None:
             end_all()
-        for running in left:
-            running.process.terminate()
-        for thread in threads:
-            thread.join()
-    return first[0] if first else 0
+        for process in left:
+            process.terminate()
+        for one in followed:
+            one.thread.join()
+    return failure
