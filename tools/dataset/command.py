@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from itertools import pairwise
 from typing import get_args
-
-import numpy as np
 
 from neox.arguments import ScriptParser
 from neox.config.sections.data import PackImpl
-from neox.data import GPTDataset, IndexedDataset, check_fits, merge_datasets
-from neox.data.gpt_dataset import split_documents
+from neox.data import IndexedDataset, check_fits, merge_datasets
 from neox.data.indexed_dataset import idx_path
 from neox.data.packing import Packing
-from neox.data.sidecar import check_labels
+from neox.data.sidecar import Sidecar, check_labels
 from neox.errors import DataError, os_errors
 from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from tools.dataset.show import SampleShape, documents, print_rows, samples
 from tools.dataset.split import split_dataset, split_lines
 from tools.dataset.stats import DatasetStats, count_sources, dataset_stats
 from tools.dataset.verify import verify_dataset
@@ -59,14 +56,17 @@ def parser() -> argparse.ArgumentParser:
     which = c.add_mutually_exclusive_group()
     which.add_argument("--documents", metavar="LIST", help="numbers from 0, such as 0,5-7 (default: 0)")
     which.add_argument("--samples", metavar="LIST", help="numbers of training samples from 0")
-    c.add_argument("--seq-length", type=int, default=2048, help="of the samples")
-    c.add_argument("--seed", type=int, default=1234, help="of the samples")
-    c.add_argument("--num-samples", type=int, default=1, help="of the run: train_iters times train_batch_size")
-    c.add_argument("--split", default="969, 30, 1", help="samples are those of its first part")
-    c.add_argument("--pack-impl", choices=get_args(PackImpl), default="packed", help="of the samples")
-    c.add_argument("--allow-chopped", action=argparse.BooleanOptionalAction, default=True, help="of the samples")
     c.add_argument("--labels", metavar="PREFIX", help="labels of the dataset; + and - mark what is in the loss or not")
     c.add_argument("--ids", action="store_true", help="show ids although a tokenizer is given")
+    run = c.add_argument_group("settings of the run whose samples are shown")
+    run.add_argument("--seq-length", type=int, default=2048, help="tokens of a sample (default: 2048)")
+    run.add_argument("--seed", type=int, default=1234, help="seed of the run (default: 1234)")
+    run.add_argument("--num-samples", type=int, default=1, help="train_iters times train_batch_size (default: 1)")
+    run.add_argument("--split", default="969, 30, 1", help="samples come from its first part (default: 969, 30, 1)")
+    run.add_argument("--pack-impl", choices=get_args(PackImpl), default="packed", help="how documents are joined")
+    run.add_argument(
+        "--allow-chopped", action=argparse.BooleanOptionalAction, default=True, help="whether documents may be cut"
+    )
     _add_tokenizer(c)
     c.set_defaults(run=show)
 
@@ -136,9 +136,12 @@ def info(args: argparse.Namespace) -> int:
 
 
 def describe(stats: DatasetStats) -> str:
-    """Format the statistics of a dataset as text."""
-    unit = "document" if stats.sequences == stats.documents else "sentence"
-    sentences = f"{stats.sequences:,} sentences, " if unit == "sentence" else ""
+    """Return the statistics of a dataset as text."""
+    unit = "document"
+    sentences = ""
+    if stats.sequences != stats.documents:
+        unit = "sentence"
+        sentences = f"{stats.sequences:,} sentences, "
     lines = [
         stats.prefix,
         f"  {stats.documents:,} documents, {sentences}{stats.tokens:,} tokens, {stats.data_bytes:,} bytes of "
@@ -146,99 +149,59 @@ def describe(stats: DatasetStats) -> str:
         f"  tokens in a {unit}: {stats.shortest:,} to {stats.longest:,}, median {stats.median:,}, mean "
         f"{stats.mean:,.1f}; {stats.empty:,} empty",
     ]
-    sidecar = stats.sidecar
-    if sidecar is None:
-        lines.append("  tokenizer: unknown (there is no .json)")
-    else:
-        end = f"documents end with id {sidecar.eod}" if sidecar.append_eod else "no end-of-document id appended"
-        lines.append(
-            f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, largest here {sidecar.max_id:,}, "
-            f"hash {sidecar.tokenizer_hash[:12]}; {end}"
-        )
-        lines.append(f"  made from: {', '.join(sidecar.inputs) or 'unknown'}")
+    lines += _origin(stats.sidecar)
     most = max((bin.documents for bin in stats.histogram), default=1)
     for bin in stats.histogram:
-        length = f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,} - {bin.high:,}"
+        length = f"{bin.low:,}"
+        if bin.low != bin.high:
+            length += f" - {bin.high:,}"
         bar = "#" * -(-_BAR * bin.documents // most)
         lines.append(f"  {length:>21} {bin.documents:>13,} {unit}s {bin.tokens:>16,} tokens {bar}")
     return "\n".join(lines)
 
 
+def _origin(sidecar: Sidecar | None) -> list[str]:
+    """Return lines on the tokenizer and the inputs."""
+    if sidecar is None:
+        return ["  tokenizer: unknown (there is no .json)"]
+    end = f"documents end with id {sidecar.eod}" if sidecar.append_eod else "no end-of-document id appended"
+    return [
+        f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, largest here {sidecar.max_id:,}, "
+        f"hash {sidecar.tokenizer_hash[:12]}; {end}",
+        f"  made from: {', '.join(sidecar.inputs) or 'unknown'}",
+    ]
+
+
 def show(args: argparse.Namespace) -> int:
     """Print documents or samples, as text if a tokenizer is given."""
-    data, tokenizer = IndexedDataset(args.prefix), tokenizer_of(args)
+    data = IndexedDataset(args.prefix)
+    tokenizer = tokenizer_of(args)
     labels = None if args.labels is None else IndexedDataset(args.labels)
     if tokenizer is not None:
         check_fits(data, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
     if labels is not None:
         check_labels(data, labels)
-    if args.samples is not None:
-        if data.num_documents != len(data):
-            raise DataError(
-                f"{args.prefix} is a dataset of sentences: --samples shows samples of documents; leave it out"
-            )
-        documents, packing = split_documents(args.split, len(data))[0], Packing(args.pack_impl, args.allow_chopped)
-        samples = GPTDataset(
-            data, documents, args.num_samples, args.seq_length, args.seed, packing=packing, labels=labels
-        )
-        numbers = listed(args.samples, samples.num_samples)
-        names = [f"sample {n}" for n in numbers]
-        rows = ((samples.read([n])[0], samples.read_labels([n])[0] if samples.has_labels else None) for n in numbers)
+    if args.samples is None:
+        rows = documents(data, labels, args.documents or "0")
     else:
-        names, numbers = sequences_of(data, listed(args.documents or "0", data.num_documents))
-        rows = ((data[n], None if labels is None else labels[n]) for n in numbers)
-    decoder = None if args.ids else tokenizer
-
-    def written(ids: np.ndarray) -> str:
-        return " ".join(map(str, ids)) if decoder is None else decoder.decode(ids.tolist())
-
-    for name, (ids, targets) in zip(names, rows, strict=True):
-        if targets is None:
-            print(f"--- {name}: {len(ids)} tokens\n{written(ids)}")
-            continue
-        counted = targets >= 0
-        print(f"--- {name}: {len(ids)} tokens, {counted[1:].sum()} in the loss")
-        bounds = np.flatnonzero(np.diff(counted, prepend=~counted[:1], append=~counted[-1:]))
-        for first, stop in pairwise(bounds.tolist()):
-            mark = "+" if counted[first] else "-"
-            print("\n".join(f"{mark} {line}" for line in written(ids[first:stop]).split("\n")))
+        packing = Packing(args.pack_impl, args.allow_chopped)
+        shape = SampleShape(args.split, args.num_samples, args.seq_length, args.seed, packing)
+        rows = samples(data, labels, args.samples, shape)
+    print_rows(rows, None if args.ids else tokenizer)
     return 0
-
-
-def sequences_of(data: IndexedDataset, documents: list[int]) -> tuple[list[str], list[int]]:
-    """Return names and numbers of the sequences of documents: one each, or their sentences."""
-    names, numbers = list[str](), list[int]()
-    for document in documents:
-        first, stop = map(int, data.document_index[document : document + 2])
-        numbers += range(first, stop)
-        if data.num_documents == len(data):
-            names += [f"document {document}"] * (stop - first)
-        else:
-            names += [f"document {document}, sentence {n}" for n in range(stop - first)]
-    return names, numbers
-
-
-def listed(text: str, count: int) -> list[int]:
-    """Return the numbers of a list such as `0,5-7`. Raises DataError for numbers from `count` on."""
-    numbers: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            numbers += range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise DataError(f"{text!r} is not a list of numbers such as 0,5-7") from None
-    if not numbers or max(numbers) >= count:
-        raise DataError(f"{text!r} has numbers that do not exist; there are {count:,}, numbered from 0")
-    return numbers
 
 
 def verify(args: argparse.Namespace) -> int:
     """Verify each dataset; the exit code is 1 if any has a defect."""
-    tokenizer, broken = tokenizer_of(args), 0
-    size = args.vocab_size if tokenizer is None or args.vocab_size is not None else tokenizer.vocab_size
+    tokenizer = tokenizer_of(args)
+    size = args.vocab_size
+    digest = None
+    if tokenizer is not None:
+        digest = tokenizer.content_hash
+        size = tokenizer.vocab_size if size is None else size
+    broken = 0
     for prefix in args.prefixes:
         try:
-            digest = None if tokenizer is None else tokenizer.content_hash
             found = verify_dataset(prefix, vocab_size=size, eod=args.eod, tokenizer_hash=digest)
         except DataError as error:
             print(f"{prefix}: BROKEN\n  {error}")
@@ -246,8 +209,10 @@ def verify(args: argparse.Namespace) -> int:
             continue
         state = "BROKEN" if found.problems else "good"
         print(f"{prefix}: {state}, {found.documents:,} documents, {found.tokens:,} tokens")
-        for line in (*found.problems, *(f"note: {note}" for note in found.notes)):
-            print(f"  {line}")
+        for problem in found.problems:
+            print(f"  {problem}")
+        for note in found.notes:
+            print(f"  note: {note}")
         broken += bool(found.problems)
     return 1 if broken else 0
 
@@ -270,8 +235,8 @@ def split(args: argparse.Namespace) -> int:
             counts = split_dataset(args.inputs[0], args.output_prefix, args.split, args.seed)
         else:
             counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
-    for name, documents in counts.items():
-        print(f"{args.output_prefix}_{name}: {documents:,} documents")
+    for name, number in counts.items():
+        print(f"{args.output_prefix}_{name}: {number:,} documents")
     return 0
 
 
@@ -282,7 +247,9 @@ def count(args: argparse.Namespace) -> int:
         print(json.dumps({source: asdict(found) for source, found in counts.items()}, ensure_ascii=False))
         return 0
     for source, found in sorted(counts.items(), key=lambda item: (-item[1].documents, item[0])):
-        volume = f"{found.tokens:>16,} tokens" if found.tokens else f"{found.text_bytes:>16,} bytes of text"
+        volume = f"{found.text_bytes:>16,} bytes of text"
+        if found.tokens:
+            volume = f"{found.tokens:>16,} tokens"
         print(f"{found.documents:>14,} documents {volume}  {source}")
     return 0
 

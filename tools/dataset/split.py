@@ -35,7 +35,7 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
         prefix: Dataset with one sequence per document.
         output_prefix: Prefix of the outputs, which must not exist.
         split: Shares as in NeoX's `split`; each part gets exactly its number of documents.
-        seed: Of the draw.
+        seed: Seed of the draw.
 
     Returns:
         Number of documents of each part.
@@ -43,7 +43,8 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
     Raises:
         DataError: If the dataset cannot be divided, an output exists, or `split` is invalid.
     """
-    data, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
+    data = IndexedDataset(prefix)
+    sidecar = read_sidecar(prefix)
     if data.num_documents != len(data):
         raise DataError(f"{prefix} has several sequences in a document; only one-sequence documents can be split")
     part_of = np.empty(len(data), dtype=np.int8)
@@ -60,7 +61,8 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
             for number, (builder, lines) in enumerate(zip(builders, maps, strict=True)):
                 chosen = part_of[first : first + len(sizes)] == number
                 builder.add_documents(tokens[np.repeat(chosen, sizes)], sizes[chosen])
-                lines.write("".join(f"{prefix}\t{first + i}\n" for i in np.flatnonzero(chosen)).encode())
+                for document in np.flatnonzero(chosen) + first:
+                    lines.write(f"{prefix}\t{document}\n".encode())
             bar.update(len(tokens))
     for name, output, builder in zip(SPLITS, outputs, builders, strict=True):
         if sidecar is not None:
@@ -74,15 +76,15 @@ def split_lines(
 ) -> dict[str, int]:
     """Divide documents before tokenization at random into OUTPUT_{train,valid,test}.jsonl.zst.
 
-    The inputs are read once, in bounded memory, and the part of each document is drawn independently, so that the
-    shares hold on average. Lines are copied unchanged; blank ones are left out. OUTPUT_train.tsv holds, for each line
-    of OUTPUT_train.jsonl.zst, the file it came from and its line there, from 1.
+    The inputs are read once, in bounded memory. The part of each document is drawn independently, so the shares hold on
+    average. Lines are copied unchanged; blank lines are left out. OUTPUT_train.tsv holds, for each line of
+    OUTPUT_train.jsonl.zst, the file it came from and its line there, from 1.
 
     Args:
         inputs: Files or directories of any format that preprocessing reads.
         output_prefix: Prefix of the outputs, which must not exist.
         split: Shares as in NeoX's `split`.
-        seed: Of the draw.
+        seed: Seed of the draw.
         skip_bad: Number of bad inputs that may be skipped.
 
     Returns:
@@ -93,8 +95,9 @@ def split_lines(
         DataError: If an output exists, or more inputs are bad than may be skipped.
     """
     draws = draw_parts(split, seed)
-    names = [f"{output_prefix}_{name}" for name in SPLITS]
-    outputs = [(Path(f"{name}.jsonl.zst"), Path(f"{name}.tsv")) for name in names]
+    outputs = []
+    for name in SPLITS:
+        outputs.append((Path(f"{output_prefix}_{name}.jsonl.zst"), Path(f"{output_prefix}_{name}.tsv")))
     _refuse_existing([str(output) for output, _ in outputs])
     with progress("split", None, "B") as bar:
         return write_parts(_lines(inputs, SkipBudget(skip_bad), bar.update), draws, outputs)
@@ -116,8 +119,9 @@ def write_parts(
 
     Args:
         lines: File, number of the line, and the line without its newline.
-        parts: Part of each line, at least as many as lines.
-        outputs: Documents (`.jsonl` or `.jsonl.zst`) and map of train, validation and test; they are replaced.
+        parts: Part of each line; there may be more parts than lines.
+        outputs: Files for the documents (`.jsonl` or `.jsonl.zst`) and for the map of train, validation and test. They
+            are replaced.
 
     Returns:
         Number of documents of each part.
@@ -163,7 +167,7 @@ def _refuse_existing(paths: Sequence[str]) -> None:
 
 @contextmanager
 def _compressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, of zstd with a checksum if its name says so, that replaces `path` at the end of the block."""
+    """Open a file that replaces `path` at the end of the block. If its name ends with `.zst`, it is compressed."""
     with atomic_write(path) as file:
         if not path.name.endswith(".zst"):
             yield file

@@ -18,7 +18,14 @@ UNNAMED = "(unnamed)"
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Number of documents (or sentences) of `low` to `high` tokens (inclusive), and of the tokens in them."""
+    """Documents, or sentences, whose number of tokens is in a range.
+
+    Attributes:
+        low: Fewest tokens.
+        high: Most tokens.
+        documents: Number of documents or sentences.
+        tokens: Number of their tokens.
+    """
 
     low: int
     high: int
@@ -33,15 +40,18 @@ class DatasetStats:
     Attributes:
         prefix: Path without `.bin` and `.idx`.
         layout: Layout of the index.
-        dtype: Of the token ids.
+        dtype: Type of the token ids.
         documents: Number of documents.
-        sequences: Number of sequences: as many as documents, or their sentences.
+        sequences: Number of sequences: one for each document, or its sentences.
         tokens: Number of tokens.
         data_bytes: Size of the `.bin`.
         empty: Number of sequences without tokens.
-        shortest: Fewest tokens of a sequence; `mean`, `median` and `longest` accordingly.
-        histogram: Sequences by their number of tokens, a bin for each power of two.
-        sidecar: Sidecar; None for data of other tools.
+        shortest: Fewest tokens of a sequence.
+        mean: Mean number of tokens of a sequence.
+        median: Median number of tokens of a sequence.
+        longest: Most tokens of a sequence.
+        histogram: Sequences by their number of tokens, with a bin for each power of two.
+        sidecar: Sidecar of the dataset; None if another tool made it.
     """
 
     prefix: str
@@ -68,7 +78,7 @@ def dataset_stats(prefix: str | Path) -> DatasetStats:
     """
     data = IndexedDataset(prefix)
     sizes = np.asarray(data.sizes)
-    some = len(sizes) > 0
+    lengths = sizes if len(sizes) else np.zeros(1, dtype=np.int32)
     return DatasetStats(
         prefix=str(prefix),
         layout=data.layout,
@@ -78,10 +88,10 @@ def dataset_stats(prefix: str | Path) -> DatasetStats:
         tokens=data.num_tokens,
         data_bytes=data.num_tokens * data.dtype.itemsize,
         empty=int(np.count_nonzero(sizes == 0)),
-        shortest=int(sizes.min()) if some else 0,
-        mean=data.num_tokens / len(sizes) if some else 0.0,
-        median=int(np.partition(sizes, len(sizes) // 2)[len(sizes) // 2]) if some else 0,
-        longest=int(sizes.max()) if some else 0,
+        shortest=int(lengths.min()),
+        mean=data.num_tokens / len(lengths),
+        median=int(np.partition(lengths, len(lengths) // 2)[len(lengths) // 2]),
+        longest=int(lengths.max()),
         histogram=_histogram(sizes),
         sidecar=read_sidecar(prefix),
     )
@@ -91,14 +101,16 @@ def _histogram(sizes: np.ndarray) -> tuple[LengthBin, ...]:
     """Count sizes in bins 0, 1, 2-3, 4-7, ...; empty bins at both ends are left out."""
     if len(sizes) == 0:
         return ()
-    power = np.frexp(sizes.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2-3, 3 for 4-7, ...
-    documents = np.bincount(power)
-    tokens = np.bincount(power, weights=sizes)  # exact up to 2^53
+    _, powers = np.frexp(sizes.astype(np.float64))  # 0 for 0, 1 for 1, 2 for 2-3, 3 for 4-7, ...
+    documents = np.bincount(powers)
+    tokens = np.bincount(powers, weights=sizes)  # exact up to 2^53
     first = int(np.flatnonzero(documents)[0])
-    return tuple(
-        LengthBin(1 << (p - 1) if p else 0, (1 << p) - 1, int(documents[p]), int(tokens[p]))
-        for p in range(first, len(documents))
-    )
+    bins = []
+    for power in range(first, len(documents)):
+        low = (1 << power) >> 1
+        high = (1 << power) - 1
+        bins.append(LengthBin(low, high, int(documents[power]), int(tokens[power])))
+    return tuple(bins)
 
 
 @dataclass
@@ -124,7 +136,8 @@ def count_sources(
     Args:
         inputs: Files or directories of documents, or prefixes of datasets.
         key: JSON key of the text.
-        source_key: Key in `meta` that names a text's source (default: the Pile's); a dataset's source is its prefix.
+        source_key: Key in `meta` that names the source of a text; the default is the Pile's. The source of a dataset is
+            its prefix.
         skip_bad: Number of bad inputs that may be skipped.
 
     Raises:

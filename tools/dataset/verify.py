@@ -35,9 +35,24 @@ class Verification:
     max_id: int
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """Properties that the ids should have; None if they are not known.
+
+    Attributes:
+        vocab_size: Ids must be below it.
+        eod: Id with which documents must end.
+        tokenizer_hash: Hash of the tokenizer that must have made the data.
+    """
+
+    vocab_size: int | None
+    eod: int | None
+    tokenizer_hash: str | None
+
+
 @dataclass
-class _Counts:
-    """Counts of one pass over the tokens; documents are numbered from 0, and -1 means none."""
+class _Found:
+    """Counts of one pass over the tokens. Documents are numbered from 0; -1 means none."""
 
     max_id: int = -1
     first_bad: int = -1
@@ -52,116 +67,128 @@ class _Counts:
 def verify_dataset(
     prefix: str | Path, *, vocab_size: int | None = None, eod: int | None = None, tokenizer_hash: str | None = None
 ) -> Verification:
-    """Read and check every id of a dataset, 16 million at a time; of labels, as their sidecar says, the counted ones.
+    """Read and check every id of a dataset, 16 million at a time. In labels, only the counted ids are checked.
 
     Args:
         prefix: Path without `.bin` and `.idx`.
-        vocab_size: Limit of the ids (default: the sidecar's).
+        vocab_size: Ids must be below it (default: the sidecar's).
         eod: Id with which documents must end (default: the sidecar's, if it was appended to documents).
         tokenizer_hash: Hash that the sidecar must have; None skips this comparison.
 
     Raises:
         DataError: If sizes, pointers and file lengths contradict each other, so that nothing can be read.
     """
-    data, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
+    data = IndexedDataset(prefix)
+    sidecar = read_sidecar(prefix)
+    labels = False
     if sidecar is not None:
-        vocab_size = sidecar.vocab_size if vocab_size is None else vocab_size
-        eod = sidecar.eod if eod is None and sidecar.append_eod else eod
-    labels = sidecar is not None and bool(sidecar.settings.get("labels"))
-    eod = None if labels else eod
-    counts = _pass_over(data, vocab_size, eod, labels=labels)
+        if vocab_size is None:
+            vocab_size = sidecar.vocab_size
+        if eod is None and sidecar.append_eod:
+            eod = sidecar.eod
+        labels = bool(sidecar.settings.get("labels"))
+    if labels:
+        eod = None  # the end of a document may not be counted
+    expected = _Expected(vocab_size, eod, tokenizer_hash)
+    found = _pass_over(data, expected, labels=labels)
+    problems = [*_problems_of_ids(found, expected), *_problems_of_sidecar(data, sidecar, found, expected)]
     return Verification(
         str(prefix),
-        tuple(_problems(data, sidecar, counts, vocab_size, eod, tokenizer_hash)),
-        tuple(_notes(data, sidecar, counts, vocab_size, eod)),
+        tuple(problems),
+        tuple(_notes(data, sidecar, found, expected)),
         data.num_documents,
         data.num_tokens,
-        counts.max_id,
+        found.max_id,
     )
 
 
-def _pass_over(data: IndexedDataset, vocab_size: int | None, eod: int | None, *, labels: bool) -> _Counts:
-    counts = _Counts()
+def _pass_over(data: IndexedDataset, expected: _Expected, *, labels: bool) -> _Found:
+    found = _Found()
     with progress(f"verify {data.prefix}", data.num_tokens, "tokens") as bar:
         for first, sizes, tokens in data.pieces():
             if len(tokens):
-                _check_ids(
-                    counts, first, sizes, np.where(tokens == IGNORED, 0, tokens) if labels else tokens, vocab_size
-                )
-            if eod is not None:
-                _check_ends(counts, first, sizes, tokens, eod)
-            counts.crc32 = zlib.crc32(np.ascontiguousarray(tokens).data, counts.crc32)
+                ids = np.where(tokens == IGNORED, 0, tokens) if labels else tokens
+                _check_ids(found, first, sizes, ids, expected.vocab_size)
+            if expected.eod is not None:
+                _check_ends(found, first, sizes, tokens, expected.eod)
+            found.crc32 = zlib.crc32(np.ascontiguousarray(tokens).data, found.crc32)
             bar.update(len(tokens))
-    return counts
+    return found
 
 
-def _check_ids(counts: _Counts, first: int, sizes: np.ndarray, tokens: np.ndarray, vocab_size: int | None) -> None:
-    highest, lowest = int(tokens.max()), int(tokens.min())
-    counts.max_id = max(counts.max_id, highest)
+def _check_ids(found: _Found, first: int, sizes: np.ndarray, ids: np.ndarray, vocab_size: int | None) -> None:
+    """Count the ids that are too high or too low, in documents from number `first` on."""
+    highest = int(ids.max())
+    lowest = int(ids.min())
+    found.max_id = max(found.max_id, highest)
     if lowest >= 0 and (vocab_size is None or highest < vocab_size):
         return
-    bad = np.flatnonzero((tokens < 0) | (tokens >= (vocab_size if vocab_size is not None else np.inf)))
-    if counts.first_bad < 0:
-        counts.first_bad = first + int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), bad[0], side="right"))
-        counts.first_bad_id = int(tokens[bad[0]])
-    counts.bad_ids += len(bad)
+    is_bad = ids < 0
+    if vocab_size is not None:
+        is_bad |= ids >= vocab_size
+    bad = np.flatnonzero(is_bad)
+    if found.first_bad < 0:
+        ends = np.cumsum(sizes, dtype=np.int64)
+        found.first_bad = first + int(np.searchsorted(ends, bad[0], side="right"))
+        found.first_bad_id = int(ids[bad[0]])
+    found.bad_ids += len(bad)
 
 
-def _check_ends(counts: _Counts, first: int, sizes: np.ndarray, tokens: np.ndarray, eod: int) -> None:
-    ends = np.cumsum(sizes, dtype=np.int64) - 1
+def _check_ends(found: _Found, first: int, sizes: np.ndarray, tokens: np.ndarray, eod: int) -> None:
+    """Count the documents without an end, and the ends inside documents, from document number `first` on."""
+    last = np.cumsum(sizes, dtype=np.int64) - 1
     ended = np.zeros(len(sizes), dtype=bool)
-    some = sizes > 0
-    ended[some] = tokens[ends[some]] == eod
+    filled = sizes > 0
+    ended[filled] = tokens[last[filled]] == eod
     without = np.flatnonzero(~ended)
-    if len(without) and counts.first_without_end < 0:
-        counts.first_without_end = first + int(without[0])
-    counts.without_end += len(without)
-    counts.inner_ends += int(np.count_nonzero(tokens == eod)) - int(ended.sum())
+    if len(without) and found.first_without_end < 0:
+        found.first_without_end = first + int(without[0])
+    found.without_end += len(without)
+    found.inner_ends += int(np.count_nonzero(tokens == eod)) - int(ended.sum())
 
 
-def _problems(
-    data: IndexedDataset,
-    sidecar: Sidecar | None,
-    counts: _Counts,
-    vocab_size: int | None,
-    eod: int | None,
-    tokenizer_hash: str | None,
-) -> Iterator[str]:
-    if counts.bad_ids:
-        limit = "below 0" if vocab_size is None else f"outside 0 to {vocab_size - 1}"
-        yield f"{counts.bad_ids:,} ids are {limit}, the first, {counts.first_bad_id}, in document {counts.first_bad:,}"
-    if counts.without_end:
+def _problems_of_ids(found: _Found, expected: _Expected) -> Iterator[str]:
+    if found.bad_ids:
+        limit = "below 0"
+        if expected.vocab_size is not None:
+            limit = f"outside 0 to {expected.vocab_size - 1}"
+        yield f"{found.bad_ids:,} ids are {limit}, the first, {found.first_bad_id}, in document {found.first_bad:,}"
+    if found.without_end:
         yield (
-            f"{counts.without_end:,} documents do not end with the end-of-document id {eod}, the first is document "
-            f"{counts.first_without_end:,}"
+            f"{found.without_end:,} documents do not end with the end-of-document id {expected.eod}, the first is "
+            f"document {found.first_without_end:,}"
         )
+
+
+def _problems_of_sidecar(
+    data: IndexedDataset, sidecar: Sidecar | None, found: _Found, expected: _Expected
+) -> Iterator[str]:
     if sidecar is None:
         return
     for what, claim, real in (
         ("documents", sidecar.documents, data.num_documents),
         ("tokens", sidecar.tokens, data.num_tokens),
-        ("as its largest id", max(sidecar.max_id, 0), max(counts.max_id, 0)),
+        ("as its largest id", max(sidecar.max_id, 0), max(found.max_id, 0)),
     ):
         if claim != real:
             yield f"the .json has {claim:,} {what}, the files have {real:,}"
-    if sidecar.crc32 is not None and sidecar.crc32 != counts.crc32:
-        yield f"the ids have changed since they were written: checksum {counts.crc32:08x}, not {sidecar.crc32:08x}"
-    if tokenizer_hash is not None and tokenizer_hash != sidecar.tokenizer_hash:
+    if sidecar.crc32 is not None and sidecar.crc32 != found.crc32:
+        yield f"the ids have changed since they were written: checksum {found.crc32:08x}, not {sidecar.crc32:08x}"
+    wanted = expected.tokenizer_hash
+    if wanted is not None and wanted != sidecar.tokenizer_hash:
         made_with = f"{sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}"
-        yield f"it was made with another tokenizer: {made_with}, not {tokenizer_hash[:12]}"
+        yield f"it was made with another tokenizer: {made_with}, not {wanted[:12]}"
 
 
-def _notes(
-    data: IndexedDataset, sidecar: Sidecar | None, counts: _Counts, vocab_size: int | None, eod: int | None
-) -> Iterator[str]:
+def _notes(data: IndexedDataset, sidecar: Sidecar | None, found: _Found, expected: _Expected) -> Iterator[str]:
     if sidecar is None:
         yield "there is no .json: the tokenizer of the data is unknown"
-    if vocab_size is None:
-        yield f"the vocabulary size is unknown: ids (up to {counts.max_id}) were only checked not to be negative"
-    if eod is None:
+    if expected.vocab_size is None:
+        yield f"the vocabulary size is unknown: ids (up to {found.max_id}) were only checked not to be negative"
+    if expected.eod is None:
         yield "the ends of documents were not checked: it is labels or sentences, or the end-of-document id is unknown"
-    elif counts.inner_ends:
-        yield f"{counts.inner_ends:,} end-of-document ids are inside documents"
+    elif found.inner_ends:
+        yield f"{found.inner_ends:,} end-of-document ids are inside documents"
     empty = int(np.count_nonzero(np.asarray(data.sizes) == 0))
     if empty:
         yield f"{empty:,} documents are empty"
