@@ -67,6 +67,25 @@ def test_exit_codes_and_the_first_traceback_last(tmp_path: Path, runs: list[Laun
         assert not run.pids()
 
 
+def test_a_lost_connection_is_one_line_above_the_reason(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 1:\n    raise ValueError('the reason')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    run = LaunchedRun(tmp_path, script=script)
+    runs.append(run)
+    lines = run.output(90).splitlines()
+    assert run.process.returncode == 1
+    assert lines[-1].endswith("ValueError: the reason")
+    consequences = [line for line in lines if line.startswith("  rank 0: ")]
+    assert len(consequences) == 1
+    assert str(run.directory / "run" / "ranks" / "localhost" / "rank_0000.log") in consequences[0]
+    assert sum("Traceback" in line for line in lines) == 1
+
+
 def seconds_to_end(runs: Sequence[LaunchedRun], asked: Sequence[float], limit: float = 90) -> list[float]:
     """For each run the seconds from its signal, sent at `asked`, until no process of it lives."""
     ended: dict[int, float] = {}
