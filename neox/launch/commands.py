@@ -14,14 +14,15 @@ from shlex import join, quote, split
 from neox.errors import LaunchError
 from neox.launch.spec import Host, LaunchSpec
 
-_MAX_ARGUMENT = 120_000  # characters; Linux refuses single arguments over 128 KiB, and a remote command is one
+_MAX_ARGUMENT = 120_000  # characters; a remote command is a single argument, and Linux refuses those over 128 KiB
 _MAX_SHOWN_WORD = 80
 MAX_CONNECTIONS = 128
 """Number of hosts to which this machine opens ssh connections at the same time."""
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",
-    "-oServerAliveInterval=5",  # a cut network is noticed after 30 seconds, as by the agents (`neox.launch.lifeline`)
+    # Notice a cut network after 30 seconds, as the agents do (`neox.launch.lifeline`).
+    "-oServerAliveInterval=5",
     "-oServerAliveCountMax=5",
 )
 
@@ -100,7 +101,7 @@ def torchrun_command(spec: LaunchSpec, node_rank: int = 0) -> list[str]:
 
 
 def ssh_options(ssh_port: int | None) -> list[str]:
-    """Return the options of every ssh connection: it asks nothing, and notices a dead peer."""
+    """Return the options for all ssh connections: ask no questions, and notice if the other host is gone."""
     options = list(SSH_OPTIONS)
     if ssh_port:
         options.append(f"-p{ssh_port}")
@@ -108,7 +109,7 @@ def ssh_options(ssh_port: int | None) -> list[str]:
 
 
 def more_ssh_options(environment: Mapping[str, str]) -> list[str]:
-    """Return the options that the user gives to all ssh connections, in the variable that pdsh reads."""
+    """Return the user's options for all ssh connections, which are in a variable that pdsh reads, too."""
     return split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
 
 
@@ -140,7 +141,7 @@ def pdsh_command(spec: LaunchSpec, remote: Sequence[str]) -> list[str]:
 
 
 def pdsh_environment(environment: Mapping[str, str], ssh_port: int | None) -> dict[str, str]:
-    """Return the environment of pdsh, which holds the options with which it calls ssh."""
+    """Return the environment for pdsh, with the options for ssh added."""
     options = ssh_options(ssh_port)
     given = environment.get("PDSH_SSH_ARGS_APPEND")
     if given:
@@ -232,7 +233,7 @@ def host_commands(spec: LaunchSpec, launcher: str) -> list[HostCommand]:
 
 
 def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[str]:
-    """Return the lines that `launcher: none` prints: each host's supervised command, and torchrun's, with comments.
+    """Return the lines that `launcher: none` prints: the command for each host, then another one for torchrun.
 
     Args:
         spec: The run.
@@ -241,21 +242,21 @@ def printed_commands(spec: LaunchSpec, secrets: tuple[str, ...] = ()) -> list[st
     lines = []
     if secrets:
         lines.append(f"# no secrets here: set {', '.join(secrets)} in the environment of these commands on each host")
-    for line in host_commands(spec, "none"):
-        lines += [f"# on {line.host}", line.command]
+    for on_host in host_commands(spec, "none"):
+        lines += [f"# on {on_host.host}", on_host.command]
     slot_counts = {len(host.slots) for host in spec.hosts}
     if len(slot_counts) == 1:  # torchrun needs the same number of slots on every host
         words = ["env", f"PYTHONPATH={spec.code_root}", *torchrun_command(spec)]
         lines += [
-            "# or, under torchrun, with --node_rank counting up from 0: without our supervision, and without the locks",
-            "# that keep other runs out of this run's directories",
+            "# or with torchrun, and --node_rank 0, 1, ... on the hosts. Then nothing supervises the ranks, or",
+            "# keeps other runs out of this run's directories",
             f"cd {quote(spec.directory)} && {join(words)}",
         ]
     return lines
 
 
 def format_commands(spec: LaunchSpec, launcher: str) -> list[str]:
-    """Return lines for people: the first host's command, how the others differ, and a rank's. Long words are cut."""
+    """Return lines for people: the command on the first host, how it differs on the others, and the ranks' command."""
     lines = host_commands(spec, launcher)
     text = [f"on {lines[0].host}: {_cut_long_words(lines[0].command)}"]
     last = len(lines) - 1

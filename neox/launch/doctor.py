@@ -1,4 +1,4 @@
-"""Checks of all hosts at once before a run starts, as a table that ends with the first thing to fix."""
+"""Checks of all hosts, in parallel, before a run starts. The result is a table and the first thing to fix."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Checks:
 
 @dataclass
 class HostReport:
-    """Result of the checks of one host.
+    """Result of checking one host.
 
     Attributes:
         host: The host.
         answer: Result of `neox.launch.remote.probe` on the host; empty if it did not answer.
-        problems: Sentences, in the order in which to fix them.
-        notes: Facts that are no problems.
+        problems: One sentence for each problem, in the order in which they should be fixed.
+        notes: Facts that are not problems.
         seconds: Time until the answer.
     """
 
@@ -118,8 +118,8 @@ def _ask(
         _read_answer(report, done, spec)
     except subprocess.TimeoutExpired:
         report.problems.append(
-            f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? (--set "
-            f"doctor_timeout={2 * checks.seconds:.0f} waits longer for a busy host)"
+            f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? If it is only "
+            f"busy, wait longer with --set doctor_timeout={2 * checks.seconds:.0f}"
         )
     except OSError as error:
         report.problems.append(f"{command[0]} cannot be started: {error.strerror}")
@@ -140,13 +140,20 @@ def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spe
     elif done.returncode in (126, 127):
         report.problems.append(f"no Python at {spec.python} there: {last}; install the same environment at that path")
     elif "No module named" in last:
-        report.problems.append(f"{last}: the project must be at {spec.code_root} and its environment complete there")
+        report.problems.append(f"{last}: the project and its complete environment must be at {spec.code_root}")
     else:
         report.problems.append(f"the check ended with status {done.returncode}: {last}")
 
 
 def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code: str) -> None:
-    """Add problems to the reports; `code` is the hash of the project's files on this machine."""
+    """Add problems to the reports.
+
+    Args:
+        reports: Reports of all hosts.
+        spec: The run.
+        checks: What was checked.
+        code: Hash of the project's files on this machine.
+    """
     answered = [report for report in reports if report.answer]
     if not answered:
         return
@@ -156,8 +163,8 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     for report in answered:
         if report.answer["code"] != code:
             report.problems.append(
-                f"code of this project is {report.answer['code']}, on this machine {code}: copy or check out the same "
-                "version there"
+                f"the project's code differs: its hash is {report.answer['code']} there and {code} here; copy or check "
+                "out the same version there"
             )
         _judge_accelerators(report)
         _judge_port(report, spec)
@@ -166,7 +173,7 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
 
 
 def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remedy: str) -> None:
-    """Add a problem to each report with another version than most hosts have, or with none."""
+    """Add a problem to each report whose version is missing, or differs from that of most hosts."""
     versions = Counter(report.answer[key] for report in answered)
     usual = versions.most_common(1)[0][0]
     for report in answered:
@@ -183,7 +190,7 @@ def _judge_accelerators(report: HostReport) -> None:
     if accelerators == 0:
         report.notes.append("no accelerator: CPU ranks")
     elif accelerators < slots:
-        report.problems.append(f"{slots} slots, but {accelerators} accelerators: lower slots or num_gpus")
+        report.problems.append(f"{slots} slots, but only {accelerators} accelerator(s): lower slots or num_gpus")
 
 
 def _judge_port(report: HostReport, spec: LaunchSpec) -> None:
@@ -237,13 +244,13 @@ def _marker_file(paths: Sequence[str]) -> Iterator[tuple[str | None, str | None]
         yield name, None
     finally:
         Path(name).unlink(missing_ok=True)
-        with suppress(OSError):  # another run has begun to use it
+        with suppress(OSError):  # it is not empty: another run has begun to use it
             for path in created:
                 path.rmdir()
 
 
 def format_reports(reports: Sequence[HostReport]) -> str:
-    """Format the reports as a table, all problems, and the first thing to fix."""
+    """Format the reports: a table, then all problems, then the first thing to fix."""
     rows = [_TITLES, *map(_row, reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

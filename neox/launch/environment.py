@@ -1,4 +1,4 @@
-"""Environment of ranks: variables, which of them are forwarded to other hosts, secrets, and extension locks."""
+"""Environment variables of ranks, which of them other hosts get and which are secret; stale locks of builds."""
 
 from __future__ import annotations
 
@@ -173,16 +173,16 @@ def remove_stale_locks(directory: Path | None = None) -> list[Path]:
     if not locks:
         return []
     with open(directory / "neox_build.lock", "w") as guard:
-        # Only one agent at a time: else another one's ranks could begin a build between the look and the removal.
+        # Only one agent at a time may look and remove. Otherwise ranks of another agent could start a build in between.
         lock_file(guard, wait=True)
-        stale = [lock for lock in locks if not _is_open(lock)]
+        stale = [lock for lock in locks if not _is_open_or_gone(lock)]
         for lock in stale:
             lock.unlink(missing_ok=True)
     return stale
 
 
-def _is_open(path: Path) -> bool:
-    """Return whether the file is gone, or open in a living process that this user can see."""
+def _is_open_or_gone(path: Path) -> bool:
+    """Return whether a file is open in a living process that this user can see, or does not exist any more."""
     try:
         status = path.stat()
     except FileNotFoundError:

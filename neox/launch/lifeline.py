@@ -5,8 +5,8 @@ is in a session of its own, so that everything it has started can be killed with
 
 An agent's standard input ends when the launcher, pdsh or ssh ends. If the network is cut, it does not end: the kernel
 repeats packets for a quarter of an hour. An agent writes every second. So if the kernel has repeated packets for
-`LOST_SECONDS`, the other side is gone. (The launcher learns it from ssh's ServerAliveInterval. Behind a jump host, only
-the connection to the jump host is seen.)
+`LOST_SECONDS`, the launcher is gone. (The launcher learns from ssh's ServerAliveInterval that an agent's host is gone.
+Behind a jump host, only the connection to the jump host is seen.)
 """
 
 from __future__ import annotations

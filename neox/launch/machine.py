@@ -16,7 +16,7 @@ from neox.launch.spec import SlotId
 # Flags of /proc/cpuinfo. One of them is enough.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
-"""Compute capability from which on a GPU multiplies a number format natively."""
+"""Lowest compute capability of GPUs that multiply a number format natively."""
 
 
 # -- accelerators
@@ -70,12 +70,12 @@ def smallest_memory() -> int | None:
 
 
 def _query_gpus(field: str) -> list[str]:
-    """Return a field of every GPU, as nvidia-smi prints it; nothing if it does not run."""
+    """Return a field of every GPU, as nvidia-smi prints it; an empty list if it does not run."""
     return _nvidia_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; nothing if it does not run."""
+    """Return the output of nvidia-smi; an empty text if it does not run."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

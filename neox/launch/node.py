@@ -42,7 +42,7 @@ from neox.launch.spec import LaunchSpec
 _POLL_SECONDS = 0.1
 _END_POLL_SECONDS = 0.005  # after a rank has closed its output, which means that it is about to end
 _HEARTBEAT_SECONDS = 1.0
-_AFTER_FAILURE_SECONDS = 0.7  # in which the other ranks' own errors reach their logs
+_AFTER_FAILURE_SECONDS = 0.7  # until the other ranks are killed; their own errors reach their logs meanwhile
 _STACK_SECONDS = 1.5
 
 
@@ -62,15 +62,15 @@ class NodeAgent:
         self.lifeline = lifeline
         self.plain = PlainOutput(spec) if plain else None
         self.host = spec.hosts[node_rank]
-        self.locks = contextlib.ExitStack()  # held if no launcher process holds them
+        self.locks = contextlib.ExitStack()  # of the run's directories, if no launcher process holds them
         self.selector = selectors.DefaultSelector()
         self.ranks: list[RankProcess] = []
         self.watchdog: Watchdog | None = None
         self.code = 0  # exit status of this agent
-        # Requests, which signal handlers note and the loop fulfils
+        # Requests by signals: handlers set them, and the loop fulfils them.
         self.stop_requested: int | None = None
         self.stacks_requested = False
-        # The end of the ranks. A time is in seconds of the monotonic clock; None if it is not set.
+        # How the ranks are ended. Times are those of the monotonic clock; None if they are not set.
         self.stop_passed_on = False
         self.answer_seconds = 0.0  # time in which ranks must answer the signal
         self.answer_by: float | None = None
@@ -277,7 +277,7 @@ class NodeAgent:
             rank.signal(signum)
 
     def _kill_silent_ranks(self) -> None:
-        """Kill ranks that ignore the signal or are stuck where they cannot handle it; the others follow."""
+        """Kill the ranks that have not answered the signal. The others then end as well."""
         self.answer_by = None
         for rank in self.ranks:
             if rank.is_running and not self.activity.has_answered(rank.rank):
@@ -310,7 +310,7 @@ class NodeAgent:
         self.code = EXIT_HANG
         self.tell({"kind": "hang", "seconds": silent_seconds})
         self._show_stacks()
-        self.stacks_requested = False  # the launcher asks all hosts, also this one, which has just shown them
+        self.stacks_requested = False  # the launcher now asks every host, and this one has just shown its stacks
         self.kill_at = time.monotonic()
 
     def _show_stacks(self) -> None:
@@ -343,7 +343,7 @@ def main() -> int:
     node_rank = _node_rank(arguments.node_rank)
     try:
         return NodeAgent(spec, node_rank, arguments.lifeline, arguments.plain).run()
-    except OSError as error:  # the run's directories, usually
+    except OSError as error:  # usually about the run's directories
         raise LaunchError(f"ranks cannot be started on {spec.hosts[node_rank].name}: {error}") from None
 
 

@@ -26,7 +26,7 @@ from neox.launch.machine import memory_kills
 _MAX_KEPT_LINES = 400
 _MAX_TAIL_LINES = 200
 _READ_BYTES = 65536
-_HOLD_SECONDS = 3.0  # longer than Python takes, with torch and DeepSpeed, to end after a traceback
+_HOLD_SECONDS = 3.0  # Python ends sooner after a traceback, even with torch and DeepSpeed
 _LAUNCHER_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
 
 
@@ -119,7 +119,7 @@ class RankProcess:
         return data != b""
 
     def show_incomplete_lines(self) -> None:
-        """Send what rank 0 has written of lines that have not ended, for example a question to the user."""
+        """Send the beginnings of rank 0's unfinished lines, for example a question to the user."""
         if self.rank != 0:
             return
         for name, buffer in self._buffers.items():
@@ -133,12 +133,16 @@ class RankProcess:
                 self._shown_characters[name] = len(pending)
 
     def show_survived_traceback(self) -> None:
-        """Send the lines that were held back, if so much time has passed that they did not end the rank."""
+        """Send the lines that were held back, if the rank would have ended by now because of them."""
         if self._held.are_old():
             self._show("err", self._held.take())
 
     def _take_output(self, name: str) -> bytes | None:
-        """Read once from a pipe and pass the data on. Return them: None if nothing is there now, b"" at the end."""
+        """Read once from a pipe, and pass the data on.
+
+        Returns:
+            The data; None if there are none now, b"" if the output has ended.
+        """
         pipe = self.pipes[name]
         try:
             data = os.read(pipe.fileno(), _READ_BYTES)
@@ -221,7 +225,7 @@ class RankProcess:
                 self._tell(event)
 
     def _was_killed_by_kernel(self, code: int) -> bool:
-        """Return whether the kernel has killed the process for lack of memory, as far as its counter tells."""
+        """Return whether the kernel has killed the process for lack of memory, by the kernel's counter."""
         if code != -signal.SIGKILL or self._was_killed_by_agent:
             return False
         kills = memory_kills()
@@ -260,7 +264,7 @@ class RankProcess:
 
 
 class _HeldLines:
-    """Lines of a rank's stderr, from the first line of a traceback, until it is known whether it ends the rank."""
+    """Lines of stderr from the first line of a traceback on, until it is known whether it ends the rank."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []

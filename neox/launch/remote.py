@@ -29,9 +29,9 @@ def encode_request(*, port: int | None, paths: list[str], marker: str | None) ->
     """Encode a request for `probe`.
 
     Args:
-        port: TCP port to try to listen on; None for none.
+        port: TCP port to try to listen on; None to try none.
         paths: Files and directories that the run reads or writes.
-        marker: File that the launcher has written; the host sees it if the file system is shared. None for none.
+        marker: File that the launcher has written; the host sees it if the file system is shared. None without one.
     """
     request = json.dumps({"port": port, "paths": paths, "marker": marker})
     return base64.urlsafe_b64encode(request.encode()).decode()
@@ -52,7 +52,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Collect what the launcher needs to know about this host: versions, code, devices, memory, port, paths and clock.
 
     Args:
-        request: Decoded request of `encode_request`.
+        request: Request that `encode_request` has encoded.
     """
     marker = request["marker"]
     port = request["port"]
@@ -81,7 +81,10 @@ def _version(name: str) -> str:
 
 
 def path_state(path: Path) -> dict[str, Any]:
-    """Return whether a path exists, and of it or its nearest parent: whether it is writable, and the free bytes."""
+    """Return the state of a path as `exists`, `writable` and `free` (bytes).
+
+    If it does not exist, the last two are those of its nearest existing parent.
+    """
     nearest = path
     while not nearest.exists():
         nearest = nearest.parent

@@ -67,7 +67,7 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
 
 
 def lock_directories(directories: Iterable[str], script: str, held: ExitStack) -> None:
-    """Lock directories from the agent of a run that no launcher process supervises.
+    """Lock directories for a run that no launcher process supervises. Its agent calls this.
 
     Args:
         directories: Paths of the directories.

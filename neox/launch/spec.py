@@ -30,7 +30,7 @@ class LaunchSpec:
     """One run.
 
     Attributes:
-        run_id: A name that no other run has.
+        run_id: Unique name of the run.
         hosts: Hosts and slots, in rank order.
         master_addr: Address of the rendezvous.
         master_port: Port of the rendezvous.
@@ -40,10 +40,10 @@ class LaunchSpec:
         code_root: Directory that holds the package `neox`, the same path on every host.
         run_directory: Directory of the run's logs.
         python: The interpreter, the same path on every host.
-        environment: Variables of the ranks, without secrets: lists of processes show this object.
+        environment: Variables of the ranks, without secrets, because lists of processes show this object.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
-        stdin: File that rank 0 reads as its standard input, on one machine.
+        stdin: File that rank 0 reads as its standard input, if all ranks are on this machine.
         reserved: Directories that no other run may use while this one runs.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
     """
@@ -98,7 +98,7 @@ class LaunchSpec:
         return base64.urlsafe_b64encode(_json(slots)).decode()
 
     def encode(self) -> str:
-        """Encode as base64 of compressed JSON; a shell leaves it as it is."""
+        """Encode as compressed JSON in base64, which needs no quotes in a shell."""
         fields = {**vars(self), "hosts": [vars(host) for host in self.hosts]}
         return base64.urlsafe_b64encode(zlib.compress(_json(fields))).decode()
 
@@ -120,7 +120,7 @@ class LaunchSpec:
 
 
 def new_run_id() -> str:
-    """Return a name that no other run has on any host."""
+    """Return a unique name for a run."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
 
 

@@ -52,7 +52,7 @@ def new_spec(
     hang_timeout: float | None = None,
     rank_bytes: int | None = None,
 ) -> LaunchSpec:
-    """Describe a new run, with an id of its own, and with a free port unless one is configured.
+    """Return the specification of a new run. It gets its own id, and a free port unless one is configured.
 
     Args:
         placement: Hosts and slots of the run.
@@ -99,7 +99,7 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
     Args:
         hosts: Hosts of the run.
         runner: Keys of the configuration about hosts.
-        path: PATH on which the launcher's program must be; None if that is not to be checked.
+        path: Value of PATH, in which to look for the launcher's program; None to skip this check.
     """
     launcher = chosen_launcher(hosts, runner)
     others = [host.name for host in hosts if not is_this_machine(host.name)]
@@ -158,7 +158,7 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
     Args:
         spec: The run.
         runner: Keys of the configuration about hosts.
-        secrets: Names of secrets, which mpirun forwards, too.
+        secrets: Names of secret variables, which mpirun forwards as well.
 
     Raises:
         LaunchError: The command would be longer than Linux accepts.
@@ -176,7 +176,7 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
 
 
 def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
-    """Start a run over ssh and follow it. A signal to the agents needs connections of its own."""
+    """Start a run over ssh and follow it. Signals to the agents go over separate connections."""
     signalling: list[subprocess.Popen[bytes]] = []
 
     def signal_agents(signum: int) -> None:
@@ -197,7 +197,7 @@ def send_secrets(
 ) -> None:
     """Send secrets to every host through ssh's standard input, into a private file that the agent reads and removes.
 
-    So they are in no log, and on no command line, which everyone on a host can read.
+    They never appear in a log, or on a command line, which every user of a host can read.
 
     Args:
         spec: The run.

@@ -1,4 +1,6 @@
-"""Supervision of a run by the launcher process: starts the agents, shows rank 0, ends all at the first failure.
+"""Supervision of a run by the launcher process.
+
+It starts the agents, shows what rank 0 prints, and ends all ranks at the first failure.
 
 The run's exit status is that of the rank that failed first (a signal is 128 + its number). The last output is that
 rank's host, number and traceback. No process of the run is left.
@@ -32,7 +34,7 @@ from neox.log import shown_lines
 
 _POLL_SECONDS = 0.1
 _READ_BYTES = 65536
-_WINDOW_SECONDS = 1.5  # after the first failure: other hosts' reports, to tell the cause from its consequences
+_WINDOW_SECONDS = 1.5  # after the first failure, for the reports of other hosts, one of which may be the cause
 _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
@@ -344,7 +346,7 @@ class Supervisor:
         self._print(text, sys.stderr)
 
     def _print(self, text: str, stream: TextIO, end: str = "\n") -> None:
-        """Print; a reader that is gone ends the run (BrokenPipeError), a closed terminal does not."""
+        """Print a text. A reader that is gone ends the run (BrokenPipeError); a closed terminal does not."""
         try:
             print(text, end=end, file=stream, flush=True)
         except BrokenPipeError:

@@ -48,7 +48,7 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         (answer(torch="2.11.0"), [("torch", "2.11.0", "2.13.0")]),
         (answer(deepspeed="missing"), [("deepspeed", "make install")]),
         (answer(code="xyz"), [("xyz", "abc")]),
-        (answer(accelerators=1), [("2 slots", "1 accelerators")]),
+        (answer(accelerators=1), [("2 slots", "1 accelerator")]),
         (answer(port="Address already in use"), [("29513", "Address already in use")]),
         (answer(shared=False), [("/save", "shared")]),
         (answer(paths=full), [("/save", "1 MiB"), ("/data",)]),
