@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
-_DEFAULT_NEW_TOKENS = 256  # the harness's own default for tasks that name no maximum
-_RESAMPLES = 1000  # for standard errors of metrics without a formula; the harness's 100,000 take minutes for LAMBADA
+_DEFAULT_NEW_TOKENS = 256
+"""The harness's own default for tasks that name no maximum."""
+_RESAMPLES = 1000
+"""Samples for standard errors of metrics without a formula. The harness's 100,000 take minutes for LAMBADA."""
 _SECTIONS = (
     "results",
     "groups",
@@ -34,11 +36,19 @@ _SECTIONS = (
     "n-shot",
     "higher_is_better",
     "n-samples",
-)  # of the harness's report: tables by task
+)
+"""Sections of the harness's report that are tables by task."""
+_LIMIT_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the largest number of new tokens in `generation_kwargs`."""
+_SAMPLING_KEYS = ("top_k", "top_p", "repetition_penalty", "num_beams")
+"""Names in `generation_kwargs` that are names of `SamplingParams` too."""
 
 
 def open_tasks(names: Sequence[str]) -> TaskManager:
-    """Return the harness's task manager after checking that it knows all of `names` (or YAML files of tasks).
+    """Return the harness's task manager, after checking that it knows all tasks.
+
+    Args:
+        names: Names of tasks, or YAML files of tasks.
 
     Raises:
         EvaluationError: If the package is missing or a task is unknown.
@@ -51,21 +61,21 @@ def open_tasks(names: Sequence[str]) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    files = [name for name in names if _is_file(name)]
-    # Indexing the harness's thousands of own tasks takes seconds.
-    manager = TaskManager(include_defaults=len(files) < len(names))
+    # The harness takes seconds to index its thousands of tasks, so it does not where only files are given.
+    manager = TaskManager(include_defaults=not all(map(_is_file, names)))
     check_names(names, manager)
     return manager
 
 
 def check_names(names: Sequence[str], manager: TaskManager) -> None:
     """Raise EvaluationError naming every task that the harness does not know and every missing task file."""
-    problems = [
-        f"task {name!r} is unknown to lm-evaluation-harness"
-        for name in names
-        if not _is_file(name) and not manager.match_tasks([name])
-    ]
-    problems += [f"task file {name} does not exist" for name in names if _is_file(name) and not Path(name).is_file()]
+    problems = []
+    for name in names:
+        if _is_file(name):
+            if not Path(name).is_file():
+                problems.append(f"task file {name} does not exist")
+        elif not manager.match_tasks([name]):
+            problems.append(f"task {name!r} is unknown to lm-evaluation-harness")
     if problems:
         raise EvaluationError(
             f"eval_tasks: {'; '.join(problems)} (`lm-eval ls tasks` lists all names; text files are given as "
@@ -98,21 +108,21 @@ def harness_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> list[TaskResult]:
-    """Evaluate tasks of the harness; all ranks together.
+    """Evaluate tasks of the harness. All ranks call it together.
 
     Args:
-        names: Names or YAML files of tasks.
+        names: Names of tasks, or YAML files of tasks.
         manager: Result of `open_tasks`.
         scorer: Model and settings.
-        num_fewshot: Examples before each question; None uses the task's setting.
-        limit: Examples per task; None means all.
+        num_fewshot: Number of examples before each question; None uses the task's setting.
+        limit: Number of examples per task; None means all.
 
     Returns:
         The same results on every rank.
     """
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(
+    report = simple_evaluate(
         model=harness_model(scorer),
         tasks=list(names),
         num_fewshot=num_fewshot,
@@ -122,47 +132,74 @@ def harness_tasks(
         log_samples=False,
     )
     if scorer.grid.world_size == 1:
-        return results_of(found)
-    return from_first_rank(lambda: results_of(found))  # the harness returns results only where LOCAL_RANK is 0
+        return results_of(report)
+    return from_first_rank(lambda: results_of(report))  # the harness returns results only on local rank 0
 
 
-def results_of(found: Any) -> list[TaskResult]:
-    """Convert the harness's report; the standard error of a metric is `METRIC_stderr`, where there is one."""
+def results_of(report: Any) -> list[TaskResult]:
+    """Convert the harness's report.
+
+    Args:
+        report: Its report. Section -> task -> entry.
+    """
     from lm_eval.utils import handle_non_serializable
 
     results = []
-    for task, table in found["results"].items():
-        metrics: dict[str, float] = {}
-        for key, value in table.items():
-            metric, _, name = key.partition(",")
-            if isinstance(value, int | float) and not isinstance(value, bool) and name:
-                error = "_stderr" if metric.endswith("_stderr") else ""
-                metrics[metric.removesuffix("_stderr") + ("" if name == "none" else f"_{name}") + error] = float(value)
-        samples = found.get("n-samples", {}).get(task, {}).get("effective")
-        shots, version = found.get("n-shot", {}).get(task), found.get("versions", {}).get(task)
-        settings = {"num_fewshot": shots, "version": version}
-        record = {section: found[section][task] for section in _SECTIONS if task in found.get(section, {})}
-        results.append(
-            TaskResult(
-                task,
-                metrics,
-                {"examples": int(samples)} if samples else {},
-                {name: value for name, value in settings.items() if value is not None},
-                json.loads(json.dumps(record, default=handle_non_serializable)),
-            )
-        )
+    for task, table in report["results"].items():
+        counts = {}
+        samples = report.get("n-samples", {}).get(task, {}).get("effective")
+        if samples:
+            counts["examples"] = int(samples)
+        settings = {}
+        for name, section in (("num_fewshot", "n-shot"), ("version", "versions")):
+            value = report.get(section, {}).get(task)
+            if value is not None:
+                settings[name] = value
+        record = {}
+        for section in _SECTIONS:
+            if task in report.get(section, {}):
+                record[section] = report[section][task]
+        plain_record = json.loads(json.dumps(record, default=handle_non_serializable))
+        results.append(TaskResult(task, _metrics(table), counts, settings, plain_record))
     return results
 
 
+def _metrics(table: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics in the harness's results of one task.
+
+    Args:
+        table: `METRIC,FILTER` -> value, and `METRIC_stderr,FILTER` -> standard error, next to other entries.
+
+    Returns:
+        `METRIC` or `METRIC_FILTER` -> value, with `_stderr` at the end for a standard error.
+    """
+    metrics = {}
+    for key, value in table.items():
+        metric, _, filter_name = key.partition(",")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not filter_name:
+            continue
+        name = metric.removesuffix("_stderr")
+        if filter_name != "none":
+            name += f"_{filter_name}"
+        if metric.endswith("_stderr"):
+            name += "_stderr"
+        metrics[name] = float(value)
+    return metrics
+
+
 def harness_model(scorer: Scorer) -> TemplateLM:
-    """Return the model behind the harness's interface; its class is made here because the package is optional."""
+    """Return the model behind the harness's interface. Its class is made here because the package is optional."""
     from lm_eval.api.model import TemplateLM
 
-    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore] # Any where lm-eval is not installed
+    answers = _Answers(scorer)
+
+    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore] # Any if lm-eval is not installed
         """loglikelihood, loglikelihood_rolling and generate_until with a `Scorer`."""
 
-        # Every rank of a split model answers every request; replicas divide the requests among themselves.
-        _rank, _world_size = 0, 1
+        # Every rank of a split model answers every request. Replicas divide the requests among themselves.
+        _rank = 0
+        _world_size = 1
 
         @property
         def eot_token_id(self) -> int:
@@ -184,47 +221,85 @@ def harness_model(scorer: Scorer) -> TemplateLM:
             return scorer.tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-            spans = [
-                truncate(Span((*context, *continuation), len(context)), self.max_length)
-                for _, context, continuation in requests
-            ]
-            return [(score.log_probability, score.greedy) for score in scorer.score(spans, "loglikelihood")]
+            return answers.log_likelihoods([(context, continuation) for _, context, continuation in requests])
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
             """Return the log-probability of each whole text."""
-            texts = [[scorer.tokenizer.eod, *self.tok_encode(request.args[0])] for request in requests]
-            cut = [(n, span) for n, text in enumerate(texts) for span in full_windows(text, self.max_length)]
-            totals = [0.0] * len(texts)
-            for (n, _), score in zip(cut, scorer.score([span for _, span in cut], "rolling"), strict=True):
-                totals[n] += score.log_probability
-            return totals
+            return answers.text_log_likelihoods([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
             """Return the continuation of each prompt up to its stop strings."""
-            groups: dict[SamplingParams, list[int]] = defaultdict(list)
-            for number, request in enumerate(requests):
-                groups[sampling_params(request.args[1], self.max_length)].append(number)
-            texts: dict[int, str] = {}
-            for params, numbers in groups.items():
-                prompts = [self._truncated(requests[n].args[0], params) for n in numbers]
-                done = generate_all(
-                    scorer.model,  # type: ignore[arg-type] # a ModelRunner offers both protocols
-                    prompts,
-                    params,
-                    scorer.tokenizer,
-                    scorer.grid,
-                    batch_size=scorer.batch_size,
-                )
-                texts.update((n, completion.text) for n, completion in zip(numbers, done, strict=True))
-            return [texts[n] for n in range(len(requests))]
-
-        def _truncated(self, prompt: str, params: SamplingParams) -> str:
-            """Drop the beginning of a prompt that leaves too few tokens for the answer, as the harness does."""
-            longest = self.max_length - params.max_new_tokens
-            tokens = scorer.tokenizer.encode(prompt)
-            return prompt if len(tokens) <= longest else scorer.tokenizer.decode(tokens[-longest:])
+            return answers.continuations([request.args for request in requests])
 
     return HarnessModel()
+
+
+class _Answers:
+    """Answers to the harness's requests, all of one kind at a time."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._tokenizer = scorer.tokenizer
+        self._max_length = scorer.model.max_length
+
+    def log_likelihoods(self, requests: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return the log-probability of continuations, and whether each of their tokens was the most probable one.
+
+        Args:
+            requests: (ids of the context, ids of the continuation).
+        """
+        spans = []
+        for context, continuation in requests:
+            whole = Span((*context, *continuation), len(context))
+            spans.append(truncate(whole, self._max_length))
+        scores = self._scorer.score(spans, "loglikelihood")
+        return [(score.log_probability, score.greedy) for score in scores]
+
+    def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
+        """Return the log-probabilities of whole texts."""
+        spans: list[Span] = []
+        owners: list[int] = []  # number of the text of each span
+        for number, text in enumerate(texts):
+            ids = [self._tokenizer.eod, *self._tokenizer.encode(text)]
+            for span in full_windows(ids, self._max_length):
+                spans.append(span)
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for number, score in zip(owners, self._scorer.score(spans, "rolling"), strict=True):
+            totals[number] += score.log_probability
+        return totals
+
+    def continuations(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        """Return the continuations of prompts, generated together with those of equal settings.
+
+        Args:
+            requests: (prompt, `generation_kwargs`).
+        """
+        groups: dict[SamplingParams, list[int]] = defaultdict(list)
+        for number, (_, settings) in enumerate(requests):
+            groups[sampling_params(settings, self._max_length)].append(number)
+        texts = [""] * len(requests)
+        for params, numbers in groups.items():
+            prompts = [self._truncated(requests[number][0], params) for number in numbers]
+            completions = generate_all(
+                self._scorer.model,  # type: ignore[arg-type] # a ModelRunner offers both protocols
+                prompts,
+                params,
+                self._tokenizer,
+                self._scorer.grid,
+                batch_size=self._scorer.batch_size,
+            )
+            for number, completion in zip(numbers, completions, strict=True):
+                texts[number] = completion.text
+        return texts
+
+    def _truncated(self, prompt: str, params: SamplingParams) -> str:
+        """Drop the beginning of a prompt that leaves too few tokens for the answer, as the harness does."""
+        longest = self._max_length - params.max_new_tokens
+        tokens = self._tokenizer.encode(prompt)
+        if len(tokens) <= longest:
+            return prompt
+        return self._tokenizer.decode(tokens[-longest:])
 
 
 def full_windows(text: TokenIds, length: int) -> list[Span]:
@@ -234,32 +309,56 @@ def full_windows(text: TokenIds, length: int) -> list[Span]:
     """
     spans = list(windows(text, length, length))
     if len(spans) > 1 and len(spans[-1].tokens) < length + 1:
-        new = len(spans[-1].tokens) - 1
-        spans[-1] = Span(text[-(length + 1) :], length - new + 1)
+        new_tokens = len(spans[-1].tokens) - 1
+        spans[-1] = Span(text[-(length + 1) :], length - new_tokens + 1)
     return spans
 
 
-def sampling_params(asked: dict[str, Any], max_length: int) -> SamplingParams:
-    """Convert a task's `generation_kwargs`. Raises EvaluationError naming unsupported settings."""
-    asked = dict(asked)
-    until = asked.pop("until", None) or []
-    limits = [asked.pop(key, None) for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
-    limit = next((int(value) for value in limits if value is not None), _DEFAULT_NEW_TOKENS)
-    do_sample, temperature = asked.pop("do_sample", None), float(asked.pop("temperature", 0.0) or 0.0)
-    known = {name: asked.pop(name) for name in ("top_k", "top_p", "repetition_penalty", "num_beams") if name in asked}
-    if asked:
-        raise EvaluationError(f"the task needs unsupported generation settings: {', '.join(sorted(asked))}")
-    if do_sample is False or (do_sample is None and temperature == 0):
-        temperature = 0.0
-    elif temperature == 0:
-        temperature = 1.0
+def sampling_params(asked: Mapping[str, Any], max_length: int) -> SamplingParams:
+    """Convert a task's `generation_kwargs`.
+
+    Args:
+        asked: The settings.
+        max_length: Context of the model in tokens.
+
+    Raises:
+        EvaluationError: For settings that are not supported, by name.
+    """
+    left = dict(asked)
+    stops = left.pop("until", None) or []
+    if isinstance(stops, str):
+        stops = [stops]
+    limit = _DEFAULT_NEW_TOKENS
+    for key in reversed(_LIMIT_KEYS):
+        value = left.pop(key, None)
+        if value is not None:
+            limit = int(value)
+    temperature = _temperature(left.pop("do_sample", None), float(left.pop("temperature", 0.0) or 0.0))
+    known = {key: left.pop(key) for key in _SAMPLING_KEYS if key in left}
+    if left:
+        raise EvaluationError(f"the task needs unsupported generation settings: {', '.join(sorted(left))}")
     return SamplingParams(
         max_new_tokens=min(limit, max_length - 1),
         temperature=temperature,
-        stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
+        stop=tuple(filter(None, stops)),
         **known,
     )
 
 
+def _temperature(do_sample: bool | None, temperature: float) -> float:
+    """Return the temperature of sampling; 0 for the most probable token.
+
+    Args:
+        do_sample: Setting of that name; None if it is not given, so that the temperature decides.
+        temperature: Setting of that name; 0 if it is not given.
+    """
+    if do_sample is False:
+        return 0.0
+    if do_sample and temperature == 0:
+        return 1.0
+    return temperature
+
+
 def _is_file(name: str) -> bool:
+    """Return whether a task is named by a YAML file."""
     return name.endswith((".yaml", ".yml"))

@@ -16,34 +16,44 @@ def lambada(path: str | Path, scorer: Scorer, name: str = "lambada") -> TaskResu
 
     Args:
         path: `.jsonl` with the key `text`, or plain text with one passage per line.
-        scorer: Model and settings; passages longer than the context are cut at their beginning and counted.
+        scorer: Model and settings. Passages longer than the context are cut at their beginning and counted.
         name: Name of the task in the result.
 
     Returns:
-        `acc`: fraction of passages whose last token is the most probable one (non-strict). `strict_acc`: whose last
-        word (`text.split()[-1]`) has only most probable tokens. `ppl`: perplexity of the last word.
+        `acc`: fraction of passages whose last token is the most probable one (non-strict). `strict_acc`: fraction of
+        passages whose last word (`text.split()[-1]`) has only most probable tokens. `ppl`: perplexity of the last word.
 
     Raises:
         EvaluationError: For a file without passages.
     """
-    passages = list(islice(read_passages(path), scorer.limit))
-    tokens = [last_token(text, scorer.tokenizer) for text in passages]
-    words = [last_word(text, scorer.tokenizer) for text in passages]
     longest = scorer.model.max_length
-    scores = scorer.score([truncate(span, longest) for span in (*tokens, *words)], name)
-    token_scores, word_scores = scores[: len(passages)], scores[len(passages) :]
-    loss = -sum(score.log_probability for score in word_scores) / len(passages)
+    tokens = []
+    words = []
+    truncated = 0
+    for text in islice(read_passages(path), scorer.limit):
+        with_last_word = last_word(text, scorer.tokenizer)
+        truncated += len(with_last_word.tokens) - 1 > longest
+        words.append(truncate(with_last_word, longest))
+        tokens.append(truncate(last_token(text, scorer.tokenizer), longest))
+    count = len(words)
+    scores = scorer.score([*tokens, *words], name)
+    token_hits = 0
+    word_hits = 0
+    loss = 0.0
+    for token, word in zip(scores[:count], scores[count:], strict=True):
+        token_hits += token.greedy
+        word_hits += word.greedy
+        loss -= word.log_probability
     metrics = {
-        "acc": sum(score.greedy for score in token_scores) / len(passages),
-        "strict_acc": sum(score.greedy for score in word_scores) / len(passages),
-        "ppl": perplexity_of(loss),
+        "acc": token_hits / count,
+        "strict_acc": word_hits / count,
+        "ppl": perplexity_of(loss / count),
     }
-    truncated = sum(len(span.tokens) - 1 > longest for span in words)
-    return TaskResult(name, metrics, {"passages": len(passages), "truncated": truncated})
+    return TaskResult(name, metrics, {"passages": count, "truncated": truncated})
 
 
 def last_token(text: str, tokenizer: Tokenizer) -> Span:
-    """Return a passage of which the last token is scored."""
+    """Return a span with the last token of a passage scored."""
     tokens = tokenizer.encode(text.strip())
     if len(tokens) == 1:
         tokens = [tokenizer.eod, *tokens]
@@ -51,7 +61,7 @@ def last_token(text: str, tokenizer: Tokenizer) -> Span:
 
 
 def last_word(text: str, tokenizer: Tokenizer) -> Span:
-    """Return a passage of which the last word is scored, encoded separately and after a space."""
+    """Return a span with the last word of a passage scored. The word is encoded separately, after a space."""
     word = text.split()[-1]
     context = tokenizer.encode(text[: text.rfind(word)].strip()) or [tokenizer.eod]
     return Span((*context, *tokenizer.encode(f" {word}")), len(context))

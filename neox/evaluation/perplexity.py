@@ -1,7 +1,7 @@
 """Perplexity of wikitext, of a corpus of documents and of token files.
 
-In the formulas L is the summed loss of the predicted tokens (natural logarithm), T the number of tokens of a text, the
-first of which is not predicted, and O the number of words of the original text, `len(text.strip().split(" "))`.
+In the formulas, L is the summed loss of the predicted tokens (natural logarithm). T is the number of tokens of a text,
+the first of which is not predicted. O is the number of words of the original text, `len(text.strip().split(" "))`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,26 @@ from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, TokenIds
 from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
 
-# Rules that turn wikitext's tokenized text back into running text, as they are usual for published scores; in order.
+# The following rules turn wikitext's tokenized text back into running text. They are usual for published scores, and
+# their order matters.
 _REPLACEMENTS = (
     ("s '", "s'"),
-    *((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")),
-    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
 )
-_BRACKETS_AND_QUOTES = tuple(
-    (re.compile(rf"{left}\s*([^{right}]*?)\s*{right}"), rf"{left[-1]}\1{right[-1]}")
-    for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), (r"{", r"}"), (r"\"", r"\""), (r"'", r"'"))
+_BRACKETS_AND_QUOTES = (
+    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    (re.compile(r"\"\s*([^\"]*?)\s*\""), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
 )
 _FINAL_REPLACEMENTS = (
     ("= = = =", "===="),
@@ -48,8 +59,8 @@ def token_perplexity(loss: float, tokens: int) -> float:
 
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
     """Return exp(min(20, L / (T - 1) * (T - 1) / (O - 1))), which does not depend on the tokenizer."""
-    ratio = (tokens - 1) / (words - 1)
-    return perplexity_of(loss / (tokens - 1) * ratio)
+    tokens_per_word = (tokens - 1) / (words - 1)
+    return perplexity_of(loss / (tokens - 1) * tokens_per_word)
 
 
 def bits_per_byte(loss: float, size: int) -> float:
@@ -74,14 +85,22 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def first_articles(text: str, limit: int | None) -> str:
-    """Return the beginning of a file in wikitext's format, before the title (` = Title = `) of article limit + 1."""
-    titles = _TITLE.finditer(text) if limit is not None else iter(())
-    end = next(islice(titles, limit, None), None)
-    return text if end is None else text[: end.start()]
+    """Return the first articles of a file in wikitext's format. Titles have the form ` = Title = `.
+
+    Args:
+        text: Content of the file.
+        limit: Number of articles; None for all.
+    """
+    if limit is None:
+        return text
+    for number, title in enumerate(_TITLE.finditer(text)):
+        if number == limit:
+            return text[: title.start()]
+    return text
 
 
 def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskResult:
-    """Score a file in wikitext's format as one detokenized text; a limit counts its articles.
+    """Score a file in wikitext's format as one detokenized text. The scorer's limit counts its articles.
 
     Returns:
         `ppl` (per token), `word_ppl` (per word of the original file), `loss` and `bits_per_byte`.
@@ -108,22 +127,25 @@ def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskRe
 def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity") -> TaskResult:
     """Score documents (`.jsonl`, `.jsonl.zst`, `.txt`, ...) or a token file (the prefix of its `.bin` and `.idx`).
 
-    Each document is a separate text between two end-of-document tokens, so every token of it is predicted, as in
-    training. A token file made with `--append-eod` gives the scores of its documents, without those that need their
+    Each document is a separate text between two end-of-document tokens, so that every token of it is predicted, as in
+    training. A token file made with `--append-eod` gives the same scores as its documents, except those that need the
     text (`word_ppl`, `bits_per_byte`).
 
     Raises:
         EvaluationError: If there is nothing to score.
         DataError: For broken files.
     """
+    texts: list[TokenIds] = []
     counts: dict[str, int] = {}
-    texts: list[TokenIds]
     if is_token_file(path):
-        texts = list(islice(token_documents(path, scorer.tokenizer), scorer.limit))
+        texts += islice(token_documents(path, scorer.tokenizer), scorer.limit)
     else:
-        documents, eod = list(islice(read_corpus(path), scorer.limit)), scorer.tokenizer.eod
-        texts = [np.array([eod, *ids, eod], dtype=np.int32) for ids in scorer.tokenizer.encode_batch(documents)]
-        counts = {"words": sum(map(count_words, documents)), "bytes": sum(len(text.encode()) for text in documents)}
+        documents = list(islice(read_corpus(path), scorer.limit))
+        eod = scorer.tokenizer.eod
+        for ids in scorer.tokenizer.encode_batch(documents):
+            texts.append(np.array([eod, *ids, eod], dtype=np.int32))
+        counts["words"] = sum(map(count_words, documents))
+        counts["bytes"] = sum(len(text.encode()) for text in documents)
     loss, scored = scorer.loss(texts, name)
     metrics = {"ppl": token_perplexity(loss, scored + 1), "loss": loss / scored}
     if counts.get("words", 0) > 1:

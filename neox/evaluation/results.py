@@ -21,11 +21,11 @@ class TaskResult:
 
     Attributes:
         task: Name of the task.
-        metrics: Value by name, such as `word_ppl`; tasks of the harness keep its names without the filter.
-            The standard error of a metric is `METRIC_stderr`.
-        counts: What the scores were computed over (tokens, words, examples, ...).
-        settings: Of a task of the harness: `num_fewshot` and the task's `version`.
-        record: The task's entries in the harness's own report, by section.
+        metrics: Value by name, such as `word_ppl`. Tasks of the harness keep its names without the filter. The standard
+            error of a metric is `METRIC_stderr`.
+        counts: Numbers of tokens, words, examples and so on that were scored.
+        settings: `num_fewshot` and `version` of a task of the harness.
+        record: Entries of a task in the harness's own report, by section.
     """
 
     task: str
@@ -36,36 +36,60 @@ class TaskResult:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return e^loss of a mean loss, in nats; at most e^20, so that an untrained network's does not overflow."""
+    """Return e^loss of a mean loss in nats. It is at most e^20, so that an untrained network's does not overflow."""
     return math.exp(min(20.0, loss))
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Return `eval/<task>_<metric>` -> value, the names that TensorBoard and wandb show."""
-    return {f"eval/{r.task}_{name}": value for r in results for name, value in r.metrics.items()}
+    metrics = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            metrics[f"eval/{result.task}_{name}"] = value
+    return metrics
 
 
 def format_table(results: Sequence[TaskResult]) -> str:
-    """Return a table with one line per metric; a task's first line has its counts and settings."""
+    """Return a table with one line per metric. The first line of a task has its counts and settings."""
     rows = [("task", "metric", "value", "std. error", "over")]
     for result in results:
-        over = [f"{value:,} {name}" for name, value in result.counts.items()]
-        over += [f"{name} {value}" for name, value in result.settings.items()]
-        values = {name: value for name, value in result.metrics.items() if not name.endswith("_stderr")}
-        for number, (name, value) in enumerate(values.items()):
-            first, error = number == 0, result.metrics.get(f"{name}_stderr")
-            shown = "" if error is None else f"{error:.2g}"
-            rows.append((result.task if first else "", name, f"{value:.6g}", shown, ", ".join(over) if first else ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+        rows += _rows_of(result)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _rows_of(result: TaskResult) -> list[tuple[str, str, str, str, str]]:
+    """Return the lines of one task: task, metric, value, standard error, counts and settings."""
+    over = []
+    for name, count in result.counts.items():
+        over.append(f"{count:,} {name}")
+    for name, setting in result.settings.items():
+        over.append(f"{name} {setting}")
+    task = result.task
+    scope = ", ".join(over)
+    rows = []
+    for name, value in result.metrics.items():
+        if name.endswith("_stderr"):
+            continue
+        error = result.metrics.get(f"{name}_stderr")
+        shown_error = "" if error is None else f"{error:.2g}"
+        rows.append((task, name, f"{value:.6g}", shown_error, scope))
+        task = ""
+        scope = ""
+    return rows
 
 
 def results_path(prefix: str, now: datetime, kind: str = "eval") -> Path:
-    """Return the path of a result file: `PREFIX_eval_results_DATE.json`, gpt-neox's name, or another kind's."""
+    """Return the path of a result file, `PREFIX_KIND_results_DATE.json`; for the kind `eval` it is gpt-neox's name."""
     name = f"{kind}_results_{now:%m-%d-%Y-%H-%M-%S}.json"
-    return Path(f"{prefix}_{name}" if prefix else name)
+    if prefix:
+        name = f"{prefix}_{name}"
+    return Path(name)
 
 
 def check_writable(prefix: str) -> None:
@@ -84,8 +108,8 @@ def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str
 
     Args:
         prefix: Beginning of the path.
-        results: Results; metrics that are not finite, as the harness may give, become null.
-        about: What was evaluated; added to the object.
+        results: Results of all tasks. Metrics that are not finite, as the harness may give, become null.
+        about: Further entries of the object, which describe the model and its settings.
         now: Time in the file's name.
 
     Returns:
@@ -94,13 +118,13 @@ def write_results(prefix: str, results: Sequence[TaskResult], about: Mapping[str
     Raises:
         EvaluationError: If it cannot be written.
     """
-    record = {
-        "results": {result.task: result.metrics for result in results},
-        "counts": {result.task: result.counts for result in results},
-        "settings": {result.task: result.settings for result in results if result.settings},
-        **about,
-    }
-    return _write(results_path(prefix, now), record)
+    record: dict[str, Any] = {"results": {}, "counts": {}, "settings": {}}
+    for result in results:
+        record["results"][result.task] = result.metrics
+        record["counts"][result.task] = result.counts
+        if result.settings:
+            record["settings"][result.task] = result.settings
+    return _write_json(results_path(prefix, now), {**record, **about})
 
 
 def write_harness_report(
@@ -110,12 +134,12 @@ def write_harness_report(
 
     Args:
         prefix: Beginning of the path.
-        results: Results; those of other tasks are left out.
-        about: What was evaluated: the harness's entry `config`.
+        results: Results of all tasks. Those that are not the harness's are left out.
+        about: Entries that describe the model and its settings: the harness's entry `config`.
         now: Time in the file's name and in the entry `date`.
 
     Returns:
-        The path of the file; None if no task is the harness's.
+        The path of the file; None if there is no task of the harness.
 
     Raises:
         EvaluationError: If it cannot be written.
@@ -133,20 +157,20 @@ def write_harness_report(
         "model_source": "neox",
         "model_name": about.get("checkpoint"),
     }
-    return _write(results_path(prefix, now, "lm_eval"), report)
+    return _write_json(results_path(prefix, now, "lm_eval"), report)
 
 
-def _write(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write JSON atomically, with null for numbers that are not finite in `results`. Raises EvaluationError."""
-    finite = {
-        task: {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
-        for task, metrics in record["results"].items()
-    }
+def _write_json(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write JSON atomically, with null for numbers in `results` that are not finite. Raises EvaluationError."""
+    finite: dict[str, dict[str, Any]] = {}
+    for task, metrics in record["results"].items():
+        finite[task] = {}
+        for name, value in metrics.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            finite[task][name] = value if is_finite else None
+    content = {**record, "results": finite}
     try:
-        text = json.dumps({**record, "results": finite}, indent=2, ensure_ascii=False, allow_nan=False, default=dict)
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False, default=dict)
         files.write_text(path, text + "\n")
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: cannot be written ({error})") from error

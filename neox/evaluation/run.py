@@ -29,7 +29,7 @@ SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = Mapping
 
 
 def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
-    """Check `eval_tasks` without a model; tasks of the harness load their data.
+    """Check `eval_tasks` without a model. Tasks of the harness load their data.
 
     Raises:
         EvaluationError: For everything that an evaluation would refuse.
@@ -43,14 +43,14 @@ def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
 def evaluate_tasks(
     tasks: Sequence[str], model: ScoringModel, tokenizer: Tokenizer, grid: ParallelGrid, config: NeoXConfig
 ) -> list[TaskResult]:
-    """Evaluate tasks with a model; all ranks call it together and get the same results.
+    """Evaluate tasks with a model. All ranks call it together and get the same results.
 
     Args:
         tasks: Tasks in the form of `eval_tasks`.
         model: Model to evaluate.
         tokenizer: Tokenizer of the model.
-        grid: Process groups; data-parallel ranks divide the texts among themselves.
-        config: Configuration; windows are `seq_length` tokens long.
+        grid: Process groups. Data-parallel ranks divide the texts among themselves.
+        config: Configuration. Windows are `seq_length` tokens long.
 
     Raises:
         EvaluationError: For unknown tasks, before anything is scored.
@@ -77,7 +77,7 @@ def evaluate_tasks(
 def evaluate_in_training(
     plan: RunPlan, module: nn.Module, grid: ParallelGrid, device: torch.device, tokenizer: Tokenizer
 ) -> dict[str, float]:
-    """Evaluate the configuration's `eval_tasks` with a model in training; all ranks together.
+    """Evaluate the configuration's `eval_tasks` with a model in training. All ranks call it together.
 
     Args:
         plan: Plan of the training run.

@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,17 +42,19 @@ class ScoringModel(Protocol):
             labels: int64 [B, S], the token after each position.
 
         Returns:
-            Log-probability of each label, float32 [B, S], and whether it is the most probable token, bool [B, S]; equal
-            on every rank of the model.
+            Log-probability of each label, float32 [B, S], and whether it is the most probable token, bool [B, S]. Both
+            are equal on every rank of the model.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of which those from index `first` (at least 1) on are scored, each given all tokens before it.
+    """Tokens to score, each given all tokens before it.
 
-    `tokens` may be a view of an array, so that a corpus is held in memory once.
+    Attributes:
+        tokens: Context and scored tokens. It may be a view of an array, so that a corpus is held in memory once.
+        first: Index of the first scored token, at least 1.
     """
 
     tokens: TokenIds
@@ -75,13 +78,16 @@ class SpanScore:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Model, tokenizer and window settings with which texts are scored; all ranks use it together.
+    """Model, tokenizer and window settings with which texts are scored. All ranks use it together.
 
     Attributes:
-        window: Predicted tokens per window.
-        stride: New tokens per window; None means all of them (windows do not overlap).
-        batch_size: Windows scored at once.
-        limit: Passages, documents or articles of a file that are scored, from its beginning; None means all.
+        model: Model that scores.
+        tokenizer: Tokenizer of the model.
+        grid: Process groups.
+        window: Number of predicted tokens per window.
+        stride: Number of new tokens per window; None means all of them (windows do not overlap).
+        batch_size: Number of windows scored at once.
+        limit: Number of passages, documents or articles of a file that are scored; None means all.
     """
 
     model: ScoringModel
@@ -93,7 +99,7 @@ class Scorer:
     limit: int | None = None
 
     def score(self, spans: Sequence[Span], name: str) -> list[SpanScore]:
-        """Score spans, divided among the data-parallel ranks; rank 0 shows the progress of its part as `name`."""
+        """Score spans, divided among the data-parallel ranks. Rank 0 shows the progress of its part as `name`."""
 
         def score_part(part: Sequence[Span]) -> list[SpanScore]:
             if self.grid.rank != 0:
@@ -109,16 +115,22 @@ class Scorer:
         Returns:
             The summed loss (natural logarithm) and the number of scored tokens.
         """
-        stride = self.stride or self.window
-        scores = self.score([span for text in texts for span in windows(text, self.window, stride)], name)
-        return -sum(score.log_probability for score in scores), sum(score.count for score in scores)
+        spans: list[Span] = []
+        for text in texts:
+            spans += windows(text, self.window, self.stride or self.window)
+        loss = 0.0
+        count = 0
+        for score in self.score(spans, name):
+            loss -= score.log_probability
+            count += score.count
+        return loss, count
 
 
 def windows(tokens: TokenIds, length: int, stride: int) -> Iterator[Span]:
     """Cut a text into windows of at most `length` predicted tokens that start every `stride` tokens.
 
-    The first window scores all its tokens, every later one its last `stride` tokens, so that every token but the first
-    is scored once, with at least `length - stride` tokens of context where the text has them.
+    The first window scores all its tokens, every later one its last `stride` tokens. So every token but the first is
+    scored once, with at least `length - stride` tokens of context if the text has them.
 
     Raises:
         EvaluationError: Unless 1 <= stride <= length.
@@ -146,10 +158,10 @@ def score_spans(
     """Score spans in batches of similar lengths.
 
     Args:
-        model: Model to score with.
+        model: Model that scores.
         spans: Spans of at most `model.max_length + 1` tokens.
-        batch_size: Spans per batch.
-        on_batch: Called after each batch with its number of spans.
+        batch_size: Number of spans per batch.
+        on_batch: Function that is called after each batch with its number of spans.
 
     Returns:
         One score per span, in their order.
@@ -164,28 +176,31 @@ def score_spans(
                 f"{model.max_length} tokens (max_position_embeddings)"
             )
     results: dict[int, SpanScore] = {}
-    order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        results.update(zip(batch, _score_batch(model, [spans[n] for n in batch]), strict=True))
+    longest_first = sorted(range(len(spans)), key=lambda number: -len(spans[number].tokens))
+    for start in range(0, len(spans), batch_size):
+        batch = longest_first[start : start + batch_size]
+        scores = _score_batch(model, [spans[number] for number in batch])
+        results.update(zip(batch, scores, strict=True))
         if on_batch:
             on_batch(len(batch))
-    return [results[n] for n in range(len(spans))]
+    return [results[number] for number in range(len(spans))]
 
 
 @torch.inference_mode()
 def _score_batch(model: ScoringModel, spans: Sequence[Span]) -> Iterable[SpanScore]:
-    """Score one batch, padded on the right, where causal attention keeps the padding out of every scored token."""
-    rows = np.zeros((len(spans), max(len(span.tokens) for span in spans)), dtype=np.int64)
+    """Score one batch, padded on the right. Causal attention keeps the padding out of every scored token."""
+    longest = max(len(span.tokens) for span in spans)
+    rows = np.zeros((len(spans), longest), dtype=np.int64)
     for row, span in zip(rows, spans, strict=True):
         row[: len(span.tokens)] = span.tokens
     padded = torch.from_numpy(rows).to(model.device)
     log_probabilities, greedy = model.score(padded[:, :-1], padded[:, 1:])
-    log_probabilities, greedy = log_probabilities.double().cpu(), greedy.cpu()
+    log_probabilities = log_probabilities.double().cpu()
+    greedy = greedy.cpu()
     for number, span in enumerate(spans):
         scored = slice(span.first - 1, len(span.tokens) - 1)
         total = log_probabilities[number, scored].sum().item()
-        if total != total:
+        if math.isnan(total):
             raise EvaluationError(
                 "the model's log-probabilities are NaN: the weights are broken or overflow in this precision; check "
                 "the training loss of this checkpoint, try an earlier one, or set inference_precision: fp32"

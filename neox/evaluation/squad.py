@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from neox.errors import DataError
 
-_BEST = 20  # starts and ends of a window that are tried together
+_BEST = 20
+"""Number of starts, and of ends, of a window that are tried together."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,10 @@ class Question:
     """One question about a text.
 
     Attributes:
-        id: Its name in the file.
+        id: Name in the file.
         question: The question.
-        context: The text that holds the answer.
-        answers: Accepted answers; empty if the text holds none.
+        context: Text that holds the answer.
+        answers: Accepted answers; none if the text holds no answer.
         starts: First character of each answer in the text.
     """
 
@@ -42,20 +44,12 @@ def read_squad(path: str | Path) -> list[Question]:
     Raises:
         DataError: If it cannot be read, has another format, no question, or an answer that is not in its text.
     """
+    questions = []
     try:
-        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
-        questions = [
-            Question(
-                str(entry["id"]),
-                entry["question"],
-                paragraph["context"],
-                tuple(answer["text"] for answer in entry.get("answers", ())),
-                tuple(answer["answer_start"] for answer in entry.get("answers", ())),
-            )
-            for article in articles
-            for paragraph in article["paragraphs"]
-            for entry in paragraph["qas"]
-        ]
+        for article in json.loads(Path(path).read_text(encoding="utf-8"))["data"]:
+            for paragraph in article["paragraphs"]:
+                for entry in paragraph["qas"]:
+                    questions.append(_question_of(entry, paragraph["context"]))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -69,10 +63,26 @@ def read_squad(path: str | Path) -> list[Question]:
     return questions
 
 
+def _question_of(entry: Mapping[str, Any], context: str) -> Question:
+    """Return a question of the file's JSON. Raises KeyError or TypeError for another format."""
+    answers = entry.get("answers", ())
+    return Question(
+        id=str(entry["id"]),
+        question=entry["question"],
+        context=context,
+        answers=tuple(answer["text"] for answer in answers),
+        starts=tuple(answer["answer_start"] for answer in answers),
+    )
+
+
 def normalize_answer(text: str) -> str:
-    """Return an answer in lower case without punctuation, articles and repeated white space, as the official script."""
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+    """Return an answer as the official script compares it.
+
+    It is in lower case, without punctuation, articles and repeated white space.
+    """
+    kept = text.lower().translate(str.maketrans("", "", string.punctuation))
+    without_articles = re.sub(r"\b(a|an|the)\b", " ", kept)
+    return " ".join(without_articles.split())
 
 
 def exact_match(prediction: str, answer: str) -> float:
@@ -81,28 +91,30 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall over words; without words on one side, their equality."""
-    predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    """Return the harmonic mean of precision and recall over words; 1 if both sides have no words."""
+    predicted = normalize_answer(prediction).split()
+    expected = normalize_answer(answer).split()
     if not predicted or not expected:
         return float(predicted == expected)
-    common = sum((Counter(predicted) & Counter(expected)).values())
-    return 2 * common / (len(predicted) + len(expected)) if common else 0.0
+    common = (Counter(predicted) & Counter(expected)).total()
+    return 2 * common / (len(predicted) + len(expected))
 
 
 def score(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
     """Return the official scores in percent: `exact` and `f1`, each the best over a question's answers.
 
     Args:
-        questions: The questions; one without answers expects the empty prediction.
-        predictions: Answer by the question's id; a missing one is empty.
+        questions: The questions. For one without answers the empty prediction is right.
+        predictions: Question's id -> predicted answer; empty if it is missing.
     """
-    totals = {"exact": 0.0, "f1": 0.0}
+    exact_total = 0.0
+    f1_total = 0.0
     for question in questions:
         prediction = predictions.get(question.id, "")
-        answers = [answer for answer in question.answers if normalize_answer(answer)] or [""]
-        totals["exact"] += max(exact_match(prediction, answer) for answer in answers)
-        totals["f1"] += max(f1(prediction, answer) for answer in answers)
-    return {name: 100 * total / len(questions) for name, total in totals.items()}
+        answers = list(filter(normalize_answer, question.answers)) or [""]
+        exact_total += max(exact_match(prediction, answer) for answer in answers)
+        f1_total += max(f1(prediction, answer) for answer in answers)
+    return {"exact": 100 * exact_total / len(questions), "f1": 100 * f1_total / len(questions)}
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,8 @@ class Window:
 
     Attributes:
         question: Number of the question.
-        offsets: First character of each token and the one after its last, int64 [tokens, 2]; -1 outside the text.
+        offsets: First character of each token and the character after its last one, int64 [tokens, 2]; -1 for tokens
+            outside the text.
     """
 
     question: int
@@ -120,9 +133,13 @@ class Window:
 
 def span_of(window: Window, start: int, stop: int) -> tuple[int, int] | None:
     """Return the first and last token of characters [start, stop); None if they are not all in the window."""
-    first = np.flatnonzero((window.offsets[:, 0] <= start) & (window.offsets[:, 1] > start))
-    last = np.flatnonzero((window.offsets[:, 0] < stop) & (window.offsets[:, 1] >= stop))
-    return (int(first[0]), int(last[-1])) if len(first) and len(last) else None
+    begins = window.offsets[:, 0]
+    ends = window.offsets[:, 1]
+    first = np.flatnonzero((begins <= start) & (ends > start))
+    last = np.flatnonzero((begins < stop) & (ends >= stop))
+    if len(first) == 0 or len(last) == 0:
+        return None
+    return int(first[0]), int(last[-1])
 
 
 def best_answers(
@@ -139,27 +156,48 @@ def best_answers(
     Args:
         questions: The questions.
         windows: Windows of their texts.
-        starts: Logits of each token being an answer's first [windows, tokens].
-        ends: Logits of each token being its last [windows, tokens].
-        longest: Most tokens of an answer.
+        starts: Logits of each token as an answer's first token [windows, tokens].
+        ends: Logits of each token as an answer's last token [windows, tokens].
+        longest: Largest number of tokens of an answer.
         may_be_empty: Whether the first token stands for no answer, as in SQuAD 2.0.
+
+    Returns:
+        Question's id -> answer.
     """
-    best: dict[int, tuple[float, str]] = {}
-    none: dict[int, float] = {}
+    best = [_Answer(-np.inf, "")] * len(questions)
+    empty = [np.inf] * len(questions)  # score of no answer, the least one over the windows
     for window, start_logits, end_logits in zip(windows, starts, ends, strict=True):
         number = window.question
-        none[number] = min(none.get(number, np.inf), float(start_logits[0] + end_logits[0]))
-        inside = window.offsets[:, 0] >= 0
-        firsts, lasts = (np.where(inside, logits, -np.inf) for logits in (start_logits, end_logits))
-        for first in np.argsort(-firsts)[:_BEST].tolist():
-            for last in np.argsort(-lasts)[:_BEST].tolist():
-                value = float(firsts[first] + lasts[last])
-                fits = first <= last < first + longest and np.isfinite(value)
-                if fits and value > best.get(number, (-np.inf, ""))[0]:
-                    begin, stop = int(window.offsets[first, 0]), int(window.offsets[last, 1])
-                    best[number] = (value, questions[number].context[begin:stop])
+        empty[number] = min(empty[number], float(start_logits[0] + end_logits[0]))
+        answer = _best_answer(questions[number].context, window, start_logits, end_logits, longest)
+        best[number] = max(best[number], answer, key=lambda found: found.score)
     answers = {}
     for number, question in enumerate(questions):
-        value, text = best.get(number, (-np.inf, ""))
-        answers[question.id] = "" if may_be_empty and none.get(number, -np.inf) > value else text
+        is_empty = may_be_empty and best[number].score < empty[number] < np.inf
+        answers[question.id] = "" if is_empty else best[number].text
     return answers
+
+
+class _Answer(NamedTuple):
+    """An answer and the sum of the logits of its first and its last token."""
+
+    score: float
+    text: str
+
+
+def _best_answer(
+    context: str, window: Window, start_logits: np.ndarray, end_logits: np.ndarray, longest: int
+) -> _Answer:
+    """Return the most probable answer in one window; an empty one with -inf if none fits."""
+    is_text = window.offsets[:, 0] >= 0
+    firsts = np.where(is_text, start_logits, -np.inf)
+    lasts = np.where(is_text, end_logits, -np.inf)
+    best = _Answer(-np.inf, "")
+    for first in np.argsort(-firsts)[:_BEST].tolist():
+        for last in np.argsort(-lasts)[:_BEST].tolist():
+            score = float(firsts[first] + lasts[last])
+            if first <= last < first + longest and score > best.score:
+                begin = int(window.offsets[first, 0])
+                stop = int(window.offsets[last, 1])
+                best = _Answer(score, context[begin:stop])
+    return best

@@ -1,4 +1,4 @@
-"""Texts of lm-evaluation-harness's tasks, for the removal of evaluation texts from training data."""
+"""Texts of the tasks of lm-evaluation-harness, for the removal of evaluation texts from training data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neox.evaluation.harness import check_loading, open_tasks
 def task_documents(names: Sequence[str]) -> Iterator[Document]:
     """Yield a document for each example of the tasks: its prompt with each of its answers, one below the other.
 
-    Examples are those that the harness scores; few-shot examples of other splits are not among them.
+    These are the examples that the harness scores. Few-shot examples of other splits are not among them.
 
     Args:
         names: Names of tasks or groups, or YAML files of tasks.
@@ -36,13 +36,16 @@ def task_documents(names: Sequence[str]) -> Iterator[Document]:
 
 def _texts(task: Any, example: Any) -> Iterator[str]:
     """Yield the prompt of an example with each of its answers."""
-    prompt = task.doc_to_text(example)
-    prompts = task.doc_to_choice(example) if isinstance(prompt, int) else [prompt]
-    target = task.doc_to_target(example)
+    prompts = task.doc_to_text(example)
+    if isinstance(prompts, int):  # the number of the right one of several prompts
+        prompts = task.doc_to_choice(example)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    answers = task.doc_to_target(example)
     if task.OUTPUT_TYPE == "multiple_choice":
         answers = task.doc_to_choice(example)
-    else:
-        answers = target if isinstance(target, list) else [target]
+    if not isinstance(answers, list):
+        answers = [answers]
     for start in prompts:
         for answer in answers:
             yield f"{start} {answer}".strip()

@@ -5,6 +5,7 @@ No torch here: the launcher checks tasks before ranks start, and so does a dry r
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,13 @@ KINDS = ("wikitext", "lambada", "perplexity")
 
 @dataclass(frozen=True)
 class FileTask:
-    """Task of the form KIND=FILE. `name` is unique among all tasks and labels its scores."""
+    """Task of the form KIND=FILE.
+
+    Attributes:
+        kind: One of `KINDS`.
+        path: Path of the file.
+        name: Label of its scores, unique among all tasks.
+    """
 
     kind: str
     path: str
@@ -34,45 +41,69 @@ class FileTask:
 
 
 def parse_tasks(tasks: Sequence[str]) -> tuple[list[FileTask], list[str]]:
-    """Split `eval_tasks` into file tasks (KIND=FILE) and tasks of lm-evaluation-harness.
+    """Split `eval_tasks` into file tasks (KIND=FILE) and names of tasks of lm-evaluation-harness.
 
     Raises:
-        EvaluationError: For unknown kinds, missing files and repeated tasks; all of them in one message.
+        EvaluationError: For unknown kinds, missing files and repeated tasks, all of them in one message.
     """
     if not tasks:
         raise EvaluationError(
             "eval_tasks is empty: name tasks of lm-evaluation-harness, or text files as "
             "wikitext=FILE, lambada=FILE, perplexity=FILE"
         )
-    pairs = [task.partition("=") for task in tasks]
-    files = [(kind, path) for kind, equals, path in pairs if equals]
-    harness = [kind for kind, equals, _ in pairs if not equals]
-    problems = [
-        f"eval_tasks: {kind} is not a kind of task; known kinds are {', '.join(KINDS)}"
-        for kind, _ in files
-        if kind not in KINDS
-    ]
-    problems += [
-        f"eval_tasks: {kind}={path}: no such file"
-        for kind, path in files
-        if not Path(path).exists() and not is_token_file(path)
-    ]
-    problems += [
-        f"eval_tasks: {kind}={path}: the .idx file, without which a .bin file cannot be read, is missing"
-        for kind, path in files
-        if path.endswith(".bin") and Path(path).exists() and not is_token_file(path)
-    ]
-    problems += [f"eval_tasks: {task} is listed {times} times" for task, times in Counter(tasks).items() if times > 1]
+    problems: list[str] = []
+    files = []
+    harness = []
+    for task in tasks:
+        kind, equals, path = task.partition("=")
+        if equals:
+            files.append((kind, path))
+            problems += _file_problems(kind, path)
+        else:
+            harness.append(task)
+    for task, times in Counter(tasks).items():
+        if times > 1:
+            problems.append(f"eval_tasks: {task} is listed {times} times")
     if problems:
         raise EvaluationError("\n".join(problems))
-    return [FileTask(*task, name) for task, name in zip(files, _names(files, harness), strict=True)], harness
+    names = _unique_names(files, harness)
+    file_tasks = [FileTask(kind, path, name) for (kind, path), name in zip(files, names, strict=True)]
+    return file_tasks, harness
 
 
-def _names(files: Sequence[tuple[str, str]], harness: Sequence[str]) -> list[str]:
-    """Return a unique name for each file task: its kind, extended by the file's name or its whole path if needed."""
-    forms = [[kind, f"{kind}_{Path(path).stem}", f"{kind}_{Path(path).name}", f"{kind}_{path}"] for kind, path in files]
-    taken = Counter([*harness, *(name for names in forms for name in set(names))])
-    return [next((name for name in names if taken[name] == 1), names[-1]) for names in forms]
+def _file_problems(kind: str, path: str) -> Iterator[str]:
+    """Yield the reasons why a file task cannot be run, as far as they show without reading the file."""
+    if kind not in KINDS:
+        yield f"eval_tasks: {kind} is not a kind of task; known kinds are {', '.join(KINDS)}"
+    if is_token_file(path):
+        return
+    if not Path(path).exists():
+        yield f"eval_tasks: {kind}={path}: no such file"
+    elif path.endswith(".bin"):
+        yield f"eval_tasks: {kind}={path}: the .idx file, without which a .bin file cannot be read, is missing"
+
+
+def _unique_names(files: Sequence[tuple[str, str]], harness: Sequence[str]) -> list[str]:
+    """Return a name for each file task that no other task has.
+
+    It is the first unique one of: its kind, its kind with the file's name without and with ending, its kind with the
+    path.
+
+    Args:
+        files: (kind, path) of the file tasks.
+        harness: Names of the other tasks.
+    """
+    candidates = []
+    taken = Counter(harness)
+    for kind, path in files:
+        names = [kind, f"{kind}_{Path(path).stem}", f"{kind}_{Path(path).name}", f"{kind}_{path}"]
+        candidates.append(names)
+        taken.update(set(names))
+    chosen = []
+    for names in candidates:
+        unique = [name for name in names if taken[name] == 1]
+        chosen.append(unique[0] if unique else names[-1])
+    return chosen
 
 
 def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
@@ -84,14 +115,16 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
 
     Raises:
         EvaluationError: For unknown kinds, unreadable or empty files, an `eval_stride` longer than the window and an
-            unwritable `eval_results_prefix`; all of them in one message.
+            unwritable `eval_results_prefix`, all of them in one message.
     """
-    keys, window = config.generation, config.model.seq_length
+    keys = config.generation
+    window = config.model.seq_length
     tasks, _ = parse_tasks(keys.eval_tasks or ())
     problems = []
     if keys.eval_stride is not None and window is not None and keys.eval_stride > window:
         problems.append(f"eval_stride is {keys.eval_stride}: it must be between 1 and the window, {window} tokens")
-    if (parent := unwritable_parent(results_path(keys.eval_results_prefix, datetime.now()))) is not None:
+    parent = unwritable_parent(results_path(keys.eval_results_prefix, datetime.now()))
+    if parent is not None:
         problems.append(f"eval_results_prefix {keys.eval_results_prefix}: nothing can be written in {parent}")
     for task in tasks:
         try:
@@ -126,34 +159,36 @@ def read_text(path: str | Path) -> str:
 
 
 def read_passages(path: str | Path) -> Iterator[str]:
-    """Yield the passages of a file: the lines of a `.txt` file, the documents of any other.
+    """Yield the passages of a file: the lines of a `.txt` file, or the documents of any other file.
 
     Raises:
         EvaluationError: For a file without passages.
         DataError: For a broken file.
     """
+    is_empty = True
     texts = read_text(path).splitlines() if Path(path).suffix == ".txt" else read_corpus(path)
-    passages = (text for text in texts if text.strip())
-    message = f"{path}: contains no passages; expected one per line of a .txt file, or .jsonl with the key `text`"
-    yield from _not_empty(passages, message)
+    for text in texts:
+        if text.strip():
+            is_empty = False
+            yield text
+    if is_empty:
+        raise EvaluationError(
+            f"{path}: contains no passages; expected one per line of a .txt file, or .jsonl with the key `text`"
+        )
 
 
 def read_corpus(path: str | Path) -> Iterator[str]:
     """Yield the texts of a corpus. Raises EvaluationError if it has none, DataError if it is broken."""
-    texts = (document.text for document in read_documents(path, skip_bad=None))
-    yield from _not_empty(texts, f"{path}: contains no documents with text")
-
-
-def _not_empty(texts: Iterator[str], message: str) -> Iterator[str]:
-    first = next(texts, None)
-    if first is None:
-        raise EvaluationError(message)
-    yield first
-    yield from texts
+    is_empty = True
+    for document in read_documents(path, skip_bad=None):
+        is_empty = False
+        yield document.text
+    if is_empty:
+        raise EvaluationError(f"{path}: contains no documents with text")
 
 
 def is_token_file(path: str | Path) -> bool:
-    """Return whether a path names a `.bin` and `.idx` pair: either of them, or their common prefix."""
+    """Return whether a path names a pair of a `.bin` and an `.idx` file: either of them, or their common prefix."""
     return Path(f"{_prefix(path)}.idx").exists()
 
 
@@ -164,26 +199,28 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarr
         EvaluationError: For ids outside the tokenizer's vocabulary, and for a file without tokens.
         DataError: For a broken file or one that another tokenizer made.
     """
-    dataset, found = _open_token_file(path, tokenizer), False
-    if dataset.num_tokens and (largest := int(dataset.tokens.max())) >= tokenizer.vocab_size:
+    dataset = _open_token_file(path, tokenizer)
+    if dataset.num_tokens == 0:
+        raise EvaluationError(f"{path}: contains no documents with text")
+    largest = int(dataset.tokens.max())
+    if largest >= tokenizer.vocab_size:
         raise EvaluationError(
             f"{path}: contains token {largest}, but the tokenizer has {tokenizer.vocab_size} ids; the file was made "
             "with another tokenizer"
         )
-    for first, last in zip(dataset.document_index[:-1], dataset.document_index[1:], strict=True):
+    for first, last in itertools.pairwise(dataset.document_index):
         sequences = [dataset[sequence] for sequence in range(first, last)]
         if any(map(len, sequences)):
-            found = True
             yield np.concatenate(([tokenizer.eod], *sequences), dtype=np.int32)
-    if not found:
-        raise EvaluationError(f"{path}: contains no documents with text")
 
 
 def _open_token_file(path: str | Path, tokenizer: Tokenizer) -> IndexedDataset:
+    """Open a token file. Raises DataError if it is broken or another tokenizer made it."""
     dataset = IndexedDataset(_prefix(path))
     check_fits(dataset, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
     return dataset
 
 
 def _prefix(path: str | Path) -> str:
+    """Return the common prefix of a `.bin` and an `.idx` file."""
     return str(path).removesuffix(".bin").removesuffix(".idx")

@@ -22,6 +22,7 @@ from neox.evaluation.run import evaluate_tasks
 from neox.evaluation.scoring import Scorer
 from neox.evaluation.tasks import token_documents
 from neox.parallel import ParallelGrid
+from tests.errors import raises_naming
 from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
 
 WIKI = " \n = Robert Boulter = \n \n He is an English film , television and theatre actor . He had a @-@ role .\n" * 4
@@ -100,7 +101,7 @@ def test_token_files_of_another_tokenizer_are_refused(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "c"), "uint16")
     builder.add_document([1, 2, 257])
     builder.finalize()
-    with pytest.raises(EvaluationError, match="token 257, but the tokenizer has 257"):
+    with raises_naming(EvaluationError, tmp_path / "c", "token 257"):
         corpus_perplexity(tmp_path / "c.bin", scoring())
 
 
@@ -140,21 +141,21 @@ def test_long_passages_lose_their_beginning_and_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "name", "content", "error", "message"),
+    ("task", "name", "content", "error"),
     [
-        (wikitext, "w.txt", b"", EvaluationError, "contains no text"),
-        (wikitext, "w.txt", b"word", EvaluationError, "too few"),
-        (wikitext, "w.txt", b"\xff\xfe", EvaluationError, "cannot be read as UTF-8"),
-        (lambada, "l.txt", b"\n\n", EvaluationError, "contains no text"),
-        (lambada, "l.jsonl", b'{"text": ', DataError, "l.jsonl"),
-        (corpus_perplexity, "c.jsonl", b"", DataError, "the file is empty"),
-        (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError, "contains no documents"),
-        (corpus_perplexity, "c.jsonl", b'{"content": "a"}\n', DataError, "text"),
+        (wikitext, "w.txt", b"", EvaluationError),
+        (wikitext, "w.txt", b"word", EvaluationError),
+        (wikitext, "w.txt", b"\xff\xfe", EvaluationError),
+        (lambada, "l.txt", b"\n\n", EvaluationError),
+        (lambada, "l.jsonl", b'{"text": ', DataError),
+        (corpus_perplexity, "c.jsonl", b"", DataError),
+        (corpus_perplexity, "c.jsonl", b'{"text": ""}\n', EvaluationError),
+        (corpus_perplexity, "c.jsonl", b'{"content": "a"}\n', DataError),
     ],
 )
-def test_bad_files(tmp_path, task, name, content, error, message):
+def test_bad_files_are_named(tmp_path, task, name, content, error):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=message):
+    with raises_naming(error, tmp_path / name):
         task(tmp_path / name, scoring())
 
 

@@ -23,6 +23,7 @@ from neox.generation.startup import one_process
 from neox.parallel import ParallelGrid
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
+from tests.errors import raises_naming
 from tests.unit.evaluation.local_tasks import write_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval (requirements/requirements-eval.txt) is not installed")
@@ -87,9 +88,9 @@ class Manager:
 
 
 def test_unknown_tasks_are_named():
-    with pytest.raises(EvaluationError, match=r"'no_such_task' is unknown.*'nor_this'.*lm-eval ls tasks"):
+    with raises_naming(EvaluationError, "eval_tasks", "no_such_task", "nor_this"):
         check_names(["no_such_task", "nor_this", "arc_easy"], Manager())
-    with pytest.raises(EvaluationError, match=r"task file none\.yaml does not exist"):
+    with raises_naming(EvaluationError, "eval_tasks", "none.yaml"):
         open_tasks(["none.yaml"])
 
 
@@ -115,7 +116,7 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
     config = one_process(config_from_files([GOLDEN / NAME / f"{NAME}.yml"]))
-    with pytest.raises(EvaluationError, match=r"none\.yaml does not exist"):
+    with raises_naming(EvaluationError, "none.yaml"):
         evaluate_tasks(
             [f"perplexity={tmp_path / 'text.jsonl'}", "none.yaml"],
             None,  # no model is asked
@@ -131,7 +132,7 @@ def test_generation_settings_of_tasks():
         SamplingParams(max_new_tokens=99, stop=("a",))
     )
     assert sampling_params({"do_sample": True, "top_p": 0.9}, 2048).temperature == 1.0
-    with pytest.raises(EvaluationError, match="unsupported generation settings: typical_p"):
+    with raises_naming(EvaluationError, "typical_p"):
         sampling_params({"typical_p": 0.3}, 2048)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from neox.errors import DataError
 from neox.evaluation.squad import Question, Window, best_answers, f1, normalize_answer, read_squad, score, span_of
+from tests.errors import raises_naming
 
 
 def question(number: int, *answers: str, context: str = "The cat sat.") -> Question:
@@ -61,14 +62,12 @@ def test_answers_over_windows() -> None:
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     entry = {"id": "1", "question": "q", "answers": [{"text": "cat", "answer_start": 5}]}
-    for content, reason in (
-        ("{", "no file of SQuAD"),
-        ("{}", "no file of SQuAD"),
-        ('{"data": []}', "no question"),
-        (json.dumps({"data": [{"paragraphs": [{"context": "The cat", "qas": [entry]}]}]}), "question 1.*character 5"),
-    ):
+    for content in ("{", "{}", '{"data": []}'):
         path.write_text(content)
-        with pytest.raises(DataError, match=reason):
+        with raises_naming(DataError, path):
             read_squad(path)
-    with pytest.raises(DataError, match="cannot be read"):
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "The cat", "qas": [entry]}]}]}))
+    with raises_naming(DataError, path, "question 1", "'cat'"):
+        read_squad(path)
+    with raises_naming(DataError, tmp_path / "none.json"):
         read_squad(tmp_path / "none.json")

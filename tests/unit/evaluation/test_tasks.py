@@ -10,6 +10,7 @@ from neox.errors import EvaluationError
 from neox.evaluation.run import SCORERS
 from neox.evaluation.tasks import KINDS, check_file_tasks, parse_tasks
 from neox.tokenizer import build_tokenizer
+from tests.errors import raises_naming
 
 TOKENIZER = build_tokenizer("HFTokenizer", Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json")
 
@@ -32,11 +33,11 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path):
     with pytest.raises(EvaluationError) as caught:
         check_file_tasks(config(*tasks, eval_stride=33, eval_results_prefix=f"{tmp_path}/empty.txt/x"), TOKENIZER)
     stride, results, wiki, lambada, corpus = str(caught.value).splitlines()
-    assert "eval_stride is 33" in stride
-    assert results.endswith("nothing can be written in " + str(tmp_path / "empty.txt"))
-    assert "bytes.raw: cannot be read" in wiki
-    assert "empty.txt: contains no text" in lambada
-    assert "no key 'text' (it has 'content')" in corpus
+    assert "eval_stride" in stride
+    assert "eval_results_prefix" in results
+    assert str(tmp_path / "bytes.raw") in wiki
+    assert str(tmp_path / "empty.txt") in lambada
+    assert "'content'" in corpus
     assert "--skip-bad" not in corpus
     check_file_tasks(config(tasks[3], eval_stride=32), TOKENIZER)
 
@@ -48,7 +49,7 @@ def test_token_files_of_another_tokenizer_are_known_by_their_sidecar(tmp_path):
     task = f"perplexity={tmp_path}/c.bin"
     check_file_tasks(config(task), TOKENIZER)
     write_sidecar(tmp_path / "c", Sidecar("HFTokenizer", "0" * 64, 1000, 0, True, documents=1, tokens=3, max_id=3))
-    with pytest.raises(EvaluationError, match="made with another tokenizer"):
+    with raises_naming(EvaluationError, "eval_tasks", tmp_path / "c"):
         check_file_tasks(config(task), TOKENIZER)
 
 
@@ -79,15 +80,15 @@ def test_every_task_has_a_name_of_its_own(tmp_path):
     ]
     own, _ = parse_tasks(["wikitext", f"wikitext={tmp_path}/a/wiki.raw"])  # the harness has one of that name
     assert [task.name for task in own] == ["wikitext_wiki"]
-    with pytest.raises(EvaluationError, match="listed 2 times"):
+    with raises_naming(EvaluationError, "eval_tasks", f"wikitext={tmp_path}/a/wiki.raw"):
         parse_tasks([f"wikitext={tmp_path}/a/wiki.raw"] * 2)
 
 
 def test_all_wrong_tasks_are_named(tmp_path):
-    with pytest.raises(EvaluationError, match=r"(?s)wiki is not a kind of task.*lambada=.*no such file"):
+    with raises_naming(EvaluationError, "wiki ", *KINDS, tmp_path / "none.jsonl", lines=2):
         parse_tasks([f"wiki={tmp_path}", f"lambada={tmp_path / 'none.jsonl'}"])
     (tmp_path / "alone.bin").touch()
-    with pytest.raises(EvaluationError, match=r"alone.bin: the .idx file.* is missing"):
+    with raises_naming(EvaluationError, tmp_path / "alone.bin", ".idx"):
         parse_tasks([f"perplexity={tmp_path / 'alone.bin'}"])
-    with pytest.raises(EvaluationError, match="eval_tasks is empty"):
+    with raises_naming(EvaluationError, "eval_tasks"):
         parse_tasks([])
