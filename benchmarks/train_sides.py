@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -200,10 +201,11 @@ def model_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torch
             block.compile()
     multiply_in_fp8(model, plan, device)
     optimizer, micro = ClippedAdamW(model), batches(shape, device)
-    mask = torch.ones(shape.micro_batch, shape.seq, device=device)
+    size = (shape.micro_batch, shape.seq)
+    weights = torch.full(size, 1 / math.prod(size), device=device)
 
     def loss_of(ids: Tensor) -> Tensor:
-        return model(ids[:, :-1], loss=partial(CausalLM().scores, targets=(ids[:, 1:], mask)))[0]
+        return model(ids[:, :-1], loss=partial(CausalLM().scores, targets=(ids[:, 1:], weights)))[0]
 
     def step() -> Tensor:
         if not args.cudnn:

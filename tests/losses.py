@@ -9,11 +9,15 @@ from torch import Tensor
 
 from neox.data.masked_batch import MaskedLMBatch
 from neox.model import GPT, Context
-from neox.objectives import CausalLM, MaskedLM
+from neox.objectives import LOSS_NORMALIZATIONS, CausalLM, MaskedLM
+
+MICRO_BATCH = LOSS_NORMALIZATIONS["micro_batch"]
 
 
 def causal_lm_loss(model: GPT, tokens: Tensor, labels: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
-    return model(tokens, Context(**inputs), partial(CausalLM().scores, targets=(labels, mask)))[0]
+    return model(
+        tokens, Context(**inputs), partial(CausalLM().scores, targets=(labels, MICRO_BATCH.weights(mask.float(), 1.0)))
+    )[0]
 
 
 def cross_entropy_reference(
@@ -26,6 +30,7 @@ def cross_entropy_reference(
 
 def masked_lm_loss(model: GPT, batch: MaskedLMBatch) -> Tensor:
     objective, values = MaskedLM(model.architecture.sentence_head), batch._asdict()
+    values["masked_weights"] = MICRO_BATCH.weights(batch.masked_weights, 1.0)
     inputs = objective.inputs(values)
     loss = partial(objective.scores, targets=objective.targets(values))
     return model(inputs.pop("tokens"), Context(**inputs), loss)[0]

@@ -5,6 +5,7 @@ from neox.engine.background import BackgroundSaves, SaveReport
 from neox.engine.build import initialize_engine
 from neox.engine.distributed import from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine, StepResult
+from neox.engine.label_weights import EvaluationResult
 from neox.engine.loading import open_engine
 from neox.engine.saving import save_checkpoint
 
@@ -12,6 +13,7 @@ __all__ = [
     "BackgroundSaves",
     "Engine",
     "SaveReport",
+    "EvaluationResult",
     "StepResult",
     "deepspeed_patches",
     "from_first_rank",

@@ -24,6 +24,7 @@ from neox.engine.deepspeed_patches import (
 from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
+from neox.engine.label_weights import LabelWeights
 from neox.engine.measurements import NoTimers, StepTimers
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
@@ -60,13 +61,14 @@ def build_engine(
     """
     optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
     timers = StepTimers(device) if plan.config.deepspeed.wall_clock_breakdown else NoTimers()
+    weights = LabelWeights.of(plan, objective, grid, device)
     steps: Steps
     if isinstance(model, PipelineGPT):
         pipeline = _deepspeed_engine(PipelineEngine, plan, model, model.mpu(), optimizer)
-        steps = PipelineSteps(pipeline, objective, grid, device)
+        steps = PipelineSteps(pipeline, objective, weights, grid, device)
     else:
         plain = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
-        steps = PlainSteps(plain, objective, grid, device, timers)
+        steps = PlainSteps(plain, objective, weights, grid, device, timers)
     steps.engine.step_timers = timers
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from neox.engine.distributed import limit_collectives
+from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
@@ -135,14 +136,11 @@ class Engine:
         )
 
     @torch.no_grad()
-    def eval_batch(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """Return the objective's mean scores of the next `gradient_accumulation_steps` micro batches.
-
-        They are means over all data ranks. The trained loss comes first.
-        """
+    def eval_batch(self, batches: Iterator[Batch]) -> EvaluationResult:
+        """Return the objective's mean scores of the next `gradient_accumulation_steps` micro batches."""
         count = self.plan.batch.gradient_accumulation_steps
-        scores = self._steps.evaluate(batches, count, self.plan.batch_schedule.full_length)
-        return dict(zip(self.objective.names, scores.tolist(), strict=True))
+        scores, amount = self._steps.evaluate(batches, count, self.plan.batch_schedule.full_length)
+        return EvaluationResult(dict(zip(self.objective.names, scores.tolist(), strict=True)), amount)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
+from neox.engine.label_weights import LabelWeights, WeightedBatches
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
 from neox.model import Context
 from neox.objectives import Batch, Objective
@@ -34,8 +35,8 @@ class Steps(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
-        """Return the mean scores [K] of the next `count` micro batches over all data ranks.
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
+        """Return the mean scores [K] of the next `count` micro batches over all data ranks, and their losses' divisor.
 
         Args:
             batches: Micro batches of this data rank.
@@ -51,6 +52,7 @@ class PlainSteps:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
+        weights: Weights of the labels of a step.
         grid: This rank's grid.
         device: Device of the model.
         timers: Timers of the parts of a step.
@@ -60,12 +62,14 @@ class PlainSteps:
         self,
         engine: PlainEngine,
         objective: Objective,
+        weights: LabelWeights,
         grid: ParallelGrid,
         device: torch.device,
         timers: StepTimers | NoTimers,
     ) -> None:
         self.engine = engine
         self._objective = objective
+        self._weights = weights
         self._grid = grid
         self._device = device
         self._timers = timers
@@ -76,8 +80,8 @@ class PlainSteps:
             self.engine.train()
         count = self.engine.gradient_accumulation_steps()
         total = self._no_scores()
-        for number in range(1, count + 1):
-            batch = next(batches)
+        weighted = self._weights.of_step(batches, count)
+        for number, batch in enumerate(weighted.batches, start=1):
             with self._timers.part(FORWARD):
                 scores = self._scores(batch)
             total += scores.detach()
@@ -88,13 +92,14 @@ class PlainSteps:
             with self._timers.part(OPTIMIZER):
                 self.engine.step()  # updates after the last micro batch
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
-        """Return mean scores."""
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
+        """Return mean scores, and the divisor of the losses."""
         self.engine.eval()
         total = self._no_scores()
-        for _ in range(count):
-            total += self._scores(next(batches))
-        return self._mean(total / count)
+        weighted = self._weights.of_step(batches, count)
+        for batch in weighted.batches:
+            total += self._scores(batch)
+        return self._mean(total / count), weighted.amount
 
     def _no_scores(self) -> Tensor:
         return torch.zeros(len(self._objective.names), device=self._device)
@@ -122,13 +127,23 @@ class PipelineSteps:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
+        weights: Weights of the labels of a step.
         grid: This rank's grid.
         device: Device of the model.
     """
 
-    def __init__(self, engine: PipelineEngine, objective: Objective, grid: ParallelGrid, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        objective: Objective,
+        weights: LabelWeights,
+        grid: ParallelGrid,
+        device: torch.device,
+    ) -> None:
         self.engine = engine
         self._objective = objective
+        self._weights = weights
+        self._grid = grid
         self._is_first = grid.pp_rank == 0
         self._is_last = grid.pp_rank == grid.pp_size - 1
         self._device = device
@@ -138,13 +153,29 @@ class PipelineSteps:
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
         self._expect(length // self._token_shares)
-        self.engine.train_batch(self._pairs(batches))
+        weighted = self._weighted(batches, self.engine.gradient_accumulation_steps())
+        self.engine.train_batch(self._pairs(weighted.batches))
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
-        """Return mean scores. Each tensor rank passes on all tokens."""
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
+        """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
         self._expect(length)
-        scores: Tensor = self.engine.eval_batch(self._pairs(batches), num_micro_batches=count)
-        return scores
+        weighted = self._weighted(batches, count)
+        scores: Tensor = self.engine.eval_batch(self._pairs(weighted.batches), num_micro_batches=count)
+        return scores, self._sent_by_last(weighted.amount)
+
+    def _weighted(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
+        """Return the next micro batches, on the last stage with weights; DeepSpeed reads none on stages between."""
+        if self._is_last:
+            return self._weights.of_step(batches, count)
+        return WeightedBatches(batches, 0.0)
+
+    def _sent_by_last(self, amount: float) -> float:
+        """Return the last stage's number on all stages."""
+        sent = torch.tensor([amount], dtype=torch.float64, device=self._device)
+        topology = self._grid.topology
+        last = topology.rank_of(topology.pp_size - 1, self._grid.dp_rank, self._grid.tp_rank)
+        dist.broadcast(sent, src=last, group=self._grid.pp_group)
+        return float(sent)
 
     def _expect(self, length: int) -> None:
         """Let stages pass on hidden states of this many tokens of each sample."""

@@ -2,6 +2,15 @@
 
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.masked_lm import MaskedLM
+from neox.objectives.normalization import LOSS_NORMALIZATIONS, LossNormalization
 from neox.objectives.objective import Batch, Objective, build_objective
 
-__all__ = ["Batch", "CausalLM", "MaskedLM", "Objective", "build_objective"]
+__all__ = [
+    "LOSS_NORMALIZATIONS",
+    "Batch",
+    "CausalLM",
+    "LossNormalization",
+    "MaskedLM",
+    "Objective",
+    "build_objective",
+]

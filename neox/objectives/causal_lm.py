@@ -15,13 +15,14 @@ from neox.model import NetworkOutput
 
 @dataclass(frozen=True)
 class CausalLM:
-    """Mean cross entropy of the next token over unmasked positions.
+    """Weighted sum of the cross entropies of the next tokens.
 
-    A batch holds `tokens` [B, S], `labels` [B, S] (the next tokens), `loss_mask` [B, S], and `document_starts` [B, S]
-    where attention must not cross documents.
+    A batch holds `tokens` [B, S], `labels` [B, S] (the next tokens), their `loss_mask` or weights [B, S], and
+    `document_starts` [B, S] if attention must not cross documents.
     """
 
     names = ("lm_loss",)
+    label_mask = "loss_mask"
     per_token = ("lm_loss",)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -29,12 +30,10 @@ class CausalLM:
         return {name: batch[name] for name in ("tokens", "document_starts") if name in batch}
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return labels and loss mask, [B, S] each."""
+        """Return labels and their weights, [B, S] each."""
         return batch["labels"], batch["loss_mask"]
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean cross entropy of unmasked tokens in fp32, [1]; 0 if all are masked."""
-        labels, loss_mask = targets
-        mask = loss_mask.float()
-        weights = mask / mask.sum().clamp(min=1.0)
+        """Return the weighted sum of the labels' cross entropies in fp32, [1]."""
+        labels, weights = targets
         return output.head.cross_entropy(output.hidden, labels, weights).unsqueeze(0)

@@ -18,7 +18,7 @@ from neox.model import NetworkOutput
 
 @dataclass(frozen=True)
 class MaskedLM:
-    """Mean cross entropy of masked tokens, plus that of whether sentences follow each other.
+    """Weighted sum of the cross entropies of masked tokens, plus that of whether sentences follow each other.
 
     A batch holds what `MaskedLMBatch` names. Masked tokens alone go through the head.
 
@@ -27,6 +27,7 @@ class MaskedLM:
     """
 
     per_token = ("lm_loss",)
+    label_mask = "masked_weights"
 
     sentences: bool
 
@@ -52,7 +53,7 @@ class MaskedLM:
         hidden, head = output.hidden, output.head
         positions, ids, weights, follows = targets
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, P, H]
-        masked = head.cross_entropy(picked, ids, weights / weights.sum().clamp(min=1.0))
+        masked = head.cross_entropy(picked, ids, weights)
         if head.sentences is None:
             return masked.unsqueeze(0)
         logits = head.sentences(hidden).float()  # [B, 2]

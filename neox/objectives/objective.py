@@ -23,9 +23,14 @@ class Objective(Protocol):
     """What a network is trained to do.
 
     The first pipeline stage reads `inputs`, the last one computes `scores` from the network's output and `targets`;
-    without stages one rank does both. Values are means over a micro batch; engines average over micro batches and data
-    ranks.
+    without stages one rank does both. Engines average scores over micro batches and data ranks. Before a micro batch
+    comes here, the mask of its labels has been replaced by weights, as `loss_normalization` says.
     """
+
+    @property
+    def label_mask(self) -> str:
+        """Name of the batch's mask of labels: 1 for each label that counts, else 0."""
+        ...
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +74,11 @@ class WithBlockLosses:
 
     objective: Objective
     losses: tuple[str, ...]
+
+    @property
+    def label_mask(self) -> str:
+        """Return the objective's name of the mask of labels."""
+        return self.objective.label_mask
 
     @property
     def names(self) -> tuple[str, ...]:

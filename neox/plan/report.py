@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import training_flops_per_token
@@ -19,6 +20,14 @@ from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.stages import StagePlan
+
+_LOSS_MEANS: Mapping[str, str] = MappingProxyType(
+    {
+        "tokens": "the labels of a step",
+        "micro_batch": "the labels of each micro batch",
+        "samples": "the samples of a step",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,7 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     found = figures(plan, device)
+    yield f"loss      mean over {_LOSS_MEANS[plan.loss_normalization]} (loss_normalization)"
     bubble = f", pipeline bubble {100 * found.bubble:.1f} %" if plan.grid.pp_size > 1 else ""
     yield f"step      {found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token{bubble}"
     if found.tokens is not None:

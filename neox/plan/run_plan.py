@@ -67,6 +67,17 @@ class RunPlan:
         return self.layers.architecture
 
     @property
+    def loss_normalization(self) -> str:
+        """What losses are divided by: `loss_normalization` with `auto` decided.
+
+        Labels of conversations are found by preflight, which reads the data's sidecars and decides `auto` then.
+        """
+        data = self.config.data
+        if data.loss_normalization != "auto":
+            return data.loss_normalization
+        return "micro_batch" if data.pack_impl == "packed" else "tokens"
+
+    @property
     def recomputed_parts(self) -> tuple[RecomputedPart, ...]:
         """The part of each block that the backward pass computes again."""
         parts = []

@@ -138,6 +138,31 @@ def epoch_samples(config: NeoXConfig) -> int:
         return 0
 
 
+def with_loss_normalization(config: NeoXConfig) -> tuple[NeoXConfig, list[str]]:
+    """Decide `loss_normalization: auto` if the labels of the training data are those of conversations.
+
+    Returns:
+        The configuration, and a note if this changed it.
+    """
+    key = "loss_normalization"
+    labels = config.data.train_label_data_paths or ()
+    if config.data.loss_normalization != "auto" or not any(_are_of_conversations(prefix) for prefix in labels):
+        return config, []
+    source = config.source(key).derived(key)
+    return config.updated({key: "tokens"}, source=source), [f"`{key}: auto` is tokens: the labels are of conversations"]
+
+
+def _are_of_conversations(prefix: str) -> bool:
+    """Return whether `preprocess_chat.py` wrote a dataset; False if its sidecar is missing or damaged."""
+    try:
+        from neox.data import sidecar  # numpy, which a dry run without data does not need
+
+        found = sidecar.read_sidecar(prefix)
+    except (DataError, ModuleNotFoundError):
+        return False
+    return found is not None and "chat" in found.settings
+
+
 def missing_data(config: NeoXConfig) -> list[Problem]:
     """Return a sentence for each `.bin/.idx` that training needs and that does not exist, with a command for it."""
     prefixes = data_prefixes(config)

@@ -35,7 +35,7 @@ from neox.preflight.checks import (
     task_problems,
     vocabulary,
 )
-from neox.preflight.data_checks import data_problems, epoch_samples, with_train_iters
+from neox.preflight.data_checks import data_problems, epoch_samples, with_loss_normalization, with_train_iters
 from neox.problems import Problem, in_file_order
 
 
@@ -123,8 +123,12 @@ def build_plan(
         capabilities = replace(capabilities, saved=saved_precision(config, training=training))
         if not dry_run and capabilities.bf16 is None and capabilities.saved is None:
             problems.append(config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32"))
-    config, counted, uncounted = with_train_iters(config, world) if training else (config, [], [])
-    problems += uncounted
+    decided: list[str] = []
+    if training:
+        config, decided, uncounted = with_train_iters(config, world)
+        problems += uncounted
+        config, normalised = with_loss_normalization(config)
+        decided += normalised
     try:
         plan = resolve(config, world, size, capabilities)
     except ConfigError as error:
@@ -136,6 +140,6 @@ def build_plan(
         paths = {path: path_state(Path(path)) for path in nvme_paths(config)}
         problems += nvme_problems(plan, range(world), "this machine", paths)
     if training:
-        notes = (*plan.notes, *counted, *finetune_notes(config))
+        notes = (*plan.notes, *decided, *finetune_notes(config))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(config))
     return plan, device, problems

@@ -61,7 +61,7 @@ def _movement(config: NeoXConfig, width: int, steps: int) -> Movement:
         group["lr"] = plan.config.optimizer.optimizer.params.lr * group.get("lr_factor", 1.0)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, _VOCABULARY, (_ROWS, length + 1), generator=generator)
-    targets = (tokens[:, 1:], torch.ones(_ROWS, length))
+    targets = (tokens[:, 1:], torch.full((_ROWS, length), 1 / (_ROWS * length)))
     seen = [_states(model, tokens[:, :-1])]
     for _ in range(steps):
         loss = model(tokens[:, :-1], loss=partial(CausalLM().scores, targets=targets))[0]

@@ -161,16 +161,19 @@ class Trainer:
         started = time.perf_counter()
         objective = self.engine.objective
         totals = dict.fromkeys(objective.names, 0.0)
+        amount = 0.0
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
                 return
-            for score, value in self.engine.eval_batch(batches).items():
-                totals[score] += value
+            found = self.engine.eval_batch(batches)
+            for score, value in found.scores.items():
+                totals[score] += value * found.amount
+            amount += found.amount
             report_progress()
         if name == "validation":
             self._evaluated = self.state.iteration
-        scalars = {f"{name}/{score}": total / iterations for score, total in totals.items()}
+        scalars = {f"{name}/{score}": total / max(1.0, amount) for score, total in totals.items()}
         for score in objective.per_token:
             scalars[f"{name}/{score}_ppl"] = perplexity_of(scalars[f"{name}/{score}"])
         scalars[f"timers/{name}"] = time.perf_counter() - started

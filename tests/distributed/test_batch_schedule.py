@@ -46,7 +46,7 @@ def curves(runs):
         for step in range(STEPS):
             if step == SAVED_AT:
                 save_checkpoint(engine, plan.config.checkpoint.save)
-                evaluated = engine.eval_batch(data(plan, grid.dp_rank))
+                evaluated = engine.eval_batch(data(plan, grid.dp_rank)).scores
             whole.append(engine.train_batch(batches))
         again = open_engine(resumed, grid, device)
         counted = again.deepspeed_engine.global_samples

@@ -40,7 +40,7 @@ def curves(plans: list[RunPlan], *, with_losses: bool = True) -> list[list[dict[
         engine = initialize_engine(plan, grid, device)
         data = batches(plan, grid.dp_rank)
         steps = [engine.train_batch(data) for _ in range(STEPS)]
-        evaluated = engine.eval_batch(batches(plan, grid.dp_rank))
+        evaluated = engine.eval_batch(batches(plan, grid.dp_rank)).scores
         results.append([{**step.scores, "norm": step.grad_norm} for step in steps] + [dict(evaluated)])
     return results
 

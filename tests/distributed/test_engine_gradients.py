@@ -114,7 +114,7 @@ def evaluations(plans):
         first = 1000 * plan.batch.gradient_accumulation_steps
 
         def evaluate(engine=engine, plan=plan, grid=grid, first=first):
-            return engine.eval_batch(batches(plan, grid.dp_rank, start=first))["lm_loss"]
+            return engine.eval_batch(batches(plan, grid.dp_rank, start=first)).scores["lm_loss"]
 
         before = evaluate()
         trained = [engine.train_batch(data).loss]

@@ -26,7 +26,7 @@ def curves_and_scores(plans):
         engine = initialize_engine(plan, grid, device)
         data = batches(plan, grid.dp_rank)
         results = [engine.train_batch(data) for _ in range(STEPS)]
-        scores = engine.eval_batch(batches(plan, grid.dp_rank, 1000 * plan.batch.gradient_accumulation_steps))
+        scores = engine.eval_batch(batches(plan, grid.dp_rank, 1000 * plan.batch.gradient_accumulation_steps)).scores
         answers.append(([({**r.scores}, r.grad_norm) for r in results], scores))
     return answers
 

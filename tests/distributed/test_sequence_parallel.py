@@ -95,7 +95,7 @@ def evaluated_between(plans):
         engine = initialize_engine(plan, grid, device)
         data = batches(plan, grid.dp_rank)
         first = engine.train_batch(data).loss
-        scores = engine.eval_batch(batches(plan, grid.dp_rank))
+        scores = engine.eval_batch(batches(plan, grid.dp_rank)).scores
         answers.append([first, *scores.values(), engine.train_batch(data).loss])
     return answers
 

@@ -80,7 +80,7 @@ def fp8_follows_bf16(recipe: str, **keys: object) -> None:
     for fp8 in ({}, {"fp8": recipe}):
         plan = tiny_plan(1, zero=1, precision="bf16", **fp8, **keys)
         engine = build(plan)
-        scores.append(engine.eval_batch(batches(plan, 0)))
+        scores.append(engine.eval_batch(batches(plan, 0)).scores)
         curves.append(curve(engine))
         assert {parameter.dtype for parameter in engine.deepspeed_engine.module.parameters()} == {torch.bfloat16}
     close(curves[1], curves[0], "bf16")

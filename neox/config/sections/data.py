@@ -104,6 +104,13 @@ class DataConfig(Section):
     """Number of threads that read ahead, up to two batches each (gpt-neox: processes). With 0 a batch is read when it
     is needed."""
 
+    loss_normalization: Literal["auto", "tokens", "micro_batch", "samples"] = "auto"
+    """What the losses of a step's labels are divided by. `tokens`: the number of labels of the whole step, over all
+    micro batches and data ranks, so that the loss does not depend on how the batch is cut. `micro_batch`: the labels of
+    each micro batch, and then the number of micro batches (gpt-neox). `samples`: the labels of each sample, and then
+    the number of samples. All are equal if every token is a label. `auto` is `tokens` for conversations
+    (`preprocess_chat.py`) and for samples with padding (pack_impl), else `micro_batch`."""
+
     eod_mask_loss: Annotated[bool, _NO_LABELS] = False
     """Leave end-of-document tokens out of the loss."""
 

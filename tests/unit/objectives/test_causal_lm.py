@@ -25,16 +25,16 @@ def test_a_batch_is_split_between_the_first_and_the_last_stage():
     assert mask is batch["loss_mask"]
 
 
-def test_the_loss_is_the_mean_over_unmasked_tokens():
+def test_the_loss_is_the_weighted_sum_of_the_labels_losses():
     hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([[1, 2, 3], [4, 0, 1]])
-    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    weights = torch.tensor([[0.5, 0.0, 0.2], [0.0, 0.1, 0.0]])
     head = LMHead(GRID, weight, lambda hidden: hidden @ weight.T)
     picked = head.logits(hidden).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     objective = CausalLM()
     output = NetworkOutput(hidden, head, {})
-    torch.testing.assert_close(objective.scores(output, (labels, mask))[0], -(picked * mask).sum() / 3)
+    torch.testing.assert_close(objective.scores(output, (labels, weights))[0], -(picked * weights).sum())
     assert objective.scores(output, (labels, torch.zeros(2, 3))).tolist() == [0.0]
 
 

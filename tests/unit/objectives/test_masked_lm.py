@@ -32,10 +32,16 @@ def hand_made():
     pairs = torch.tensor([[1.0, -1.0], [0.5, 0.25]])
     head = LMHead(GRID, weight, lambda x: x @ weight.T, sentences=lambda x: pairs)
     positions, ids = torch.tensor([[2, 0], [1, 0]]), torch.tensor([[4, 0], [3, 2]])
-    return hidden, weight, pairs, head, (positions, ids, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1]))
+    return (
+        hidden,
+        weight,
+        pairs,
+        head,
+        (positions, ids, torch.tensor([[1.0, 0.0], [1.0, 1.0]]) / 3, torch.tensor([0, 1])),
+    )
 
 
-def test_the_loss_is_the_mean_over_masked_tokens_and_that_of_sentences():
+def test_the_loss_is_the_weighted_sum_of_masked_tokens_and_that_of_sentences():
     hidden, weight, pairs, head, targets = hand_made()
     logs = (hidden @ weight.T).log_softmax(-1)
     masked = -(logs[0, 2, 4] + logs[1, 1, 3] + logs[1, 0, 2]) / 3

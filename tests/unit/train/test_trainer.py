@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from neox.data.build import DataIterators
-from neox.engine import StepResult
+from neox.engine import EvaluationResult, StepResult
 from neox.errors import CheckpointError, TrainingError
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
@@ -36,7 +36,7 @@ class IdleEngine:
         next(batches)
         self.evaluated += 1
         self.at_evaluation.get(self.evaluated, lambda: None)()
-        return {"lm_loss": self.score}
+        return EvaluationResult({"lm_loss": self.score}, 1.0)
 
     def any_rank(self, flag):
         return flag
@@ -115,7 +115,8 @@ class Ranking:
 def test_no_score_has_a_special_name(fit):
     engine = IdleEngine()
     engine.objective = Ranking()
-    engine.eval_batch = lambda batches: {"ranking_loss": 1.0, "accuracy": 0.5, "token_loss": 2.0}
+    scores = {"ranking_loss": 1.0, "accuracy": 0.5, "token_loss": 2.0}
+    engine.eval_batch = lambda batches: EvaluationResult(scores, 1.0)
     _, diary = fit(engine)
     assert set(diary.scalars) == {*(f"test/{name}" for name in Ranking.names), "test/token_loss_ppl", "timers/test"}
     assert next(iter(diary.scalars)) == "test/ranking_loss", "readers take the first for the trained loss"
