@@ -38,9 +38,12 @@ class BadInput:
     reason: str
 
     def __str__(self) -> str:
-        if self.line is None:
-            return f"{self.file}: {self.reason}"
-        return f"{self.file}:{self.line} (byte {self.offset}): {self.reason}"
+        location = self.file
+        if self.line is not None:
+            location += f":{self.line}"
+        if self.offset is not None:
+            location += f" (byte {self.offset})"
+        return f"{location}: {self.reason}"
 
 
 class SkipBudget:

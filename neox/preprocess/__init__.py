@@ -1,4 +1,4 @@
-"""Preprocessing of documents to token datasets, in one process tree or on several machines."""
+"""Preprocessing of documents to token datasets, on one machine or several."""
 
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
 from neox.preprocess.run import PreprocessReport, check_settings, preprocess

@@ -1,4 +1,4 @@
-"""Encoding of conversations to token ids and labels, of which only the answers are counted."""
+"""Encoding of conversations to token ids, and to labels that train the answers only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of
+from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of, missing_key
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
@@ -22,9 +22,9 @@ class Conversation(NamedTuple):
     """Text of a conversation.
 
     Attributes:
-        text: What the template makes of it.
-        answers: First character of each counted part and the one after its last, in order.
-        strict: Whether its line is strict JSON.
+        text: Text that the template makes.
+        answers: Ranges of characters that are trained, in order, each as its start and its end.
+        strict: Whether the line of the conversation is strict JSON.
     """
 
     text: str
@@ -33,11 +33,15 @@ class Conversation(NamedTuple):
 
 
 class ChatEncoder:
-    """Encoder of blocks of conversations in this process: ids, and labels that are IGNORED outside answers.
+    """Encoder of blocks of conversations in this process. It makes ids, and labels that are IGNORED outside answers.
 
-    The whole text is encoded at once, as `apply_chat_template` does. A token is counted where one of its characters is
-    of an answer: of what follows the prompt that the template writes before it, its end included. Where the template's
-    prompt is not that of the trained role, the message is counted with its beginning.
+    The text of a conversation is encoded at once, as by `apply_chat_template`. A token is trained if one of its
+    characters belongs to an answer. An answer is the text after the prompt for generation, with the message's end:
+
+        <|user|>How many?<|end|><|assistant|>Twelve.<|end|>
+                                             |-- answer --|
+
+    If the template writes another prompt than that of the trained role, the whole message is trained.
     """
 
     def __init__(self, job: EncodeJob, chat: ChatSettings, tokenizer: Tokenizer | None = None) -> None:
@@ -45,42 +49,60 @@ class ChatEncoder:
 
         Args:
             job: Settings of encoding.
-            chat: Its settings of conversations.
-            tokenizer: The tokenizer of the job (default: it is built).
+            chat: Settings of conversations.
+            tokenizer: Tokenizer of the job, if it is already built.
 
         Raises:
-            TokenizerError: If the tokenizer is not one of Hugging Face's, or the template cannot be read.
+            TokenizerError: If the tokenizer does not recognize special tokens, or the template is not valid.
         """
-        built = tokenizer or job.settings.tokenizer.build()
-        if not isinstance(built, HFTokenizer) or not built.special_in_text:
+        tokenizer = tokenizer or job.settings.tokenizer.build()
+        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.special_in_text:
             raise TokenizerError(
-                f"chat templates need a tokenizer that knows special tokens in texts, not {built.name}"
+                f"chat templates need a tokenizer that recognizes special tokens in texts, not {tokenizer.name}"
             )
-        self.job, self.chat, self.tokenizer = job, chat, built
+        self.job = job
+        self.chat = chat
+        self.tokenizer = tokenizer
         self.renderer = ChatRenderer(chat.template)
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each conversation of a block."""
-        found: list[Conversation] = []
+        conversations: list[Conversation] = []
         bad: list[BadInput] = []
-        for each in convert_lines(block, self._conversation):
-            (bad if isinstance(each, BadInput) else found).append(each)  # type: ignore[arg-type]
-        encodings = self.tokenizer.backend.encode_batch([each.text for each in found], add_special_tokens=False)
-        ids: list[np.ndarray] = [np.empty(0, np.int32)]
-        labels: list[np.ndarray] = [np.empty(0, np.int32)]
-        for conversation, encoding in zip(found, encodings, strict=True):
-            own, counted = np.array(encoding.ids, np.int32), _counted(encoding.offsets, conversation.answers)
+        for line in convert_lines(block, self._conversation):
+            if isinstance(line, BadInput):
+                bad.append(line)
+            else:
+                conversations.append(line)
+        ids: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        texts = [conversation.text for conversation in conversations]
+        encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        for conversation, encoding in zip(conversations, encodings, strict=True):
+            own_ids = np.array(encoding.ids, np.int32)
+            trained = _is_trained(encoding.offsets, conversation.answers)
             if self.job.settings.append_eod:
-                own, counted = np.append(own, np.int32(self.tokenizer.eod)), np.append(counted, counted[-1:])
-            ids.append(own)
-            labels.append(np.where(counted, own, np.int32(IGNORED)))
-        lengths = np.array([len(each) for each in ids[1:]], np.int32)
-        keys = (EncodedKey(np.concatenate(ids), lengths), EncodedKey(np.concatenate(labels), lengths))
-        not_strict = sum(not each.strict for each in found)
-        return EncodedBlock(block.end, keys, tuple(bad), not_strict, len(block.data), "off", None)
+                own_ids = np.append(own_ids, np.int32(self.tokenizer.eod))
+                trained = np.append(trained, trained[-1:])
+            ids.append(own_ids)
+            labels.append(np.where(trained, own_ids, np.int32(IGNORED)))
+        lengths = np.array([len(each) for each in ids], np.int32)
+        nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
+        return EncodedBlock(
+            end=block.end,
+            keys=(
+                EncodedKey(np.concatenate([nothing, *ids]), lengths),
+                EncodedKey(np.concatenate([nothing, *labels]), lengths),
+            ),
+            bad=tuple(bad),
+            not_strict=sum(not conversation.strict for conversation in conversations),
+            text_bytes=len(block.data),
+            accelerator="off",
+            note=None,
+        )
 
     def _conversation(self, record: Any, strict: bool) -> Conversation:
-        """Render a line. Raises BadRecord."""
+        """Render the conversation of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
         messages = self._messages(record)
@@ -94,10 +116,11 @@ class ChatEncoder:
         return Conversation(text, answers, strict)
 
     def _messages(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        parts = []
+        """Return the messages of a line: those under one key, or of a prompt and its answer. Raises BadRecord."""
+        messages = []
         for key, role in zip(self.chat.keys, ("user", self.chat.role), strict=False):
             if key not in record:
-                raise BadRecord(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:8])) or 'none'})")
+                raise missing_key(record, key)
             value = record[key]
             if isinstance(value, str) and len(self.chat.keys) == 2:
                 value = [{"role": role, "content": value}]
@@ -106,38 +129,43 @@ class ChatEncoder:
             for number, message in enumerate(value):
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                     raise BadRecord(f"message {number} of {key!r} has no `role`")
-            parts += value
-        return parts
+            messages += value
+        return messages
 
     def _render(self, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and its counted parts. Raises BadRecord or ChatError."""
+        """Return the text of messages, and its trained ranges of characters. Raises BadRecord or ChatError."""
         text = self.renderer.render(messages, tools)
         if not text:
-            raise BadRecord("the chat template makes no text of it")
+            raise BadRecord("the chat template turns it into an empty text")
         if self.chat.count_all:
             return text, [(0, len(text))]
-        wanted = [number for number, message in enumerate(messages) if message["role"] == self.chat.role]
-        if not wanted:
+        trained = [number for number, message in enumerate(messages) if message["role"] == self.chat.role]
+        if not trained:
             raise BadRecord(f"it has no message of the role {self.chat.role!r}, which would be trained")
-        answers = []
-        for number in wanted[-1:] if self.chat.only_last else wanted:
-            up_to = self.renderer.render(messages[: number + 1], tools)
-            before = self.renderer.render(messages[:number], tools, prompt=True)
-            if not up_to.startswith(before):  # of another role, maybe
-                before = self.renderer.render(messages[:number], tools) if number else ""
-            if not up_to.startswith(before) or not text.startswith(up_to):
-                raise BadRecord(
-                    f"the chat template writes message {number} or those before it in another way once others follow, "
-                    "so that its tokens are not those of its generation; train the last answer only: --only-last"
-                )
-            answers.append((len(before), len(up_to)))
-        return text, answers
+        if self.chat.only_last:
+            trained = trained[-1:]
+        return text, [self._answer(messages, number, tools, text) for number in trained]
+
+    def _answer(self, messages: Messages, number: int, tools: Any, text: str) -> tuple[int, int]:
+        """Return the range of characters of a message in the text of all messages. Raises BadRecord or ChatError."""
+        up_to_answer = self.renderer.render(messages[: number + 1], tools)
+        before_answer = self.renderer.render(messages[:number], tools, prompt=True)
+        if not up_to_answer.startswith(before_answer):  # the prompt may be that of another role
+            before_answer = ""
+            if number:
+                before_answer = self.renderer.render(messages[:number], tools)
+        if not up_to_answer.startswith(before_answer) or not text.startswith(up_to_answer):
+            raise BadRecord(
+                f"the chat template changes message {number}, or messages before it, when others follow; its tokens "
+                "would not be those of its generation; train the last answer only: --only-last"
+            )
+        return len(before_answer), len(up_to_answer)
 
 
-def _counted(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return whether each token has a character of an answer, bool [tokens]."""
+def _is_trained(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return, for each token, whether one of its characters belongs to an answer, bool [tokens]."""
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    counted = np.zeros(len(begins), dtype=bool)
-    for first, stop in answers:
-        counted |= (ends > first) & (begins < stop)
-    return counted
+    trained = np.zeros(len(begins), dtype=bool)
+    for answer_begin, answer_end in answers:
+        trained |= (ends > answer_begin) & (begins < answer_end)
+    return trained

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from neox.tokenizer import Tokenizer
 from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
 from neox.tokenizer.words import cut_reason
 
-_CHECKED_CHARS = 2048  # the tokenizer is about a hundred times slower than an accelerator, so checks must be small
+# The tokenizer is about a hundred times slower than an accelerator, so only a short text of each block is checked.
+_CHECKED_CHARS = 2048
 _CHECKED_AMONG = 16
 
 
@@ -28,9 +29,10 @@ class EncodeJob:
 
     Attributes:
         settings: Settings of the run.
-        dtype: Of the ids.
-        sample: Texts to check the accelerator with, so that all workers choose the same one.
-        piece_bytes: Limit of text that a tokenizer encodes at once; a longer piece is a bad input.
+        dtype: Dtype of the ids.
+        sample: Texts with which an accelerator is checked. They are the same for all workers, so that all choose the
+            same accelerator.
+        piece_bytes: Largest size of a text that is encoded at once. A longer one is a bad input.
     """
 
     settings: PreprocessSettings
@@ -45,8 +47,8 @@ class EncodedKey:
 
     Attributes:
         ids: Ids of all documents [all tokens].
-        lengths: Tokens of each document, int32 [documents], or of each sentence [sentences].
-        counts: Sentences of each document, int32 [documents]; None for whole documents.
+        lengths: Number of tokens of each document, int32 [documents], or of each sentence, int32 [sentences].
+        counts: Number of sentences of each document, int32 [documents]; None if documents are whole.
     """
 
     ids: np.ndarray
@@ -64,8 +66,8 @@ class EncodedBlock:
         bad: Bad lines.
         not_strict: Number of lines that only gpt-neox's parser reads.
         text_bytes: Size of the block.
-        accelerator: Accelerator used; None before it is chosen.
-        note: Faster accelerators that are not used, and why; None if there is nothing to say.
+        accelerator: Name of the accelerator; None if it has not been chosen yet.
+        note: Message that says which faster accelerators are not used and why; None if there is none.
     """
 
     end: Position
@@ -85,7 +87,7 @@ class BlockEncoder:
 
         Args:
             job: Settings of encoding.
-            tokenizer: The tokenizer of the job (default: it is built).
+            tokenizer: Tokenizer of the job, if it is already built.
 
         Raises:
             TokenizerError: If the tokenizer or a required accelerator is not available.
@@ -94,22 +96,34 @@ class BlockEncoder:
         self.tokenizer = tokenizer or job.settings.tokenizer.build()
         self.dtype = np.dtype(job.dtype)
         self.fix = load_ftfy() if job.settings.ftfy else None
-        sentences = job.settings.sentences
-        self.split = None if sentences is None else sentence_splitter(sentences)
+        self.split: Callable[[str], list[str]] | None = None
+        if job.settings.sentences is not None:
+            self.split = sentence_splitter(job.settings.sentences)
         choice = choose_encoder(self.tokenizer, job.settings.accelerator, job.sample)
-        self.encoder, self.note = choice.encoder, choice.note
+        self.encoder = choice.encoder
+        self.note = choice.note
 
     def encode(self, block: LineBlock) -> EncodedBlock:
-        """Encode each document of a block; documents without ids are left out."""
-        found = parse_texts(block, self.job.settings.text_keys, self._problem if self.encoder.needs_cuts else None)
-        keys = tuple(self._encode_key(texts) for texts in found.columns)
-        if pattern := self.job.settings.mask_before:
-            keys = (*keys, EncodedKey(labels_after(keys[0], pattern), keys[0].lengths))
-        bad, size = tuple(found.bad), len(block.data)
-        return EncodedBlock(block.end, keys, bad, found.not_strict, size, self.encoder.name, self.note)
+        """Encode each document of a block. Documents without ids are left out."""
+        settings = self.job.settings
+        problem = self._problem if self.encoder.needs_cuts else None
+        found = parse_texts(block, settings.text_keys, problem)
+        keys = [self._encode_key(texts) for texts in found.columns]
+        if settings.mask_before:
+            labels = labels_after(keys[0], settings.mask_before)
+            keys.append(EncodedKey(labels, keys[0].lengths))
+        return EncodedBlock(
+            end=block.end,
+            keys=tuple(keys),
+            bad=tuple(found.bad),
+            not_strict=found.not_strict,
+            text_bytes=len(block.data),
+            accelerator=self.encoder.name,
+            note=self.note,
+        )
 
     def _problem(self, text: str) -> str | None:
-        """Return why a text needs too much memory at once; None if it does not."""
+        """Return a message if a text needs too much memory at once, otherwise None."""
         allowed = self.job.piece_bytes
         if 4 * len(text) <= allowed:
             return None
@@ -117,8 +131,8 @@ class BlockEncoder:
         if size <= allowed:
             return None
         return (
-            f"{size:,} bytes of text without a position where they may be cut, more than the {allowed:,} that memory "
-            "allows (--memory-mb; the accelerator fastokens, if it supports the tokenizer, needs no such position)"
+            f"{size:,} bytes of text without a place where they may be cut, more than the {allowed:,} that memory "
+            "allows (--memory-mb; the accelerator fastokens, if it supports the tokenizer, needs no such place)"
         )
 
     @cached_property
@@ -126,70 +140,105 @@ class BlockEncoder:
         return cut_reason(self.tokenizer) is None
 
     def _encode_key(self, texts: list[str]) -> EncodedKey:
+        """Encode the texts of one key."""
         if self.fix is not None:
-            texts = [fixed for text in texts if (fixed := self.fix(text))]
-        owners = None  # document of each sentence
+            fixed = map(self.fix, texts)
+            texts = [text for text in fixed if text]
         if self.split is not None:
-            split = [self.split(text) for text in texts]
-            owners = np.repeat(np.arange(len(split)), [len(parts) for parts in split])
-            texts = [sentence for parts in split for sentence in parts]
-        if not texts:
-            empty = None if owners is None else np.empty(0, np.int32)
-            return EncodedKey(np.empty(0, self.dtype), np.empty(0, np.int32), empty)
-        ids, lengths = self.encoder.encode_flat(texts)
-        self._check_one(texts, len(ids))
-        if owners is not None:
-            counts = np.bincount(owners[lengths > 0])
-            kept = lengths[lengths > 0].astype(np.int32)
-            return EncodedKey(ids.astype(self.dtype), kept, counts[counts > 0].astype(np.int32))
+            return self._encode_sentences([self.split(text) for text in texts])
+        ids, lengths = self._encode_texts(texts)
         lengths = lengths[lengths > 0]
         if self.job.settings.append_eod:
-            return EncodedKey(*_closed(ids, lengths, self.tokenizer.eod, self.dtype))
+            return with_eod(ids, lengths, self.tokenizer.eod, self.dtype)
         return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32))
 
+    def _encode_sentences(self, documents: list[list[str]]) -> EncodedKey:
+        """Encode documents that are divided into sentences. Sentences without ids are left out."""
+        sentences = list(chain.from_iterable(documents))
+        owners = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+        ids, lengths = self._encode_texts(sentences)
+        counts = np.bincount(owners[lengths > 0])
+        return EncodedKey(
+            ids=ids.astype(self.dtype),
+            lengths=lengths[lengths > 0].astype(np.int32),
+            counts=counts[counts > 0].astype(np.int32),
+        )
+
+    def _encode_texts(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts [all tokens], and the length of each [texts]. Raises TokenizerError if wrong."""
+        if not texts:
+            return np.empty(0, np.uint32), np.empty(0, np.int64)
+        ids, lengths = self.encoder.encode_flat(texts)
+        self._check_one(texts, len(ids))
+        return ids, lengths
+
     def _check_one(self, texts: Sequence[str], seed: int) -> None:
-        """Compare one short document of each block, if it has one, with the tokenizer's own ids."""
+        """Compare the ids of one short text, if there is one, with those of the tokenizer itself.
+
+        Args:
+            texts: Texts of a block.
+            seed: Number that determines where the search for a short text starts.
+
+        Raises:
+            TokenizerError: If the ids differ.
+        """
         if self.encoder.name == "off":
             return
         start = seed % len(texts)
-        short = (text for text in texts[start : start + _CHECKED_AMONG] if len(text) <= _CHECKED_CHARS)
-        difference = first_difference(self.encoder, self.tokenizer, list(islice(short, 1)))
-        if difference is not None:
-            raise TokenizerError(f"{difference}. Run again with --accelerator off --restart")
+        for text in texts[start : start + _CHECKED_AMONG]:
+            if len(text) <= _CHECKED_CHARS:
+                difference = first_difference(self.encoder, self.tokenizer, [text])
+                if difference is not None:
+                    raise TokenizerError(f"{difference}. Run again with --accelerator off --restart")
+                return
 
 
 def labels_after(documents: EncodedKey, pattern: Sequence[int]) -> np.ndarray:
-    """Return ids, IGNORED in each document up to the end of the first occurrence of a pattern (gpt-neox's labels).
+    """Return labels as gpt-neox makes them: tokens up to the first occurrence of a pattern are IGNORED.
 
-    A document without the pattern is kept whole.
+    Args:
+        documents: Encoded documents.
+        pattern: Ids after which a document is trained. A document without them is trained as a whole.
+
+    Returns:
+        Label of each token [all tokens].
     """
-    ids, labels = documents.ids, documents.ids.copy()
-    found = np.ones(max(0, len(ids) - len(pattern) + 1), dtype=bool)
+    ids = documents.ids
+    is_start = np.ones(max(0, len(ids) - len(pattern) + 1), dtype=bool)  # whether the pattern starts at each token
     for place, token in enumerate(pattern):
-        found &= ids[place : place + len(found)] == token
-    matches = np.flatnonzero(found) + len(pattern)  # the end of each occurrence
-    ends = np.cumsum(documents.lengths, dtype=np.int64)
-    for begin, end in zip((ends - documents.lengths).tolist(), ends.tolist(), strict=True):
-        first = int(np.searchsorted(matches, begin + len(pattern)))
-        if first < len(matches) and matches[first] <= end:
-            labels[begin : matches[first]] = IGNORED
+        is_start &= ids[place : place + len(is_start)] == token
+    pattern_ends = np.flatnonzero(is_start) + len(pattern)
+    document_ends = np.cumsum(documents.lengths, dtype=np.int64)
+    document_starts = document_ends - documents.lengths
+    labels = ids.copy()
+    for begin, end in zip(document_starts.tolist(), document_ends.tolist(), strict=True):
+        first = int(np.searchsorted(pattern_ends, begin + len(pattern)))
+        if first < len(pattern_ends) and pattern_ends[first] <= end:
+            labels[begin : pattern_ends[first]] = IGNORED
     return labels
 
 
-def _closed(ids: np.ndarray, lengths: np.ndarray, eod: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Append the end-of-document id to each document."""
+def with_eod(ids: np.ndarray, lengths: np.ndarray, eod: int, dtype: np.dtype) -> EncodedKey:
+    """Append the end-of-document id to each document.
+
+    Args:
+        ids: Ids of all documents [all tokens].
+        lengths: Number of tokens of each document [documents].
+        eod: End-of-document id.
+        dtype: Dtype of the result.
+    """
     lengths = lengths + 1
-    last = np.cumsum(lengths) - 1
-    out = np.empty(len(ids) + len(lengths), dtype)
-    keep = np.ones(len(out), bool)
-    keep[last] = False
-    out[keep] = ids
-    out[last] = eod
-    return out, lengths.astype(np.int32)
+    last_tokens = np.cumsum(lengths) - 1
+    is_text = np.ones(len(ids) + len(lengths), bool)
+    is_text[last_tokens] = False
+    result = np.empty(len(is_text), dtype)
+    result[is_text] = ids
+    result[last_tokens] = eod
+    return EncodedKey(result, lengths.astype(np.int32))
 
 
 def load_ftfy() -> Callable[[str], str]:
-    """Return `ftfy.fix_text`. Raises TokenizerError if the package is missing."""
+    """Return `ftfy.fix_text`. Raises TokenizerError if the package is not installed."""
     with needs_package(TokenizerError, "--ftfy", "ftfy", "requirements-corpus.txt"):
         import ftfy
     return ftfy.fix_text

