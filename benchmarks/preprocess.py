@@ -10,6 +10,7 @@ CPU, over all processes of a command, from its start to its end.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gzip
 import hashlib
 import json
@@ -21,6 +22,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,6 +53,7 @@ TEXT_SUFFIXES = (
     ".pm",
 )
 LARGEST_FILE = 2_000_000
+PR_SET_CHILD_SUBREAPER = 36
 TRAINING_SHARE = 12  # one file in so many trains the vocabulary
 
 
@@ -135,11 +138,18 @@ def peer_loop(corpus: str, vocab: str, prefix: str) -> None:
 
 
 def timed_command(name: str, command: Sequence[str], mb: float) -> Timing:
-    """Run a command; its CPU time includes the processes it started."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    """Run a command. Its CPU time includes that of all processes it starts."""
+    # Workers are children of a server process, which the command does not wait for. Adopt it, and wait for it here.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.monotonic()
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-    seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = time.monotonic() - started
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Timing(name, seconds, cpu, mb / cpu)
 

@@ -292,15 +292,22 @@ def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> N
 
 
 MEASURED = """
-import resource, sys
+import sys
+from neox import workers
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+def peak(process):
+    return next(int(line.split()[1]) for line in open(f"/proc/{process}/status") if line.startswith("VmHWM"))
 if __name__ == "__main__":
+    stop, peaks = workers._Worker.stop, []
+    def stop_measured(worker):
+        peaks.append(peak(worker._process.pid))
+        stop(worker)
+    workers._Worker.stop = stop_measured
     spec = TokenizerSpec("HFTokenizer", sys.argv[3])
     accelerator, memory = sys.argv[4], int(sys.argv[5])
     wanted = PreprocessSettings((sys.argv[1],), sys.argv[2], spec, workers=1, memory_mb=memory, accelerator=accelerator)
     preprocess(wanted)
-    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss counts the parent's
-    print((int(peak.split()[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024)
+    print((peak("self") + peaks.pop()) // 1024)
 """
 
 
