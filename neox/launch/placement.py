@@ -82,7 +82,7 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
 
     Args:
         config: The configuration.
-        arguments: The command line. `hosts` and `gpus` make a dry run imagine so many hosts, with so many GPUs each.
+        arguments: The command line. Its `hosts` and `gpus` are numbers of hosts, and of GPUs each, to imagine.
 
     Returns:
         The placement, and warnings. In a dry run without a hostfile, a problem becomes a warning, and a number of ranks

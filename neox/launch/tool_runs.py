@@ -70,7 +70,7 @@ def parse_tool_command(script: Path, argv: Sequence[str]) -> ToolCommand:
 
     A usage error, `--help` and `--version` end the process here, before anything is started or written.
     """
-    sys.path.append(str(script.parent))  # where a script finds its neighbours
+    sys.path.append(str(script.parent))  # so that the script finds its neighbours
     tool = runpy.run_path(str(script), run_name="tool")
     parser = tool["parser"]()
     parser.prog = f"deepy.py {script.name}"

@@ -47,7 +47,7 @@ if mode == "late":
     signal.signal(signal.SIGINT, stopped)
     if rank == 1:
         from neox.launch import busy_saving
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as where C code waits for a disk
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as if C code waited for a disk
         with busy_saving():
             while signal.SIGINT not in signal.sigpending():
                 time.sleep(0.1)
@@ -132,7 +132,7 @@ class LaunchedRun:
         return self.process.communicate(timeout=timeout)[0]
 
     def seconds_until_gone(self, limit: float = 20) -> float:
-        """Seconds until no process of this run lives; raises where that takes longer than `limit`."""
+        """Seconds until no process of this run lives; raises if that takes longer than `limit`."""
         started = time.monotonic()
         while left := self.pids():
             if time.monotonic() - started > limit:
@@ -148,7 +148,7 @@ class LaunchedRun:
 
 
 def deepy_command(directory: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """`deepy.py dummy.py tiny.yml` (or the real train.py, where there is no dummy) with further arguments."""
+    """`deepy.py dummy.py tiny.yml` (or the real train.py, if there is no dummy) with further arguments."""
     script = directory / "dummy.py" if (directory / "dummy.py").exists() else ROOT / "train.py"
     return [sys.executable, str(ROOT / "deepy.py"), str(script), str(directory / "tiny.yml"), *arguments]
 

@@ -1,4 +1,4 @@
-"""deepy.py generate.py and evaluate.py on several ranks, beside the same in one process."""
+"""deepy.py generate.py and evaluate.py on several ranks, compared with one process."""
 
 import json
 import time

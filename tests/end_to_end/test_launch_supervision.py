@@ -99,9 +99,9 @@ def seconds_to_end(runs: Sequence[LaunchedRun], asked: Sequence[float], limit: f
 
 
 def test_signals_let_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
-    """What a signal ends, and in which time: ranks that save, that take long but answer, that are stuck.
+    """How long ranks have after a signal: those that save, those that are slow but answer, and those that are stuck.
 
-    "late": rank 1 is in the middle of a save where it hears nothing, and rank 0 does not wait for it.
+    "late": rank 1 is in the middle of a save, in which it hears nothing. Rank 0 does not wait for it.
     """
     cases = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 0}  # as the ranks, which train.py ends so
     saving = [LaunchedRun(tmp_path, NEOX_DUMMY="save") for _ in cases]

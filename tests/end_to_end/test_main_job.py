@@ -14,12 +14,12 @@ from tests.distributed.spawn import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
-SETTINGS = (
-    *("--set", f"train_iters={STEPS}", "--set", f"lr_decay_iters={2 * STEPS}", "--set", "eval_interval=6"),
-    *("--set", "eval_iters=1", "--set", "checkpoint_factor=6", "--set", "log_interval=1"),
-    *("--set", "num_layers=2", "--set", "hidden_size=64", "--set", "attention_config=null"),
-    *("--set", "train_micro_batch_size_per_gpu=2", "--set", "gradient_accumulation_steps=2"),
+KEYS = (
+    *(f"train_iters={STEPS}", f"lr_decay_iters={2 * STEPS}", "eval_interval=6", "eval_iters=1", "checkpoint_factor=6"),
+    *("log_interval=1", "num_layers=2", "hidden_size=64", "attention_config=null"),
+    *("train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2"),
 )
+SETTINGS = tuple(word for key in KEYS for word in ("--set", key))
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,24 +47,11 @@ def trained(home: Path, command: Command) -> Path:
     """The directory of a training run of STEPS steps from Python's sources."""
     command("tools/quickstart_corpus.py", "--out", "data/quickstart", "--limit", "500000")
     shards = ",".join(sorted(str(p.relative_to(home)) for p in home.glob("data/quickstart/*.jsonl.zst")))
-    command(
-        *("tools/train_tokenizer.py", "--input", shards),
-        "--vocab-size",
-        "600",
-        "--output",
-        "data/quickstart/tokenizer.json",
-    )
-    command(
-        *(
-            "tools/preprocess_data.py",
-            "--input",
-            shards,
-            "--output-prefix",
-            "data/quickstart/quickstart",
-            "--append-eod",
-        ),
-        *("--tokenizer-type", "HFTokenizer", "--vocab", "data/quickstart/tokenizer.json", "--dataset-impl", "mmap"),
-    )
+    tokenizer = "data/quickstart/tokenizer.json"
+    command("tools/train_tokenizer.py", "--input", shards, "--vocab-size", "600", "--output", tokenizer)
+    flags = ["--input", shards, "--output-prefix", "data/quickstart/quickstart", "--append-eod"]
+    flags += ["--tokenizer-type", "HFTokenizer", "--vocab", tokenizer, "--dataset-impl", "mmap"]
+    command("tools/preprocess_data.py", *flags)
     command("deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *SETTINGS)
     return home / "runs/quickstart"
 
@@ -99,10 +86,8 @@ def test_more_steps_go_on_from_the_checkpoint(trained: Path, command: Command) -
 def test_export_loads_in_transformers_and_says_how_far_it_is(trained: Path, command: Command) -> None:
     checkpoint = trained / f"checkpoints/global_step{STEPS}"
     config = trained / "logs/config.yml"  # the merged configuration that the run wrote down
-    done = command(
-        *("tools/convert_to_hf.py", "--input_dir", str(checkpoint), "--config_file", str(config)),
-        *("--output_dir", str(trained / "hf")),
-    )
+    flags = ["--input_dir", str(checkpoint), "--config_file", str(config), "--output_dir", str(trained / "hf")]
+    done = command("tools/convert_to_hf.py", *flags)
     assert "logit" in done.stdout + done.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,19 +103,10 @@ def test_export_loads_in_transformers_and_says_how_far_it_is(trained: Path, comm
 def test_generation_from_the_training_checkpoint(trained: Path, command: Command) -> None:
     prompts = trained / "prompts.txt"
     prompts.write_text("def main(\nimport\n")
-    command(
-        *("deepy.py", "generate.py", "-d", str(ROOT / "configs"), "quickstart.yml", "text_generation.yml", *SETTINGS),
-        *(
-            "-i",
-            str(prompts),
-            "-o",
-            str(trained / "samples.jsonl"),
-            "--set",
-            "maximum_tokens=8",
-            "--set",
-            "temperature=0",
-        ),
-    )
+    flags = ["-i", str(prompts), "-o", str(trained / "samples.jsonl")]
+    flags += ["--set", "maximum_tokens=8", "--set", "temperature=0"]
+    files = ["-d", str(ROOT / "configs"), "quickstart.yml", "text_generation.yml"]
+    command("deepy.py", "generate.py", *files, *SETTINGS, *flags)
     rows = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
     assert [row["context"] for row in rows] == ["def main(", "import"]
     assert all(row["length"] >= 1 and row["text"] for row in rows)

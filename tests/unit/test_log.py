@@ -1,4 +1,4 @@
-"""Progress as plain lines, where stderr is no terminal."""
+"""Progress as plain lines, if stderr is no terminal."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_what_ends_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     class Panic(BaseException):
-        """As a Rust extension raises where Python's own exception interrupts it."""
+        """Like the exception that a Rust extension raises when Python's own one interrupts it."""
 
     def interrupted() -> int:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
 import shlex
 import subprocess
@@ -176,9 +175,3 @@ def test_launchers_that_cannot_start_the_ranks() -> None:
     assert "num_gpus" in str(launcher_problem(uneven, RunnerConfig(launcher="slurm")))
     assert launcher_problem(there, RunnerConfig()) is None
     assert "program pdsh" in str(launcher_problem(there, RunnerConfig(), "/nowhere"))
-
-
-def test_nothing_reads_the_environment_here() -> None:
-    before = dict(os.environ)
-    pdsh_environment({}, None)
-    assert dict(os.environ) == before

@@ -1,4 +1,4 @@
-"""Hostfiles and filters: what is read, what is refused, and where the message points."""
+"""Hostfiles and filters: what is read, and what is refused with which place."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
-    """Pretend that this machine has so many GPUs."""
+    """Pretend that this machine has `count` GPUs."""
     monkeypatch.setattr(machine, "_count_present", lambda: count)
     monkeypatch.delenv("DLTS_HOSTFILE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -143,7 +143,7 @@ def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    assert place_ranks(RunnerConfig(num_gpus=2)).is_local  # only where slurm is asked for
+    assert place_ranks(RunnerConfig(num_gpus=2)).is_local  # only `launcher: slurm` asks slurm
     found = place_ranks(RunnerConfig(launcher="slurm", num_gpus=2))
     assert found.hosts == (Host("node1", (0, 1)), Host("node2", (0, 1)))
     assert refused_keys(launcher="slurm") == ("num_gpus",)
