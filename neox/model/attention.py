@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Unpack, cast
 
@@ -110,11 +111,14 @@ class SelfAttention(nn.Module):
         return self._recomputed("full_attn", self._attend, x, context)
 
     def _attend(self, x: Tensor, context: BlockContext) -> Tensor:
+        encode = None
         bias = None
-        if self.encoding is not None:
+        encoding = self.encoding
+        if encoding is not None:
             assert context.tables is not None
-            bias = self.encoding.score_bias(context.tables)
-        q, k, v = self._queries_keys_values(x, context.tables)
+            encode = partial(encoding, tables=context.tables)
+            bias = encoding.score_bias(context.tables)
+        q, k, v = self._queries_keys_values(x, encode)
         positions = context.positions
         cache = context.cache
         if cache is not None:
@@ -145,13 +149,20 @@ class SelfAttention(nn.Module):
         )
 
     def _recomputed(self, part: RecomputedPart | None, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call a function. If this part is to be recomputed, its activations are not kept in training."""
+        """Call a function. In training, the activations of a part that is to be recomputed are not kept."""
         if self.recompute == part and self.training and torch.is_grad_enabled():
             return cast(Tensor, self.grid.rng.checkpoint(function, *args))
         return function(*args)
 
-    def _queries_keys_values(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions."""
+    def _queries_keys_values(
+        self, x: Tensor, encode: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions.
+
+        Args:
+            x: Hidden states [B, S, H].
+            encode: Puts positions into queries and keys [B, S, N, 1 or 2, D].
+        """
         n = self.heads_here
         k = self.kv_heads_here
         qkv = self.query_key_value(x)
@@ -162,8 +173,8 @@ class SelfAttention(nn.Module):
         else:
             together, values = qkv.view(batch, length, n + 2 * k, self.head_dim).split((n + k, k), dim=2)
             together = together.unsqueeze(3)  # [B, S, N + K, 1, D]
-        if not self._norm_names:
-            together = self._encoded(together, tables)
+        if encode is not None and not self._norm_names:
+            together = encode(together)
         if n == k:
             queries, keys = together.unbind(3)
         else:
@@ -175,15 +186,10 @@ class SelfAttention(nn.Module):
             values = values.repeat_interleave(n // k, dim=2)
         queries = self.get_submodule(self._norm_names[0])(queries)
         keys = self.get_submodule(self._norm_names[-1])(keys)
-        queries = self._encoded(queries.unsqueeze(3), tables).squeeze(3)
-        keys = self._encoded(keys.unsqueeze(3), tables).squeeze(3)
+        if encode is not None:
+            queries = encode(queries.unsqueeze(3)).squeeze(3)
+            keys = encode(keys.unsqueeze(3)).squeeze(3)
         return queries, keys, values
-
-    def _encoded(self, heads: Tensor, tables: Tables | None) -> Tensor:
-        if self.encoding is None:
-            return heads
-        assert tables is not None
-        return self.encoding(heads, tables)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return the pairs that this kind of attention allows, for positions [S] or [B, S] and [T] or [B, T].

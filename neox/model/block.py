@@ -56,13 +56,21 @@ MLPS: Mapping[str, type[MLP]] = MappingProxyType({"dense": MLP})
 """Kind of MLP (`Architecture.mlp`) -> module."""
 
 
-class BlockNorms(NamedTuple):
-    """Norms of a block by their slots (`neox.architecture.NormSlots`); the identity in those without one."""
+NormFunction = Callable[[Tensor], Tensor]
 
-    before_attention: nn.Module
-    after_attention: nn.Module
-    before_mlp: nn.Module
-    after_mlp: nn.Module
+
+class BlockNorms(NamedTuple):
+    """Norms of a block by their slots (`neox.architecture.NormSlots`); `identity` in those without one."""
+
+    before_attention: NormFunction
+    after_attention: NormFunction
+    before_mlp: NormFunction
+    after_mlp: NormFunction
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return x. Unlike `nn.Identity`, it costs no time to speak of, which counts in generation."""
+    return x
 
 
 class TransformerLayer(TokenShares):
@@ -136,19 +144,24 @@ class TransformerLayer(TokenShares):
 
     def dropped(self, x: Tensor) -> Tensor:
         """Apply the dropout of what is added to the residual stream."""
-        return F.dropout(x, self.hidden_dropout, self.training)
+        if self.training and self.hidden_dropout > 0.0:
+            return F.dropout(x, self.hidden_dropout)
+        return x
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
         """Return the norms' parameters."""
-        return [parameter for norm in self.norms for parameter in norm.parameters()]
+        norms = [norm for norm in self.norms if isinstance(norm, nn.Module)]
+        return [parameter for norm in norms for parameter in norm.parameters()]
 
     def reduces_once(self) -> bool:
         """Return whether a parallel rule sums attention and MLP before tensor ranks exchange anything.
 
         Not if tokens are divided and dropped: the masks are of a share of the tokens, which only exist after the sum.
         """
+        if self.grid.tp_size == 1:
+            return False
         drops_shares = self.shares > 1 and self.hidden_dropout > 0.0
-        return self.grid.tp_size > 1 and not drops_shares
+        return not drops_shares
 
     def reduced_together(self, *summands: Summand) -> Tensor:
         """Add summands of this rank and sum them over tensor ranks, with one all-reduce for all.
@@ -169,10 +182,10 @@ class TransformerLayer(TokenShares):
             return reduced
         return reduced + sum(biases)
 
-    def _norm(self, name: str | None, architecture: Architecture, **options: Unpack[TensorOptions]) -> nn.Module:
+    def _norm(self, name: str | None, architecture: Architecture, **options: Unpack[TensorOptions]) -> NormFunction:
         """Return the norm of a slot, which becomes a submodule of this name; the identity for None."""
         if name is None:
-            return nn.Identity()
+            return identity
         norm = build_norm(architecture, **options)
         self.add_module(name, norm)
         return norm

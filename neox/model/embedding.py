@@ -139,7 +139,9 @@ class Embedding(TokenShares):
             x = self.norm(x)
         if self.shares > 1:
             x = scatter_tokens(x, self.grid)
-        return F.dropout(x, self.dropout, self.training)
+        if self.training and self.dropout > 0.0:
+            x = F.dropout(x, self.dropout)
+        return x
 
     @property
     def head(self) -> LMHead:

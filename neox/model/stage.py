@@ -253,12 +253,13 @@ def _run(
 ) -> tuple[Tensor, Aux]:
     """Run blocks one after another: [B, S, H] -> [B, S, H], and the sum of their losses."""
     total: Aux = {}
+    context = shared
     for number, block in enumerate(blocks):
-        context = shared
         if caches is not None:
-            context = BlockContext(shared.positions, shared.tables, None, caches[number])
+            context = BlockContext(shared.positions, shared.tables, shared.visible, caches[number])
         x, aux = block(x, context)
-        total = add_aux(total, aux)
+        if aux:
+            total = add_aux(total, aux)
     return x, total
 
 
