@@ -75,8 +75,12 @@ class SelfAttention(nn.Module):
         self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
         self.dropout = dropout
-        self.softmax_scale = float(number + 1) if layer_scaling else 1.0
-        divisor = 1.0 / architecture.attention_scale if architecture.attention_scale else math.sqrt(self.head_dim)
+        self.softmax_scale = 1.0
+        if layer_scaling:
+            self.softmax_scale = float(number + 1)
+        divisor = math.sqrt(self.head_dim)
+        if architecture.attention_scale:
+            divisor = 1.0 / architecture.attention_scale
         self.scale = 1.0 / (divisor * self.softmax_scale)
 
         hidden = architecture.hidden_size
@@ -126,14 +130,19 @@ class SelfAttention(nn.Module):
             out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
         else:
             mask = _both(context.visible, self.pairs(positions, positions))
-            keeps_scores = self.impl != "flash" or bias is not None
-            part: RecomputedPart | None = "core_attn" if keeps_scores else None
-            out = self._recomputed(part, self._core, q, k, v, mask, bias)
+            if self.impl == "flash" and bias is None:  # the kernel keeps nothing that would be worth recomputing
+                out = self._core(q, k, v, mask, bias)
+            else:
+                out = self._recomputed("core_attn", self._core, q, k, v, mask, bias)
         return out.flatten(2)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        dropout_p = self.dropout if self.training else 0.0
-        own_stream = dropout_p > 0.0 and self.grid.rng.enabled
+        dropout_p = 0.0
+        dropout_context = None
+        if self.training and self.dropout > 0.0:
+            dropout_p = self.dropout
+            if self.grid.rng.enabled:  # each tensor rank drops weights of its own heads
+                dropout_context = self.grid.rng.fork(q.device)
         return core_attention(
             q,
             k,
@@ -142,13 +151,13 @@ class SelfAttention(nn.Module):
             scale=self.scale,
             softmax_scale=self.softmax_scale,
             dropout_p=dropout_p,
-            dropout_context=self.grid.rng.fork(q.device) if own_stream else None,
+            dropout_context=dropout_context,
             causal=self.causal,
             mask=mask,
             bias=bias,
         )
 
-    def _recomputed(self, part: RecomputedPart | None, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def _recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call a function. In training, the activations of a part that is to be recomputed are not kept."""
         if self.recompute == part and self.training and torch.is_grad_enabled():
             return cast(Tensor, self.grid.rng.checkpoint(function, *args))
@@ -265,13 +274,17 @@ class WindowedSelfAttention(SelfAttention):
         """Return the pairs that lie at most `window` - 1 positions apart."""
         distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
         seen = (distance >= 0) & (distance < self.window)
-        return seen.unsqueeze(-3) if seen.dim() == 3 else seen[None, None]
+        if seen.dim() == 2:
+            return seen[None, None]
+        return seen.unsqueeze(1)
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the pairs that both masks allow; None allows all."""
-    if a is None or b is None:
-        return b if a is None else a
+    if a is None:
+        return b
+    if b is None:
+        return a
     return a & b
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gmlp import GatedMLPLayer
-from neox.model.initial_weights import initialize_layer
+from neox.model.initial_weights import InitialWeights
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
 from neox.parallel import (
@@ -24,7 +26,8 @@ from neox.parallel import (
 from neox.plan.run_plan import RunPlan
 
 DRAWN_ON_DEVICE = 10**9
-"""Parameters from which on initial weights are drawn on their device: a CPU core draws a billion in ten seconds."""
+"""Least number of parameters whose initial weights are drawn on their device. A CPU core draws a billion in ten
+seconds."""
 
 
 def build_layer(
@@ -39,19 +42,20 @@ def build_layer(
 
     Args:
         plan: Plan of the run.
-        index: Of the layer.
+        index: Number of the layer.
         grid: Process groups.
-        device: Device of the parameters. "meta" makes shapes without memory; `initialize` fills them after `to_empty`.
+        device: Device of the parameters. "meta" makes shapes without memory, which `initialize` fills after `to_empty`.
         dtype: Type of the parameters; fp32 if None (the rotary buffer always is).
     """
     entry = plan.layers[index]
-    network, training, vocab = plan.architecture, plan.config.training, plan.layers.padded_vocab_size
+    network = plan.architecture
+    vocab = plan.layers.padded_vocab_size
     options: TensorOptions = {"device": device, "dtype": dtype}
     layer: nn.Module
     if entry.kind == "identity":
         return nn.Identity()
     if entry.kind == "embedding":
-        layer = Embedding(network, vocab, grid, dropout=training.hidden_dropout, **options)
+        layer = Embedding(network, vocab, grid, dropout=plan.config.training.hidden_dropout, **options)
         divide_tokens(layer)
     elif entry.kind == "prompt":
         layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
@@ -98,10 +102,13 @@ def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOption
 
 def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
     """Add the adapters that the layer plan lists to the linear layers of a block."""
-    lora, keys = plan.layers.lora, plan.config.training.lora
-    for spec in plan.layers[index].parameters if lora and keys else ():
+    lora = plan.layers.lora
+    keys = plan.config.training.lora
+    if lora is None or keys is None:
+        return
+    for spec in plan.layers[index].parameters:
         module, found, name = spec.name.partition(ADAPTER)
-        if found and name == "lora_A" and lora and keys:
+        if found and name == "lora_A":
             linear = layer.get_submodule(module)
             assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), module
             linear.add_adapter(lora.rank, lora.scale, keys.dropout)
@@ -110,28 +117,29 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:
     """Give a layer its initial weights, the same full tensors under every layout of ranks."""
     model = plan.config.model
-    prompt = model.soft_prompt_tuning
-    initialize_layer(
-        layer,
-        plan.layers[index],
-        grid,
+    optimizer = plan.config.optimizer
+    hidden = plan.architecture.hidden_size
+    settings = InitialWeights(
         seed=plan.config.training.seed,
         init_method=model.init_method,
         output_layer_init_method=model.output_layer_init_method,
         std=model.init_method_std,
         layers=plan.architecture.num_layers,
-        hidden=plan.architecture.hidden_size,
-        width_multiplier=plan.config.optimizer.width_multiplier(plan.architecture.hidden_size),
-        scale=plan.config.optimizer.mup_init_scale if plan.config.optimizer.use_mup else 1.0,
-        prompt_range=prompt.init_range if prompt else 0.0,
+        hidden=hidden,
+        width_multiplier=optimizer.width_multiplier(hidden),
         on_device=plan.layers.numel >= DRAWN_ON_DEVICE,
     )
+    if optimizer.use_mup:
+        settings = replace(settings, scale=optimizer.mup_init_scale)
+    if model.soft_prompt_tuning:
+        settings = replace(settings, prompt_range=model.soft_prompt_tuning.init_range)
+    settings.fill(layer, plan.layers[index], grid)
 
 
 def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:
-    """Return a block's attention: torch's operations instead of the fused kernel without a GPU, with one warning.
+    """Return a block's attention kernel. Without a GPU, torch's operations replace the fused kernel, with one warning.
 
-    By what the machine has, not by where the layer is built: weights may be made on a CPU, or on meta, and moved.
+    The machine decides, not the device on which the layer is built: its weights may be made elsewhere and moved.
     """
     wanted = plan.attention[block]
     if wanted != "fused" or torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Keys and values of tokens already seen, preallocated, for generation.
+"""Cache of the keys and values of earlier tokens, preallocated, for generation.
 
 Legend: L layers, B batch, N heads of queries and K of keys here, T slots, S new tokens, D head dim.
 """
@@ -18,10 +18,16 @@ from neox.parallel import ParallelGrid
 
 
 class KVCache:
-    """Keys and values, of which the first `length` slots are filled, side by side: pairs [L, B, K, 2, T, D].
+    """Keys and values of all blocks on this rank, next to each other in one tensor.
 
-    start: [B], the first slot of each row that holds a token (rows padded on the left), or None where all begin at 0.
-    Positions count from there. `reset` makes it ready for other prompts without new memory.
+    `reset` makes it ready for other prompts without new memory.
+
+    Attributes:
+        pairs: Keys and values, [L, B, K, 2, T, D].
+        max_length: Number of slots, T.
+        length: Number of slots that are filled, from the first.
+        start: First slot of each row that holds a token, [B], if rows are padded on the left; positions count from
+            there. None if all rows begin at 0.
     """
 
     def __init__(
@@ -63,17 +69,19 @@ class KVCache:
 
     def positions(self, new_tokens: int) -> Tensor:
         """Return the positions of the next tokens: [S], or [B, S] for padded rows (0 in the padding)."""
-        slots = torch.arange(self.length, self.length + new_tokens, device=self.pairs.device)
-        return slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp_(min=0)
+        return self._positions(torch.arange(self.length, self.length + new_tokens, device=self.pairs.device))
 
     def layers(self, new_tokens: int) -> list[LayerCache]:
-        """Return each layer's view for a forward of `new_tokens`; NeoXError where they do not fit."""
+        """Return each layer's view for a forward pass of `new_tokens`.
+
+        Raises:
+            NeoXError: If they do not fit.
+        """
         self.check_room(new_tokens)
         end = self.keys(new_tokens)
         mask, causal = self._mask(new_tokens)
-        slots = torch.arange(end, device=self.pairs.device)
+        positions = self._positions(torch.arange(end, device=self.pairs.device))
         # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
-        positions = slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp_(min=0)
         new = self.pairs.narrow(4, self.length, new_tokens).unbind(0)
         keys, values = self.pairs.narrow(4, 0, end).unbind(3)
         return [
@@ -82,7 +90,7 @@ class KVCache:
         ]
 
     def check_room(self, new_tokens: int) -> None:
-        """Raise NeoXError where new tokens do not fit."""
+        """Raise NeoXError if new tokens do not fit."""
         if self.keys(new_tokens) > self.max_length:
             raise NeoXError(
                 f"the KV cache has room for {self.max_length} tokens; {self.length} are in it and {new_tokens} more "
@@ -90,9 +98,9 @@ class KVCache:
             )
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these rows [B'] in this order, any of them several times, as beam search does."""
+        """Keep these rows [B'] in this order, as beam search does; a row may be kept several times."""
         filled = self.pairs[:, rows, ..., : self.length, :]
-        if len(rows) != self.pairs.shape[1]:  # new memory only where their number changes
+        if len(rows) != self.pairs.shape[1]:  # new memory only if their number changes
             self.pairs = self.pairs.new_zeros(self.pairs.shape[0], len(rows), *self.pairs.shape[2:])
         self.pairs[..., : self.length, :] = filled
         if self.start is not None:
@@ -102,8 +110,14 @@ class KVCache:
         """Count `new_tokens` slots as filled; called once after all layers have appended."""
         self.length += new_tokens
 
+    def _positions(self, slots: Tensor) -> Tensor:
+        """Return the positions of the tokens in these slots."""
+        if self.start is None:
+            return slots
+        return (slots - self.start.unsqueeze(1)).clamp_(min=0)
+
     def _mask(self, new_tokens: int) -> tuple[Tensor | None, bool]:
-        """Return (boolean mask [B or 1, 1, S, length + S] or None, whether plain causality is all that is needed)."""
+        """Return a mask, bool [B or 1, 1, S, length + S] or None, and whether plain causality has to be added."""
         if self.start is None and (new_tokens == 1 or self.length == 0):
             return None, new_tokens > 1
         slots = torch.arange(self.length + new_tokens, device=self.pairs.device)
@@ -117,10 +131,15 @@ class KVCache:
 
 
 class LayerCache(NamedTuple):
-    """One layer's part of a KVCache during one forward.
+    """One layer's part of a KVCache during one forward pass.
 
-    new: view [B, K, 2, S, D], where keys and values of the new tokens belong; keys, values: views [B, K, length + S, D]
-    of everything seen, the new tokens included; positions: of the keys, [length + S] or [B, length + S].
+    Attributes:
+        new: View [B, K, 2, S, D] of the slots of the new tokens.
+        keys: View [B, K, length + S, D] of all keys, those of the new tokens included.
+        values: View [B, K, length + S, D] of all values.
+        mask: Pairs (query, key) that see each other, bool [B or 1, 1, S, length + S]; all (earlier) ones if None.
+        causal: Whether queries see earlier keys only, if there is no mask.
+        positions: Positions of the keys, [length + S] or [B, length + S].
     """
 
     new: Tensor
@@ -140,8 +159,8 @@ class LayerCache(NamedTuple):
             k: New keys.
             v: New values.
             scale: Factor of the scores.
-            pairs: Bool [B or 1, N or 1, S, length + S], causal: attend to these alone.
-            bias: Added to the scaled scores, [1, N, S, length + S], with -inf for later keys.
+            pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, S, length + S], causal.
+            bias: Summand of the scaled scores, [1, N, S, length + S], with -inf for later keys.
         """
         mask = self.mask
         if pairs is not None:

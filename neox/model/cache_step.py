@@ -1,7 +1,6 @@
-"""A forward of one more token over all slots of a key/value cache, with the same shapes and memory at every step.
+"""A forward pass of one more token over all slots of a key/value cache, with the same shapes and memory at every step.
 
-Nothing that changes from step to step is on the host, so one recorded CUDA graph, or one compiled program, does for
-all.
+The host knows nothing that changes from step to step. So one recorded CUDA graph, or one compiled program, serves all.
 
 Legend: B batch, N heads of queries and K of keys here, T slots, D head dim.
 """
@@ -20,14 +19,14 @@ from neox.ops import masked_bias
 
 
 class CacheStep:
-    """The steps after the prompt: used in place of the cache where blocks run, one token in each row.
+    """The steps after the prompt, with one token in each row; blocks use it instead of the cache.
 
-    It writes to the cache's memory and counts on the device alone; the caller counts for the host (`KVCache.advance`)
+    It writes to the cache's memory, and counts on the device only. The caller counts on the host (`KVCache.advance`)
     and checks that there is room.
 
     Attributes:
-        slot: Where the next token belongs, [1].
-        begun: That there are tokens before.
+        slot: Index of the next token's slot, [1].
+        begun: Whether there are earlier tokens: always.
     """
 
     begun = True
@@ -35,7 +34,8 @@ class CacheStep:
     def __init__(self, cache: KVCache) -> None:
         """Continue behind what the cache holds now."""
         device = cache.pairs.device
-        self.pairs, self.start = cache.pairs, cache.start
+        self.pairs = cache.pairs
+        self.start = cache.start
         self.slots = torch.arange(cache.pairs.shape[4], device=device)
         self.slot = torch.full((1,), cache.length, device=device)
 
@@ -52,14 +52,13 @@ class CacheStep:
         return self._positions(self.slot)
 
     def layers(self, new_tokens: int) -> list[StepLayer]:
-        """Return each layer's part for a forward of one token."""
+        """Return each layer's part for a forward pass of one token."""
         assert new_tokens == 1
         seen = self.slots <= self.slot
         if self.start is not None:
             seen = seen & (self.slots >= self.start.unsqueeze(1))
-        unseen = (
-            torch.zeros_like(seen, dtype=self.pairs.dtype).masked_fill(~seen, -math.inf).view(-1, 1, 1, seen.shape[-1])
-        )
+        unseen = torch.zeros_like(seen, dtype=self.pairs.dtype).masked_fill(~seen, -math.inf)
+        unseen = unseen.view(-1, 1, 1, seen.shape[-1])
         positions = self._positions(self.slots)
         return [StepLayer(pairs, self.slot, unseen, positions) for pairs in self.pairs.unbind(0)]
 
@@ -68,14 +67,19 @@ class CacheStep:
         self.slot.add_(new_tokens)
 
     def _positions(self, slots: Tensor) -> Tensor:
-        return slots if self.start is None else (slots - self.start.unsqueeze(1)).clamp(min=0)
+        if self.start is None:
+            return slots
+        return (slots - self.start.unsqueeze(1)).clamp(min=0)
 
 
 class StepLayer(NamedTuple):
     """One layer's part of a `CacheStep`.
 
-    pairs: [B, K, 2, T, D]; slot: of the new token, [1]; unseen: added to scores, -inf for slots that are empty or
-    padding, [B or 1, 1, 1, T]; positions: of all slots, [T] or [B, T].
+    Attributes:
+        pairs: Keys and values of all slots, [B, K, 2, T, D].
+        slot: Index of the new token's slot, [1].
+        unseen: Summand of scores: -inf for slots that are empty or padding, else 0, [B or 1, 1, 1, T].
+        positions: Positions of all slots, [T] or [B, T].
     """
 
     pairs: Tensor
@@ -98,17 +102,17 @@ class StepLayer(NamedTuple):
             k: New keys.
             v: New values.
             scale: Factor of the scores.
-            pairs: Bool [B or 1, N or 1, 1, T]: attend to these alone.
-            bias: Added to the scaled scores, [1, N, 1, T].
+            pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, 1, T].
+            bias: Summand of the scaled scores, [1, N, 1, T].
         """
         batch, _, heads, width = q.shape
         groups = k.shape[2]
         self.pairs.index_copy_(3, self.slot, torch.stack((k, v), dim=2).permute(0, 3, 2, 1, 4))
         added = self.unseen if bias is None else self.unseen + bias
         added = masked_bias(added, pairs)
-        if added.shape[1] > 1:  # of each query's head
+        if added.shape[1] > 1:  # one summand for each query's head
             added = added.reshape(added.shape[0], groups, heads // groups, added.shape[-1])
-        # Queries that share a key head stand one after another, as more queries of it: any kernel takes that.
+        # Query heads that share a key head become more queries of that head, which every kernel takes.
         grouped = q.reshape(batch, groups, heads // groups, width)
         out = F.scaled_dot_product_attention(grouped, self.keys, self.pairs[:, :, 1], attn_mask=added, scale=scale)
         return out.reshape(batch, 1, heads, width)

@@ -42,6 +42,13 @@ class Context:
         """Whether the first of these tokens is the first of its sequence."""
         return self.cache is None or not self.cache.begun
 
+    @property
+    def first_slots(self) -> Tensor | None:
+        """Index of the first token of each row that is padded on the left, [B]; None without such padding."""
+        if self.cache is None:
+            return None
+        return self.cache.start
+
 
 class BlockContext(NamedTuple):
     """What one block needs next to its hidden states; `Stage` makes it from a `Context`.
@@ -66,9 +73,11 @@ names are known from the architecture (`neox.architecture.block_losses`)."""
 
 def add_aux(first: Aux, second: Aux) -> Aux:
     """Return the losses of two parts of the network; equal names are summed."""
-    if not first or not second:
-        return first or second
+    if not first:
+        return second
     total = dict(first)
     for name, value in second.items():
-        total[name] = total[name] + value if name in total else value
+        if name in total:
+            value = total[name] + value
+        total[name] = value
     return total

@@ -1,8 +1,8 @@
 """Head and cross entropy in one operation that never holds the logits of more than a chunk of tokens.
 
-The forward pass computes each chunk's logits, its loss, and at once its gradients, so that nothing is computed twice
-and what is kept has the size of the hidden states and the weight (the idea: Liger-Kernel, arXiv:2410.10989). It is the
-same with a head that is split over tensor ranks, which exchange two numbers per token.
+The forward pass computes the logits and the loss of a chunk, and at once its gradients. So nothing is computed twice,
+and only tensors as large as the hidden states and the weight are kept (Liger-Kernel, arXiv:2410.10989). The tensor
+ranks of a split head exchange two numbers per token.
 
 Legend: R tokens, H hidden, V vocabulary, T tensor ranks.
 """
@@ -29,10 +29,11 @@ def head_cross_entropy(
     bias: Tensor | None = None,
     row: bool = False,
 ) -> Tensor:
-    """Return sum over tokens of token_weight x -log softmax(x W^T + b)[label] in fp32, equal on all tensor ranks.
+    """Return the sum over tokens of token_weight x -log softmax(x W^T + b)[label] in fp32, equal on all tensor ranks.
 
-    Products are in x's dtype, the softmax and all sums in fp32, gradients in the dtypes of their tensors. x's
-    is this rank's summand (`copy_to_tensor_ranks` adds them up). One backward pass only: it scales in place.
+    Products are in x's dtype, the softmax and all sums in fp32, gradients in the dtypes of their tensors. The gradient
+    of x is this rank's summand (`copy_to_tensor_ranks` adds them up). There can be one backward pass, which scales in
+    place.
 
     Args:
         x: Hidden states [R, H]; with `row`, this rank's part [R, H/T].
@@ -43,16 +44,19 @@ def head_cross_entropy(
         bias: This rank's part of the logits' bias [V/T].
         row: Whether the hidden dimension is split, and logits are summed over ranks.
     """
-    if not torch.is_grad_enabled():  # which a Function cannot see: it would compute gradients for nobody
-        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
+        x = x.detach()
+        weight = weight.detach()
+        if bias is not None:
+            bias = bias.detach()
     return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> Tensor:
-    """Return -log softmax(logits)[label] per token in fp32, for scores: no gradient passes.
+    """Return -log softmax(logits)[label] per token in fp32, [B, S]; no gradient passes.
 
     Args:
-        logits: [B, S, V/T], any dtype.
+        logits: Logits of this rank's part of the vocabulary [B, S, V/T], any dtype.
         labels: Ids of the whole vocabulary [B, S].
         grid: Process groups.
     """
@@ -82,18 +86,22 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grid: ParallelGrid,
         row: bool,
     ) -> Tensor:
-        # fp32 but for x: a sum of many chunks' contributions would lose bits in bf16.
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weight, grad_bias = (
-            torch.zeros_like(part, dtype=torch.float32) if part is not None and needed else None
-            for part, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.empty_like(x) if needs_x else None
+        # Sums over chunks are fp32: bf16 would lose bits.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = None
+        if bias is not None and needs_bias:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        # Weights of a mean are tiny, and a loss scale comes only in the backward pass: in fp16 the gradients of single
-        # logits would vanish. So the largest weight is 1 in here, and what it was is multiplied in later.
+        # The weights of a mean are tiny, and a loss scale comes only in the backward pass. In fp16 the gradients of
+        # single logits would vanish. So weights are divided by the largest one, which is multiplied in at the end.
         largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         token_weights = token_weights.float() / largest
-        labels = labels - grid.tp_rank * (weight.shape[0] // (grid.tp_size if row else 1))
+        columns = weight.shape[0]  # of the logits on this rank
+        if row:
+            columns //= grid.tp_size
+        labels = labels - grid.tp_rank * columns
         rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
         for first in range(0, x.shape[0], rows):
             here = slice(first, first + rows)
@@ -122,15 +130,21 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "a second backward pass: the first one has used the gradients up"
+        assert ctx.gradients is not None, "a second backward pass: the first one has used the gradients up"
+        grad_x, grad_weight, grad_bias = ctx.gradients
+        ctx.gradients = None
         scale = grad * ctx.largest
-        scaled = (_scaled(part, scale, dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return (*scaled, None, None, None, None)
+        type_x, type_weight, type_bias = ctx.dtypes
+        grad_x = _scaled(grad_x, scale, type_x)
+        grad_weight = _scaled(grad_weight, scale, type_weight)
+        grad_bias = _scaled(grad_bias, scale, type_bias)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _scaled(part: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Return part x scale in a dtype: in place, or in one pass where it is another dtype."""
+    """Return part x scale in a dtype: in place, or in one pass if the dtype changes."""
     if part is None or dtype is None:
         return None
-    return part.mul_(scale) if part.dtype == dtype else torch.mul(part, scale, out=torch.empty_like(part, dtype=dtype))
+    if part.dtype == dtype:
+        return part.mul_(scale)
+    return torch.mul(part, scale, out=torch.empty_like(part, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Embedding, final norm and language-model head (tied to the embedding, or with a weight of its own).
+"""Embedding, final norm and language-model head, which is tied to the embedding or has a weight of its own.
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -39,12 +39,12 @@ class LMHead(NamedTuple):
     Attributes:
         grid: Process groups.
         weight: This rank's part of the weight, [V, H] split along V (or along H with `row`).
-        logits: Hidden states [B, S, H] -> logits [B, S, V/tp].
+        logits: Function of hidden states [B, S, H] that returns logits [B, S, V/tp].
         bias: This rank's part of the logits' bias [V/tp], if they have one.
         row: Whether the hidden dimension is split.
-        prepare: What the head does to hidden states before the product: [..., H] -> [..., H]; None for nothing.
-        sentences: Hidden states [B, S, H] -> whether sentences follow each other, logits [B, 2]; None where a network
-            does not say.
+        prepare: Function [..., H] -> [..., H] of hidden states before the product; None for none.
+        sentences: Function of hidden states [B, S, H] that returns logits [B, 2] of whether the second sentence
+            follows the first; None if the network has no such head.
     """
 
     grid: ParallelGrid
@@ -61,10 +61,14 @@ class LMHead(NamedTuple):
         Args:
             hidden: Hidden states [B, S, H].
             labels: Ids of the vocabulary [B, S].
-            token_weights: [B, S].
+            token_weights: Weights of the tokens [B, S].
         """
-        hidden = hidden if self.prepare is None else self.prepare(hidden)
-        hidden = (scatter_last_dim if self.row else copy_to_tensor_ranks)(hidden, self.grid)
+        if self.prepare is not None:
+            hidden = self.prepare(hidden)
+        if self.row:
+            hidden = scatter_last_dim(hidden, self.grid)
+        else:
+            hidden = copy_to_tensor_ranks(hidden, self.grid)
         return head_cross_entropy(
             hidden.flatten(0, -2),
             self.weight,
@@ -166,9 +170,11 @@ class FinalNorm(nn.Module):
         self.multiplier = architecture.logit_multiplier
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise, and multiply by the factor of the logits, which the head passes on."""
+        """Normalise, and multiply by the factor of the logits."""
         x = self.norm(x)
-        return x if self.multiplier == 1.0 else x * self.multiplier
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
+        return x
 
 
 class Head(nn.Module):
@@ -178,9 +184,8 @@ class Head(nn.Module):
         hidden_size: H.
         padded_vocab_size: V.
         grid: Process groups.
-        parallelism: "column" splits the vocabulary. "row" splits the hidden dimension and needs a sum over ranks of
-            logits of the whole vocabulary, of which each rank keeps its part: it costs much communication and is NeoX
-            v2.0's default.
+        parallelism: "column" splits the vocabulary. "row", NeoX v2.0's default, splits the hidden dimension: logits of
+            the whole vocabulary are summed over ranks, which costs much communication, and each rank keeps its part.
         bias: Whether a bias is added to the logits.
         **options: Device and type of the weight.
     """
@@ -197,12 +202,16 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.grid = grid
-        split = RowParallelLinear if parallelism == "row" else ColumnParallelLinear
-        column = parallelism == "column"
-        self.final_linear = split(
-            hidden_size, padded_vocab_size, grid, bias=bias and column, multiply=linear, **options
+        self.final_linear: ColumnParallelLinear | RowParallelLinear
+        if parallelism == "column":
+            self.final_linear = ColumnParallelLinear(
+                hidden_size, padded_vocab_size, grid, bias=bias, multiply=linear, **options
+            )
+            return
+        self.final_linear = RowParallelLinear(
+            hidden_size, padded_vocab_size, grid, bias=False, multiply=linear, **options
         )
-        if bias and not column:  # of this rank's part of the logits
+        if bias:  # added after the logits are split
             here = torch.empty(padded_vocab_size // grid.tp_size, **options)
             self.final_linear.bias = mark_split(nn.Parameter(here), grid.tp_size > 1)
 
@@ -217,5 +226,7 @@ class Head(nn.Module):
         if isinstance(self.final_linear, RowParallelLinear):
             partial = self.final_linear.partial(scatter_last_dim(x, self.grid))
             logits = reduce_scatter_last_dim(partial, self.grid)
-            return logits if self.final_linear.bias is None else logits + self.final_linear.bias
+            if self.final_linear.bias is not None:
+                logits = logits + self.final_linear.bias
+            return logits
         return self.final_linear(x)

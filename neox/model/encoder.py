@@ -21,7 +21,7 @@ from neox.parallel import ParallelGrid, TensorOptions, copy_to_tensor_ranks, mar
 class MaskedLMHead(nn.Module):
     """Layer L+4: dense layer, activation and norm of hidden states [..., H], and a bias of the logits.
 
-    The product between them is that of the words' vectors, which layer 0 holds (`encoder_head`).
+    Between them, hidden states are multiplied by the words' vectors, which layer 0 holds (`encoder_head`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MaskedLMHead(nn.Module):
 
 
 class _Bias(nn.Module):
-    """A bias of this rank's part of the logits."""
+    """Bias of this rank's part of the logits."""
 
     def __init__(self, padded_vocab_size: int, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ class SentenceHead(nn.Module):
 
 def encoder_head(words: Embedding, head: MaskedLMHead, sentences: SentenceHead | None) -> LMHead:
     """Return the heads of a bidirectional network as a loss uses them."""
-    weight, bias = words.word_embeddings.weight, head.final_linear.bias
+    weight = words.word_embeddings.weight
+    bias = head.final_linear.bias
 
     def logits(x: Tensor) -> Tensor:
         return linear(copy_to_tensor_ranks(head(x), head.grid), weight, bias)

@@ -1,4 +1,4 @@
-"""Blocks of gMLP (arXiv:2105.08050): a gate over the sequence in place of attention, as gpt-neox's layers hold it.
+"""Blocks of gMLP (arXiv:2105.08050), which have a gate over the sequence instead of attention, as in gpt-neox.
 
 Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P longest sequence.
 """
@@ -42,28 +42,36 @@ class TinyAttention(nn.Module):
 
 
 class SpatialGatingUnit(nn.Module):
-    """Half of the activations times a gate, which a causal matrix over positions makes of the other half.
+    """Multiplies half of the activations by a gate that a causal matrix over positions computes from the other half.
 
-    The gate's norm needs its whole width, so it is computed whole on every tensor rank, and its parameters are copies.
+    The gate's norm needs all features. So every tensor rank computes the whole gate, with copies of its parameters.
     """
 
     def __init__(self, architecture: Architecture, kind: str, grid: ParallelGrid, **options: Unpack[TensorOptions]):
         super().__init__()
-        inner, length = 4 * architecture.hidden_size, architecture.max_positions
+        inner = 4 * architecture.hidden_size
+        length = architecture.max_positions
         self.grid = grid
         self.norm = NORMS[architecture.norm](inner, eps=architecture.norm_epsilon, **options)
         self.proj = nn.Linear(length, length, **options)
         self.attn = TinyAttention(inner, architecture.gmlp_width, **options) if kind == "amlp" else None
 
     def forward(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        """Gate: [B, S, 2F/tp] -> [B, S, F/tp]; pairs in one document [B, 1, S, S], or None."""
+        """Gate the activations: [B, S, 2F/tp] -> [B, S, F/tp].
+
+        Args:
+            x: Values, then what the gate is computed from.
+            positions: Positions of the tokens, [S] or [B, S].
+            visible: Pairs of tokens in one document, bool [B, 1, S, S]; None for one document per row.
+        """
         value, gate = x.chunk(2, dim=-1)
         whole = gather_last_dim(gate, self.grid)  # [B, S, F]
         attended = None
         if self.attn is not None:
             attended = self.attn(torch.cat([gather_last_dim(value, self.grid), whole], dim=-1), visible)
         whole = self._over_positions(self.norm(whole), positions, visible)
-        whole = whole if attended is None else whole + attended
+        if attended is not None:
+            whole = whole + attended
         return value * scatter_last_dim(whole, self.grid)
 
     def _over_positions(self, gate: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
@@ -74,17 +82,19 @@ class SpatialGatingUnit(nn.Module):
                 f"{length}; give a shorter one"
             )
         if visible is None:
-            weight, bias = self.proj.weight[:length, :length].tril(), self.proj.bias[:length]
-        else:  # positions count within each document
+            weight = self.proj.weight[:length, :length].tril()
+            bias = self.proj.bias[:length]
+        else:  # positions start anew in each document
             weight = self.proj.weight[positions.unsqueeze(-1), positions.unsqueeze(-2)]  # [B, S, S]
-            weight, bias = weight.masked_fill(~visible.squeeze(1), 0.0), self.proj.bias[positions]
+            weight = weight.masked_fill(~visible.squeeze(1), 0.0)
+            bias = self.proj.bias[positions]
         return torch.matmul(weight, gate) + bias.unsqueeze(-1)
 
 
 class GatedMLPLayer(TokenShares):
     """A block `gmlp` or `amlp`: hidden states [B, S, H] -> [B, S, H], without a residual connection, as in gpt-neox.
 
-    The biases of its linear layers exist in gpt-neox's files, are never used there, and stay zero here.
+    gpt-neox's files hold biases of the two linear layers, but gpt-neox never adds them. Here they stay zero.
 
     Args:
         architecture: The network.

@@ -54,7 +54,9 @@ class Handoff:
             zero = torch.zeros((), device=hidden.device)
             values = torch.stack([aux.get(name, zero).detach().float() for name in self.losses])
             passed.append(values.view(torch.int32))
-        return hidden if len(passed) == 1 else tuple(passed)
+        if len(passed) == 1:
+            return hidden
+        return tuple(passed)
 
     def unpack(self, given: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Context, Aux]:
         """Return the hidden states, the context and the losses that `pack` was given."""
@@ -132,7 +134,9 @@ def forward_over_stages(stage: Stage, tokens: Tensor, context: Context, dtype: t
         x, _ = stage.forward(x, context, number)
         if part.following is not None and part.following != grid.pp_rank:
             dist.send(x.contiguous(), dst=_rank_of_stage(grid, part.following), group=grid.pp_group)
-    return x if stage.parts[-1].is_last else None
+    if not stage.parts[-1].is_last:
+        return None
+    return x
 
 
 def broadcast_from_head(stage: Stage, x: Tensor) -> None:

@@ -22,16 +22,20 @@ from neox.parallel import (
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm, or LayerNorm, of heads: [B, S, N, D] -> the same shape.
+    """RMSNorm or LayerNorm of heads: [B, S, N, D] -> the same shape.
 
     Args:
-        shape: Of the parameters on this rank: (D,), one for all heads; (N * D,) or (N, D), one of each head.
+        shape: Shape of the parameters on this rank: (D,) if all heads share them, else (N * D,) or (N, D).
         grid: Process groups; heads are split over tensor ranks.
-        all_heads: Take the mean over the dimensions of all heads, not of each head.
-        centred: LayerNorm, with parameters `weight` and `bias`; otherwise RMSNorm, with `scale`.
-        eps: Added to the mean of the squares.
+        all_heads: Whether the mean is over the dimensions of all heads together.
+        centred: Whether it is a LayerNorm, with parameters `weight` and `bias`; otherwise RMSNorm, with `scale`.
+        eps: Summand of the mean of the squares.
         **options: Device and type of the parameters.
     """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor
 
     def __init__(
         self,
@@ -44,9 +48,13 @@ class HeadNorm(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.grid, self.all_heads, self.eps = grid, all_heads, eps
+        self.grid = grid
+        self.all_heads = all_heads
+        self.centred = centred
+        self.eps = eps
         self.shared = not all_heads and len(shape) == 1
-        for name, value in {"weight": 1.0, "bias": 0.0}.items() if centred else {"scale": 1.0}.items():
+        values = {"weight": 1.0, "bias": 0.0} if centred else {"scale": 1.0}
+        for name, value in values.items():
             parameter = nn.Parameter(torch.full(shape, value, **options))
             mark_split(parameter, not self.shared and grid.tp_size > 1)
             self.register_parameter(name, mark_decay(parameter, False))
@@ -54,11 +62,12 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise heads [B, S, N, D]."""
         x32 = x.float()
-        if "bias" in self._parameters:
+        if self.centred:
             x32 = x32 - self._mean(x32)
         normed = (x32 * torch.rsqrt(self._mean(x32.square()) + self.eps)).to(x.dtype)
-        scale, *shift = (self._per_head(parameter, x) for parameter in self.parameters())
-        return normed * scale + shift[0] if shift else normed * scale
+        if self.centred:
+            return normed * self._per_head(self.weight, x) + self._per_head(self.bias, x)
+        return normed * self._per_head(self.scale, x)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean that belongs to each element: [B, S, N, 1], or [B, S, 1, 1] over the heads of all ranks."""
@@ -79,8 +88,10 @@ def query_key_norms(
     architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]
 ) -> dict[str, HeadNorm]:
     """Return the norm of queries and that of keys by name; one for both under gpt-neox's form, none without norms."""
-    heads, kv_heads = (n // grid.tp_size for n in (architecture.num_attention_heads, architecture.num_kv_heads))
-    width, eps = architecture.head_dim, architecture.norm_epsilon
+    heads = architecture.num_attention_heads // grid.tp_size
+    kv_heads = architecture.num_kv_heads // grid.tp_size
+    width = architecture.head_dim
+    eps = architecture.norm_epsilon
     if architecture.qk_norm == "neox":
         centred = architecture.norm == "layernorm"
         return {"qk_layernorm": HeadNorm((heads, width), grid, all_heads=centred, centred=centred, eps=eps, **options)}

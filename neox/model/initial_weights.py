@@ -1,19 +1,21 @@
-"""Initial weights: NeoX's distributions, drawn so that they depend on (seed, layer index, parameter name) alone.
+"""Initial weights by NeoX's distributions.
 
-Each full tensor is drawn in fp32 from a generator of its own and then sliced, so that every layout of pipe, tensor and
-data ranks starts from the same model, and at most one full tensor is in memory. It is drawn on the CPU, whose numbers
-are the same everywhere; for big networks on the GPU, whose numbers are those of its kind.
+They depend on seed, layer index and parameter name only: each full tensor is drawn in fp32 from a generator of its own,
+and then sliced. So every layout of ranks starts from the same model, and at most one full tensor is in memory. Tensors
+are drawn on the CPU, whose numbers are the same everywhere; for big networks on the GPU, whose numbers depend on its
+kind.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import LayerEntry
+from neox.architecture import LayerEntry, ParameterSpec
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_hidden, mark_lr_factor, mark_split, shard
 
@@ -23,8 +25,19 @@ def draw(
 ) -> Tensor:
     """Draw a weight [out, in] in fp32 on the generator's device by one of NeoX's methods.
 
-    std: `init_method_std`; layers: number of blocks; hidden: hidden size. small_init: arXiv:1910.05895; wang_init:
-    Mesh-Transformer-JAX; scaled_normal: GPT-2; xavier: Glorot and Bengio 2010; orthogonal: arXiv:1312.6120.
+    small_init: arXiv:1910.05895; wang_init: Mesh-Transformer-JAX; scaled_normal: GPT-2; xavier: Glorot and Bengio 2010;
+    orthogonal: arXiv:1312.6120.
+
+    Args:
+        method: Name of the method.
+        shape: Shape of the full weight.
+        generator: Source of random numbers.
+        std: Standard deviation of `normal` and `scaled_normal` (`init_method_std`).
+        layers: Number of blocks.
+        hidden: Hidden size.
+
+    Raises:
+        ValueError: If there is no such method.
     """
     weight = torch.empty(shape, dtype=torch.float32, device=generator.device)
     deviations = {
@@ -48,69 +61,75 @@ def draw(
     return others[method]()
 
 
-@torch.no_grad()
-def initialize_layer(
-    layer: nn.Module,
-    entry: LayerEntry,
-    grid: ParallelGrid,
-    *,
-    seed: int,
-    init_method: str,
-    output_layer_init_method: str,
-    std: float,
-    layers: int,
-    hidden: int,
-    width_multiplier: float = 1.0,
-    scale: float = 1.0,
-    prompt_range: float = 0.5,
-    on_device: bool = False,
-) -> None:
-    """Fill this rank's part of every parameter of `layer`; norms get ones and zeros, biases zeros.
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """How the weights of a network are drawn.
 
-    Args:
-        layer: The module.
-        entry: Its entry in the layer plan.
-        grid: Process groups.
-        seed: Of the run.
+    Attributes:
+        seed: Seed of the run.
         init_method: Method of weights that read hidden states, and of the embedding.
-        output_layer_init_method: Method of weights that write into the residual.
-        std: Deviation of `normal` and `scaled_normal`.
+        output_layer_init_method: Method of weights that write into the residual stream.
+        std: Standard deviation of `normal` and `scaled_normal`.
         layers: Number of blocks.
         hidden: Hidden size.
-        width_multiplier: muP's m. Deviations are those of a hidden size m times smaller, and blocks' matrices get
+        width_multiplier: muP's m. Deviations are those of a hidden size m times smaller. Matrices of blocks get
             1 / sqrt(m) of them, and 1 / m of the learning rate.
-        scale: Factor of everything drawn.
-        prompt_range: A soft prompt is uniform up to it on both sides of zero.
-        on_device: Draw on the parameters' device.
+        scale: Factor of everything that is drawn.
+        prompt_range: Largest absolute value of a soft prompt, which is uniform.
+        on_device: Whether weights are drawn on the parameters' device, not on the CPU.
     """
-    parameters = dict(layer.named_parameters())
-    for spec in entry.parameters:
-        target = parameters[spec.name]
-        # Again here: `to_empty` makes new parameters, without the mark of the constructor.
-        mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
-        target.requires_grad_(spec.trained)
-        mark_decay(target, spec.is_matrix)
-        mark_hidden(target, entry.is_hidden(spec))
-        if spec.init in ("ones", "zeros"):
-            target.fill_(1.0 if spec.init == "ones" else 0.0)
-            continue
-        generator = torch.Generator(target.device if on_device else "cpu").manual_seed(
-            derive_seed(seed, "weights", spec.shared_with or entry.index, spec.name)
-        )
+
+    seed: int
+    init_method: str
+    output_layer_init_method: str
+    std: float
+    layers: int
+    hidden: int
+    width_multiplier: float = 1.0
+    scale: float = 1.0
+    prompt_range: float = 0.0
+    on_device: bool = False
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, entry: LayerEntry, grid: ParallelGrid) -> None:
+        """Fill this rank's part of every parameter of a layer, and compute its buffers.
+
+        Args:
+            layer: The module.
+            entry: Its entry in the layer plan.
+            grid: Process groups.
+        """
+        parameters = dict(layer.named_parameters())
+        for spec in entry.parameters:
+            target = parameters[spec.name]
+            # The constructor's marks are gone if `to_empty` has made new parameters.
+            mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
+            target.requires_grad_(spec.trained)
+            mark_decay(target, spec.is_matrix)
+            mark_hidden(target, entry.is_hidden(spec))
+            if spec.init == "ones":
+                target.fill_(1.0)
+            elif spec.init == "zeros":
+                target.fill_(0.0)
+            else:
+                full = self._drawn(spec, entry, target)
+                target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
+        reset_buffers(layer)
+
+    def _drawn(self, spec: ParameterSpec, entry: LayerEntry, target: nn.Parameter) -> Tensor:
+        """Return the full tensor of a parameter; marks `target` if its learning rate has a factor."""
+        generator = torch.Generator(target.device if self.on_device else "cpu")
+        generator.manual_seed(derive_seed(self.seed, "weights", spec.shared_with or entry.index, spec.name))
         if spec.init == "prompt":
-            target.copy_(
-                torch.empty(spec.shape, device=generator.device).uniform_(
-                    -prompt_range, prompt_range, generator=generator
-                )
-            )
-            continue
-        methods = {"weight": init_method, "output_weight": output_layer_init_method}
+            full = torch.empty(spec.shape, device=generator.device)
+            return full.uniform_(-self.prompt_range, self.prompt_range, generator=generator)
+        methods = {"weight": self.init_method, "output_weight": self.output_layer_init_method}
         method = methods.get(spec.init, spec.init)
-        full = draw(method, spec.shape, generator, std=std, layers=layers, hidden=hidden / width_multiplier)
-        if width_multiplier != 1.0 and entry.is_hidden(spec):
-            full *= width_multiplier**-0.5
-            mark_lr_factor(target, 1.0 / width_multiplier)
-        if scale != 1.0:
-            full *= scale
-        target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
-    reset_buffers(layer)
+        width = self.hidden / self.width_multiplier
+        full = draw(method, spec.shape, generator, std=self.std, layers=self.layers, hidden=width)
+        if self.width_multiplier != 1.0 and entry.is_hidden(spec):
+            full *= self.width_multiplier**-0.5
+            mark_lr_factor(target, 1.0 / self.width_multiplier)
+        if self.scale != 1.0:
+            full *= self.scale
+        return full

@@ -1,4 +1,4 @@
-"""Positions by name: what they add to the tokens' vectors, to queries and keys, or to scores.
+"""Position encodings by name: vectors added to the tokens', rotations of queries and keys, or biases of scores.
 
 Legend: B batch, S sequence, T keys (tokens seen before, and the S new ones), N heads here, D head dim, R rotary dims,
 H hidden.
@@ -27,7 +27,7 @@ class PositionEncoding(nn.Module):
     """What positions do in the attention of one block.
 
     Attributes:
-        name: Of the module inside the attention, as in gpt-neox's checkpoints.
+        name: Name of the module inside the attention, as in gpt-neox's checkpoints.
     """
 
     name: str
@@ -39,10 +39,10 @@ class PositionEncoding(nn.Module):
         """Return what `forward` and `score_bias` need, computed once for all blocks.
 
         Args:
-            positions: Of the new tokens, [S] or [B, S].
-            keys: T.
-            dtype: Of the hidden states.
-            slots: Of the new tokens among the keys, [S]; the last ones if None.
+            positions: Positions of the new tokens, [S] or [B, S].
+            keys: Number of keys, T.
+            dtype: Type of the hidden states.
+            slots: Indices of the new tokens among the keys, [S]; the last ones if None.
         """
         raise NotImplementedError
 
@@ -65,7 +65,8 @@ class RotaryEmbedding(PositionEncoding):
         self, architecture: Architecture, grid: ParallelGrid, device: torch.device | str | None = None, **_: Any
     ) -> None:
         super().__init__()
-        self.rotary_ndims, self.base = architecture.rotary_ndims, architecture.rotary_base
+        self.rotary_ndims = architecture.rotary_ndims
+        self.base = architecture.rotary_base
         self.scaling = dict(architecture.rope_scaling)
         self.factor = rotary_factor(self.scaling)
         self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device, self.scaling))
@@ -87,7 +88,7 @@ class RotaryEmbedding(PositionEncoding):
 class AlibiEmbedding(PositionEncoding):
     """Scores fall linearly with the distance (ALiBi, arXiv:2108.12409). Holds the buffer `slopes` [N], fp32.
 
-    A distance is one of the row: documents in one row, and padding, do not change it.
+    Distances are counted in the row; documents and padding do not change them.
     """
 
     name = "alibi_embed"
@@ -97,7 +98,8 @@ class AlibiEmbedding(PositionEncoding):
         self, architecture: Architecture, grid: ParallelGrid, device: torch.device | str | None = None, **_: Any
     ) -> None:
         super().__init__()
-        self.heads, self.grid = architecture.num_attention_heads, grid
+        self.heads = architecture.num_attention_heads
+        self.grid = grid
         self.register_buffer("slopes", self._slopes_here(device))
 
     def _slopes_here(self, device: torch.device | str | None) -> Tensor:
@@ -122,7 +124,8 @@ class AlibiEmbedding(PositionEncoding):
 class RelativePositions(PositionEncoding):
     """A learned bias for each head and bucket of distances (T5, arXiv:1910.10683), times sqrt(D) as in gpt-neox.
 
-    `weight` [buckets, N] is one table for all blocks: training ties their copies (`share_parameters`).
+    All blocks use one table, `weight` [buckets, N]. Each holds a copy, and training keeps them equal
+    (`neox.engine.network.share_parameters`).
     """
 
     name = "rpe"
@@ -135,7 +138,8 @@ class RelativePositions(PositionEncoding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.buckets, self.max_distance = architecture.rpe_buckets, architecture.rpe_max_distance
+        self.buckets = architecture.rpe_buckets
+        self.max_distance = architecture.rpe_max_distance
         self.scale = math.sqrt(architecture.head_dim)
         shape = (self.buckets, architecture.num_attention_heads // grid.tp_size)
         self.weight = mark_split(nn.Parameter(torch.empty(shape, device=device, dtype=dtype)), grid.tp_size > 1)
@@ -156,7 +160,8 @@ class RelativePositions(PositionEncoding):
 def _distances(positions: Tensor, keys: int, own: Tensor | None) -> Tensor:
     """Return how many tokens each key lies before each query in the row, [S, T]; negative for later keys."""
     slots = torch.arange(keys, device=positions.device)
-    own = slots[keys - positions.shape[-1] :] if own is None else own
+    if own is None:
+        own = slots[keys - positions.shape[-1] :]
     return own.unsqueeze(1) - slots
 
 
@@ -175,15 +180,16 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Look up positions [...] -> [..., H]; later ones than the last row have its vector.
+        """Look up positions [...] -> [..., H].
 
-        Such are only rows of a batch that have ended, which are computed beside those that go on.
+        Positions after the last row get its vector. They only occur in sequences that have ended, while others of the
+        batch go on.
         """
         return F.embedding((positions + self.offset).clamp_(max=self.weight.shape[0] - 1), self.weight)
 
 
 class SinusoidalPositions(nn.Module):
-    """Sines and cosines of each position (arXiv:1706.03762), first all sines as in gpt-neox.
+    """Sines and cosines of each position (arXiv:1706.03762); all sines come first, as in gpt-neox.
 
     Holds the buffer `inv_freq` [H/2], fp32.
     """
@@ -217,8 +223,8 @@ class Encoding(NamedTuple):
     """How positions of one name are computed.
 
     Attributes:
-        attention: Constructor (architecture, grid, device=, dtype=) of what they do in each block.
-        embedding: Constructor (architecture, device=, dtype=) of the vectors added to the tokens'.
+        attention: Constructor (architecture, grid, device=, dtype=) of the module in each block's attention.
+        embedding: Constructor (architecture, device=, dtype=) of the module whose vectors are added to the tokens'.
     """
 
     attention: Callable[..., PositionEncoding] | None = None

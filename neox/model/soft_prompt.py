@@ -1,4 +1,4 @@
-"""Soft prompt: trained vectors before the tokens of a network that does not change (arXiv:2104.08691).
+"""Soft prompt: trained vectors before the tokens of a frozen network (arXiv:2104.08691).
 
 Legend: B batch, S sequence, H hidden, n vectors of the prompt.
 """
@@ -25,12 +25,15 @@ class SoftPrompt(nn.Module):
 
         Args:
             x: Vectors of the tokens, [B, S, H].
-            start: First token of each row that is padded on the left, [B]: the prompt goes between.
+            start: Index of the first token of each row that is padded on the left, [B]. The prompt goes between
+                padding and tokens. None if no row is padded.
         """
         prompt = self.soft_embedding_weight.to(x.dtype).expand(x.shape[0], -1, -1)
         if start is None:
             return torch.cat([prompt, x], dim=1)
-        count, first = prompt.shape[1], start.unsqueeze(1)
+        count = prompt.shape[1]
+        first = start.unsqueeze(1)
         index = torch.arange(count + x.shape[1], device=x.device).expand(x.shape[0], -1)
+        # Indices into [prompt, x]: first the padding, then the prompt, then the tokens.
         source = torch.where(index < first, index + count, torch.where(index < first + count, index - first, index))
         return torch.cat([prompt, x], dim=1).gather(1, source.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

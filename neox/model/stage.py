@@ -147,8 +147,12 @@ class StagePart:
         self.prompt_length = plan.architecture.soft_prompt_tokens
         self.is_first = held.start == 0
         self.is_last = held.stop == len(plan.layers)
-        self.previous = None if self.is_first else _holder(plan, held.start - 1)
-        self.following = None if self.is_last else _holder(plan, held.stop)
+        self.previous: int | None = None
+        self.following: int | None = None
+        if not self.is_first:
+            self.previous = _holder(plan, held.start - 1)
+        if not self.is_last:
+            self.following = _holder(plan, held.stop)
         self._embedding: Embedding | None = None
         self._prompt: SoftPrompt | None = None
         self._norm: nn.Module | None = None
@@ -169,14 +173,14 @@ class StagePart:
         self._cached = slice(first_block, first_block + len(self.blocks))
         self._has_last_block = plan.architecture.num_layers - 1 in numbers
         attentions = [block.attention for block in self.blocks if isinstance(block, TransformerLayer)]
-        self._attention = attentions[0] if attentions else None
+        self._attention = next(iter(attentions), None)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
         """Run the layers, as `Stage.forward` does."""
         if self._embedding is not None:
             x = self._embed(self._embedding, x, context)
         if self._prompt is not None and context.begins:
-            x = self._prompt(x, None if context.cache is None else context.cache.start)
+            x = self._prompt(x, context.first_slots)
         aux: Aux = {}
         if self.blocks:
             x, aux = self._run_blocks(x, context)
@@ -217,7 +221,10 @@ class StagePart:
             def run(x: Tensor, blocks: Sequence[Block] = self.blocks[chunk]) -> tuple[Tensor, Aux]:
                 return _run(blocks, x, context)
 
-            x, aux = self.recomputation.run(run, x) if recomputed else run(x)
+            if recomputed:
+                x, aux = self.recomputation.run(run, x)
+            else:
+                x, aux = run(x)
             total = add_aux(total, aux)
         return x, total
 

@@ -1,4 +1,4 @@
-"""Operations on tensors, each fast one beside its torch reference."""
+"""Operations on tensors; next to each fast one stands its torch reference."""
 
 from types import MappingProxyType
 

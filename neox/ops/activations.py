@@ -1,4 +1,4 @@
-"""MLP activations by name. Input: what the MLP's first product makes, `width_factor` times as wide as the output."""
+"""MLP activations by name. The input is the first product's result, `width_factor` times as wide as the output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention of one layer, causal or not: three implementations with one signature.
 
-A mask tensor is passed only if documents in one row are kept apart, if samples are padded, or by kinds of attention
-that need one; a bias by positions that add to scores.
+There is a mask tensor only if documents in one row are kept apart, if samples are padded, or if the kind of attention
+needs one; and a bias only if the position encoding adds to scores.
 
 Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K, D head dim.
 """
@@ -33,7 +33,7 @@ def core_attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; neighbouring G query heads share a key head.
+    """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; G neighbouring query heads share a key head.
 
     Args:
         q: Queries.
@@ -42,21 +42,25 @@ def core_attention(
         impl: "eager" (torch operations), "fused" (the Triton softmax) or "flash" (torch's
             scaled_dot_product_attention).
         scale: Factor of the scores in the matmul; 1/sqrt(D) if None.
-        softmax_scale: Factor of the scores in the softmax. NeoX's query-key layer scaling divides by the layer number
-            first and multiplies here, against overflow in fp16.
+        softmax_scale: Factor of the scores in the softmax. NeoX's query-key layer scaling first divides by the layer's
+            number and multiplies here, so that fp16 does not overflow.
         dropout_p: Dropout probability of the attention weights.
-        dropout_context: Entered around the dropout, to choose its random stream.
-        causal: Whether queries see earlier keys alone.
-        mask: Bool, [B or 1, N or 1, S or 1, S]: the pairs (query, key) that see each other, causal itself where
-            attention is; all (earlier) ones if None. Not for "fused", unless it is [B, 1, 1, S] and not causal.
-        bias: Added to the scaled scores, [1, N, S, S], with -inf for later keys.
+        dropout_context: Context of the dropout, which chooses its random stream.
+        causal: Whether queries see earlier keys only.
+        mask: Pairs (query, key) that see each other, bool [B or 1, N or 1, S or 1, S]; all (earlier) ones if None. It
+            must be causal itself if attention is. "fused" takes only [B, 1, 1, S], and not if attention is causal.
+        bias: Summand of the scaled scores, [1, N, S, S], with -inf for later keys.
     """
     assert mask is None or impl != "fused" or not causal, "refused by the configuration's validation"
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, S, D], [B, K, S, D]
-    context = nullcontext() if dropout_context is None else dropout_context
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    q = q.transpose(1, 2)  # [B, N, S, D]
+    k = k.transpose(1, 2)  # [B, K, S, D]
+    v = v.transpose(1, 2)
+    context = dropout_context or nullcontext()
     if impl == "flash":
-        mask = mask if bias is None else masked_bias(bias, mask)
+        if bias is not None:
+            mask = masked_bias(bias, mask)
         if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):
             return _attention_in_blocks(q, k, v, scale * softmax_scale).transpose(1, 2)
         with context:
@@ -74,7 +78,9 @@ def core_attention(
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
     scores = _grouped_matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
     if bias is not None:
-        scores = scores + (bias if softmax_scale == 1.0 else bias / softmax_scale)
+        if softmax_scale != 1.0:
+            bias = bias / softmax_scale
+        scores = scores + bias
     weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask)
     if dropout_p > 0.0:
         with context:
@@ -83,7 +89,7 @@ def core_attention(
 
 
 def _goes_by_blocks(q: Tensor) -> bool:
-    """Return whether causal flash attention is computed by blocks of queries (fp16 would overflow in the scores)."""
+    """Return whether causal flash attention is computed in blocks of queries. In fp16 the scores would overflow."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] <= MOST_BLOCKED
 
 
@@ -95,7 +101,8 @@ def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
     """
     batch, heads, length, dim = q.shape
     groups = heads // k.shape[1]
-    k, v = (x.reshape(-1, length, dim) for x in (k, v))  # [B*K, S, D]
+    k = k.reshape(-1, length, dim)  # [B*K, S, D]
+    v = v.reshape(-1, length, dim)
     q = q.reshape(k.shape[0], groups, length, dim)
     done = []
     for start in range(0, length, QUERY_BLOCK):
@@ -117,15 +124,17 @@ def _grouped_matmul(x: Tensor, shared: Tensor) -> Tensor:
 
 
 def masked_bias(bias: Tensor, visible: Tensor | None) -> Tensor:
-    """Return a bias of scores [1, N, S, T] with -inf where a query does not see a key (bool, or for all pairs None)."""
-    return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+    """Return a bias of scores [1, N, S, T] with -inf for pairs that are not visible (bool; None for all)."""
+    if visible is None:
+        return bias
+    return bias.masked_fill(~visible, -math.inf)
 
 
 def same_document_pairs(document_starts: Tensor) -> Tensor:
-    """Return which (query, key) pairs lie in one document, the key not later: starts [B, S] -> bool [B, 1, S, S].
+    """Return which pairs (query, key) are in one document, with the key not later, bool [B, 1, S, S].
 
     Args:
-        document_starts: Position in the row at which each token's document starts.
+        document_starts: Index in the row at which each token's document starts, [B, S].
     """
     positions = torch.arange(document_starts.shape[1], device=document_starts.device)
     not_later = positions <= positions.unsqueeze(1)
@@ -133,5 +142,5 @@ def same_document_pairs(document_starts: Tensor) -> Tensor:
 
 
 def unpadded_keys(lengths: Tensor, length: int) -> Tensor:
-    """Return which keys of each sample are no padding: lengths [B] -> bool [B, 1, 1, S], for `length` S."""
+    """Return which keys of each sample are not padding: lengths [B] -> bool [B, 1, 1, S], for `length` S."""
     return (torch.arange(length, device=lengths.device) < lengths.unsqueeze(1))[:, None, None, :]

@@ -1,7 +1,7 @@
-"""Cross entropy by rows of logits: scores and their gradient, each a torch reference and a kernel.
+"""Cross entropy by rows of logits: scores and their gradient, each as torch operations and as a kernel.
 
-On a GPU each is one Triton kernel, which reads (and overwrites) half-precision logits without a copy in fp32. Where the
-vocabulary is split over tensor ranks, `neox.model` joins what the ranks find.
+On a GPU each is one Triton kernel, which reads (and overwrites) half-precision logits without a copy in fp32. If the
+vocabulary is split over tensor ranks, `neox.model` joins their results.
 
 Legend: R tokens, V vocabulary here.
 """
@@ -14,24 +14,26 @@ import torch
 from torch import Tensor
 
 CPU_ELEMENTS = 2**19
-"""fp32 numbers of a temporary on a CPU: what stays in a core's cache."""
+"""fp32 numbers of a temporary on a CPU, which stay in a core's cache."""
 
 TRITON = find_spec("triton") is not None
-"""Whether the kernels can be compiled; torch's operations give the same numbers without."""
+"""Whether the kernels can be compiled. Torch's operations give the same numbers."""
 
 
 def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return log sum exp of each row, and the score of its label, in fp32: logits [R, V] -> [R], [R].
 
     Args:
-        logits: In any dtype.
-        labels: Columns [R]; those outside 0..V-1 lie on other ranks, and their score is 0.
+        logits: Logits of any dtype.
+        labels: Columns [R]; those outside 0..V-1 are on other ranks, and their score is 0.
     """
     if _fused(logits):
         from neox.ops.triton_cross_entropy import fused_label_scores
 
         return fused_label_scores(logits, labels)
-    rows = max(1, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    rows = len(logits)
+    if logits.device.type == "cpu":
+        rows = CPU_ELEMENTS // logits.shape[-1]
     log_sums = torch.cat([part.float().logsumexp(-1) for part in logits.split(max(1, rows))])
     column, elsewhere = _own_columns(logits, labels)
     return log_sums, logits.gather(1, column).float().masked_fill_(elsewhere, 0.0).squeeze(1)
@@ -41,10 +43,10 @@ def logits_gradient(logits: Tensor, log_sums: Tensor, labels: Tensor, weights: T
     """Return weight x (softmax - [column is the label]), the loss's gradient, in the logits' dtype and place: [R, V].
 
     Args:
-        logits: Overwritten.
-        log_sums: Of whole rows over all ranks, [R] in fp32.
-        labels: As `label_scores` takes them.
-        weights: Of the rows, [R] in fp32.
+        logits: Logits, which are overwritten.
+        log_sums: Log sum exp of whole rows over all ranks, [R] in fp32.
+        labels: Labels as `label_scores` takes them.
+        weights: Weights of the rows, [R] in fp32.
     """
     if _fused(logits):
         from neox.ops.triton_cross_entropy import fused_logits_gradient
@@ -58,7 +60,7 @@ def logits_gradient(logits: Tensor, log_sums: Tensor, labels: Tensor, weights: T
 
 
 def _own_columns(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns that exist here [R, 1], and whether the label is none of them [R, 1]."""
+    """Return the labels' columns [R, 1], and whether they are on another rank [R, 1], where the column is 0."""
     elsewhere = ((labels < 0) | (labels >= logits.shape[-1])).unsqueeze(1)
     return labels.unsqueeze(1).masked_fill(elsewhere, 0), elsewhere
 

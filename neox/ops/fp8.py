@@ -1,8 +1,8 @@
 """Linear layers that multiply in 8-bit floating point: bf16 in and out, scales from the values of each call.
 
-An operand is divided by a scale that gives its largest magnitude the format's largest number, and rounded: inputs and
-weights to e4m3, gradients of outputs to the format of the recipe (formats: arXiv:2209.05433). Sums of products are
-multiplied by both scales and rounded to bf16. Nothing of it is kept between calls.
+Each operand is divided by a scale, so that its largest magnitude becomes the format's largest number, and rounded:
+inputs and weights to e4m3, gradients of outputs to the format of the recipe (arXiv:2209.05433 describes both formats).
+Sums of products are multiplied by both scales and rounded to bf16. Nothing is kept between calls.
 
 Legend: M, N rows of the operands, K the dim that is summed over; a b^T is [M, N].
 """
@@ -20,9 +20,10 @@ from torch import Tensor
 from neox.architecture import FP8_MULTIPLE
 from neox.ops.linear import ProductLinear, linear
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 _SMALLEST = 1e-30
-"""Least magnitude a scale is made for, so that it is a normal fp32 number and not 0."""
+"""Least magnitude that a scale is computed for, so that it is a normal fp32 number and not 0."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +31,23 @@ class Fp8Recipe:
     """How operands become fp8.
 
     Attributes:
-        rowwise: One scale for each row of an operand, along K; else one for the whole operand.
-        gradients: Format of output gradients: e5m2 has e4m3's range squared and half of its precision, which one scale
-            for a whole tensor needs.
+        rowwise: Whether each row of an operand (along K) has a scale; otherwise the whole operand has one.
+        gradients: Format of output gradients. A single scale for a whole tensor needs e5m2, which has e4m3's range
+            squared and half of its precision.
     """
 
     rowwise: bool
     gradients: torch.dtype
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x W^T + b as `F.linear` does, in fp8 where gradients are recorded: evaluations stay bf16."""
+        """Return x W^T + b as `F.linear` does, in fp8 if gradients are recorded; evaluations stay bf16."""
         if not torch.is_grad_enabled():
             return linear(x, weight, bias)
         return ProductLinear.apply(x, weight, bias, self.product, self.of_gradient)
 
     def product(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         """Return a b^T + bias without a gradient: inputs [..., K], weights [N, K] -> [..., N]."""
-        # Sums of tensor cores are kept in 14 bits by fast accumulation, at up to twice the speed.
+        # Fast accumulation keeps sums of tensor cores in 14 bits, at up to twice the speed.
         return self._multiply(a, b, bias, E4M3, fast=True)
 
     def of_gradient(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,8 +56,10 @@ class Fp8Recipe:
 
     def _multiply(self, a: Tensor, b: Tensor, bias: Tensor | None, kind: torch.dtype, *, fast: bool) -> Tensor:
         rows = a.flatten(0, -2)
-        if missing := -rows.shape[-1] % FP8_MULTIPLE:
-            rows, b = F.pad(rows, (0, missing)), F.pad(b, (0, missing))
+        missing = -rows.shape[-1] % FP8_MULTIPLE
+        if missing:
+            rows = F.pad(rows, (0, missing))
+            b = F.pad(b, (0, missing))
         left, left_scale = self._rounded(rows, kind)
         right, right_scale = self._rounded(b, E4M3)
         if rows.device.type == "cpu":
@@ -68,8 +71,8 @@ class Fp8Recipe:
     def _rounded(self, x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return x [M, K] in fp8, row after row in memory, and its scale in fp32, [M, 1] or []."""
         size = x.abs()
-        largest = (size.amax(-1, keepdim=True) if self.rowwise else size.amax()).float()
-        scale = largest.clamp(min=_SMALLEST) / torch.finfo(kind).max
+        largest = size.amax(-1, keepdim=True) if self.rowwise else size.amax()
+        scale = largest.float().clamp(min=_SMALLEST) / torch.finfo(kind).max
         return (x.float() / scale).to(kind).contiguous(), scale
 
 
@@ -79,11 +82,11 @@ def scaled_product(
     """Return (left x its scale) (right x its scale)^T + bias in bf16: [M, K], [N, K] in fp8 -> [M, N].
 
     Args:
-        left: In memory row after row, as is `right`.
-        right: e4m3 where `left` is e5m2.
-        left_scale: [] or [M, 1], fp32.
-        right_scale: [] or [N, 1], fp32.
-        bias: [N] in bf16, or None.
+        left: First operand, row after row in memory.
+        right: Second operand, row after row in memory; e4m3 if `left` is e5m2.
+        left_scale: Scale of the first operand, [] or [M, 1], fp32.
+        right_scale: Scale of the second operand, [] or [N, 1], fp32.
+        bias: Bias [N] in bf16.
         fast: Whether sums may be kept in fewer bits than fp32's.
     """
     return torch._scaled_mm(
@@ -100,9 +103,11 @@ def scaled_product(
 def _product_on_cpu(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return what `scaled_product` does, by an fp32 product: torch's own on CPUs takes ten thousand times as long."""
+    """Return what `scaled_product` does, by an fp32 product: torch's own takes ten thousand times as long on CPUs."""
     product = linear(left.float(), right.float()) * left_scale * right_scale.t()
-    return (product if bias is None else product + bias).to(torch.bfloat16)
+    if bias is not None:
+        product = product + bias
+    return product.to(torch.bfloat16)
 
 
 FP8_RECIPES: Mapping[str, Fp8Recipe] = MappingProxyType(

@@ -1,8 +1,8 @@
-"""fp32 matrix products on CPUs, by the library that is faster on the CPU's vendor.
+"""fp32 matrix products on CPUs, by the library that is faster on CPUs of this vendor.
 
-torch multiplies fp32 matrices with MKL, which uses AVX2 at most where the CPU is not Intel's; oneDNN, which torch ships
-too, chooses its instructions by what the CPU has. On AMD EPYC (Zen 4 and 5) oneDNN is 1.1 to 2 times as fast, on Intel
-MKL is faster. bf16 products always go through oneDNN.
+torch multiplies fp32 matrices with MKL, which uses at most AVX2 if the CPU is not Intel's. oneDNN, also part of torch,
+uses all instructions that the CPU has. On AMD EPYC (Zen 4 and 5) oneDNN is 1.1 to 2 times as fast; on Intel MKL is
+faster. bf16 products always go through oneDNN.
 
 Legend: R rows (all leading dims), I input features, O output features.
 """
@@ -23,12 +23,14 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _cpu_vendor(description: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's vendor as the kernel names it (`AuthenticAMD`, `GenuineIntel`), "" where it names none."""
+    """Return the CPU's vendor as the kernel names it (`AuthenticAMD`, `GenuineIntel`); "" if it names none."""
     try:
         found = re.search(r"^vendor_id\s*:\s*(\S+)", description.read_text(), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    if found is None:
+        return ""
+    return found[1]
 
 
 ONEDNN = torch.backends.mkldnn.is_available() and _cpu_vendor() == "AuthenticAMD"
@@ -41,8 +43,8 @@ SMALLEST = 2**21
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, as `F.linear` does: x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    The choice depends on device, dtype, shape and machine alone, so that a resumed run repeats its numbers bit for bit.
-    (And on torch.compile, which plans products of its own and does not look into this one.)
+    The choice depends only on device, dtype, shape and machine, so that a resumed run repeats its numbers bit for bit.
+    (torch.compile plans its products by itself and cannot look into oneDNN's.)
     """
     if ONEDNN and _served(x, weight) and not torch.compiler.is_compiling():
         return ProductLinear.apply(x, weight, bias, _multiply, _multiply)
@@ -50,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to fp32 `total` [O, I], inside the product where the device can: a [R, O], b [R, I]."""
+    """Add a^T b to fp32 `total` [O, I], inside the product if the device can: a [R, O], b [R, I]."""
     if a.dtype == total.dtype and not (ONEDNN and _served(a.t(), b.t())):
         total.addmm_(a.t(), b)
     elif a.device.type == "cuda":
@@ -60,7 +62,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN takes the product, and the product is worth its 20 microseconds of preparation."""
+    """Return whether oneDNN takes the product, and the product is worth its 20 microseconds of preparation."""
     fp32 = x.dtype == torch.float32 == weight.dtype and x.device.type == "cpu"
     return fp32 and x.dim() >= 2 and x.numel() * weight.shape[0] >= SMALLEST
 
@@ -71,9 +73,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ProductLinear(torch.autograd.Function):
-    """x W^T + b by given products: `product` of inputs, `of_gradient` of the output's gradient with either factor.
+    """x W^T + b with given products, which are called as `linear` is, with any strides. They record no gradient.
 
-    Both are called as `linear` is, with any strides, and need no gradient of their own.
+    `product` multiplies inputs and weights; `of_gradient` multiplies the gradient of the output and one of these.
     """
 
     @staticmethod
@@ -82,9 +84,10 @@ class ProductLinear(torch.autograd.Function):
     ) -> Tensor:
         """Multiply: x [..., I], weight [O, I], bias [O] -> [..., O]."""
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.of_gradient = bias is not None, of_gradient
+        ctx.has_bias = bias is not None
+        ctx.of_gradient = of_gradient
         result = product(x.flatten(0, -2), weight, bias)
-        # Not `view`: autograd forbids in-place work (the all-reduce of tensor ranks) on a view made in here.
+        # Not `view`: autograd forbids in-place work (the all-reduce of tensor ranks) on a view that is made here.
         return torch.ops.aten._unsafe_view(result, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -92,7 +95,13 @@ class ProductLinear(torch.autograd.Function):
         """Return the gradients that are needed."""
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_x = ctx.of_gradient(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None
-        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_x = None
+        grad_weight = None
+        grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.of_gradient(rows, weight.t(), None).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None

@@ -1,6 +1,6 @@
 """Weights in the layout that oneDNN reads fastest on a CPU, for models whose weights no longer change.
 
-Products of a few rows, as in generation, read each weight once: the layout saves oneDNN from rearranging it every time.
+Products of a few rows, as in generation, read each weight once. This layout saves oneDNN from rearranging it each time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _EXPECTED_ROWS = 16
-"""Rows of activations that the layout is chosen for. For 1, oneDNN chooses one that is a third slower in fp32."""
+"""Rows of activations that the layout is chosen for. For one row, oneDNN's choice is a third slower in fp32."""
 
 
 class PackedWeight:

@@ -11,7 +11,7 @@ from torch import Tensor
 def alibi_slopes(heads: int) -> list[float]:
     """Return each head's slope (ALiBi, arXiv:2108.12409): 2^(-8/n), 2^(-16/n), ... for a power of two n.
 
-    For another number of heads, the slopes of the power of two below, then every second one of twice as many heads.
+    Other numbers of heads get the slopes of the power of two below, then every second slope of twice as many heads.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
@@ -21,8 +21,8 @@ def alibi_slopes(heads: int) -> list[float]:
 def relative_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance >= 0 (T5, arXiv:1910.10683, causal).
 
-    The first half of the buckets holds one distance each; the second divides distances up to `max_distance`
-    logarithmically, and its last one holds all beyond.
+    Each bucket of the first half holds one distance. The second half divides distances up to `max_distance`
+    logarithmically, and its last bucket holds all larger ones.
     """
     exact = buckets // 2
     octaves = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)

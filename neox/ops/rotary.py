@@ -23,9 +23,9 @@ def rotary_inv_freq(
     """Return the R/2 angular frequencies base^(-2i/R), fp32.
 
     Args:
-        rotary_ndims: R.
-        base: Of the powers.
-        device: Of the result.
+        rotary_ndims: Number of rotated dimensions R.
+        base: Base of the powers.
+        device: Device of the result.
         scaling: Settings of one of `neox.architecture.ROPE_SCALINGS`, which change the frequencies.
     """
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device=device) / rotary_ndims
@@ -34,46 +34,63 @@ def rotary_inv_freq(
 
 
 def rotary_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of cosines and sines: 1 but for YaRN (arXiv:2309.00071, section 3.4)."""
+    """Return the factor of cosines and sines: 1 except for YaRN (arXiv:2309.00071, section 3.4)."""
     if scaling.get("rope_type") != "yarn":
         return 1.0
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
 
-    def of_length(weight: float) -> float:
-        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+    length_factor = scaling["factor"]
+    weight = scaling.get("mscale")
+    other_weight = scaling.get("mscale_all_dim")
+    if weight and other_weight:
+        return _yarn_factor(length_factor, weight) / _yarn_factor(length_factor, other_weight)
+    return _yarn_factor(length_factor, 1.0)
 
-    one, other = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return of_length(one) / of_length(other) if one and other else of_length(1.0)
+
+def _yarn_factor(length_factor: float, weight: float) -> float:
+    """Return YaRN's factor for sequences that are `length_factor` times as long as the trained ones."""
+    if length_factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(length_factor) + 1.0
 
 
 def _linear(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """All frequencies divided by one factor (position interpolation, arXiv:2306.15595)."""
+    """Divide all frequencies by one factor (position interpolation, arXiv:2306.15595)."""
     return (1.0 / wavelengths) / scaling["factor"]
 
 
 def _llama3(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Frequencies of few turns in the trained length divided by the factor, those of many kept (Llama 3.1)."""
-    frequencies, low, high = 1.0 / wavelengths, scaling["low_freq_factor"], scaling["high_freq_factor"]
+    """Divide frequencies that make few turns in the trained length by a factor, and keep the others (Llama 3.1)."""
+    frequencies = 1.0 / wavelengths
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling["factor"] + kept * frequencies
 
 
 def _yarn(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Like Llama 3's, but with a ramp that is linear in the dimension (YaRN, arXiv:2309.00071)."""
-    rotary_ndims, trained = 2 * wavelengths.numel(), scaling["original_max_position_embeddings"]
+    """Do the same with a ramp that is linear in the dimension (YaRN, arXiv:2309.00071)."""
+    rotary_ndims = 2 * wavelengths.numel()
+    trained = scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
-        """Return the dimension that makes so many turns in the trained length."""
+        """Return the dimension that makes this number of turns in the trained length."""
         return rotary_ndims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = dimension(scaling.get("beta_fast", 32)), dimension(scaling.get("beta_slow", 1))
+    first = dimension(scaling.get("beta_fast", 32))
+    last = dimension(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rotary_ndims - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, rotary_ndims - 1)
+    width = last - first
+    if width == 0:
+        width = 0.001
     steps = torch.arange(wavelengths.numel(), dtype=torch.float32, device=wavelengths.device) - first
-    kept = 1 - (steps / (last - first if last != first else 0.001)).clamp(0, 1)
+    kept = 1 - (steps / width).clamp(0, 1)
     return (1.0 / (scaling["factor"] * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
 
 
@@ -94,18 +111,21 @@ def rotary_tables(
 
     Args:
         inv_freq: Angular frequencies [R/2].
-        positions: [S], or [B, S] where rows differ.
-        dtype: Of the tables.
-        factor: Of cosines and sines (`rotary_factor`).
+        positions: Positions of the tokens, [S], or [B, S] if rows differ.
+        dtype: Type of the tables.
+        factor: Factor of cosines and sines (`rotary_factor`).
 
     Returns:
         [cos, cos] and [-sin, sin] of position x frequency: [S, 1, R], or [B, S, 1, R] (they broadcast over heads).
     """
     angles = (positions.to(torch.float32).unsqueeze(-1) * inv_freq.float()).unsqueeze(-2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if factor != 1.0:
-        cos, sin = cos * factor, sin * factor
-    cos, sin = cos.to(dtype), sin.to(dtype)
+        cos = cos * factor
+        sin = sin * factor
+    cos = cos.to(dtype)
+    sin = sin.to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -119,5 +139,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     width = cos.shape[-1]
     rotated, rest = x.split((width, x.shape[-1] - width), dim=-1)
-    # Over all R dims at once: on a CPU, products over halves of a few dims take twice as long.
+    # All R dims at once: on a CPU, two products over halves of a few dims take twice as long.
     return torch.cat((rotated * cos + rotated.roll(width // 2, -1) * sin, rest), dim=-1)

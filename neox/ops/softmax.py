@@ -13,7 +13,7 @@ from torch import Tensor
 from neox.errors import NeoXError
 
 MASKED_SCORE = -10000.0
-"""What NeoX and Megatron-LM put in place of masked scores."""
+"""Value of masked scores in NeoX and Megatron-LM."""
 
 SoftmaxImpl = Literal["torch", "triton"]
 
@@ -28,15 +28,15 @@ def scale_mask_softmax(
 ) -> Tensor:
     """Return softmax(scale x scores) over the last dim with masked positions: [B, N, S, S] -> same shape, dtype.
 
-    Scaling and sums are fp32 inside whatever the scores' dtype.
+    Scores are scaled and summed in fp32, whatever their dtype.
 
     Args:
         scores: Attention scores.
         scale: Factor of the scores.
-        impl: "torch", or "triton" for one kernel forward and one backward.
-        causal: Mask later positions.
-        visible: Pairs (query, key) that are not masked, bool, of a shape that extends to that of the scores; "triton"
-            takes [B, 1, 1, S], and not with `causal`. A query that sees nothing gets equal weights.
+        impl: "torch", or "triton" for one kernel in each direction.
+        causal: Whether later positions are masked.
+        visible: Pairs (query, key) that are not masked, bool, of a shape that broadcasts to that of the scores. A query
+            that sees nothing gets equal weights. "triton" takes only [B, 1, 1, S], and not together with `causal`.
 
     Raises:
         NeoXError: If the Triton kernel cannot run.
@@ -44,7 +44,8 @@ def scale_mask_softmax(
     if impl == "triton":
         return _triton_softmax(scores, scale, causal, visible)
     x = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    x = x if scale == 1.0 else x * scale
+    if scale != 1.0:
+        x = x * scale
     if visible is not None:
         x = x.masked_fill(~visible, MASKED_SCORE)
     if causal:
@@ -57,10 +58,8 @@ def _triton_softmax(scores: Tensor, scale: float, causal: bool, visible: Tensor 
     try:
         from neox.ops.triton_softmax import causal_softmax, padded_softmax
     except ImportError as error:
-        raise NeoXError(
-            f"the fused softmax needs the package triton ({error}); install it, or unset "
-            f"{'scaled_upper_triang_masked_softmax_fusion' if causal else 'scaled_masked_softmax_fusion'}"
-        ) from error
+        key = "scaled_upper_triang_masked_softmax_fusion" if causal else "scaled_masked_softmax_fusion"
+        raise NeoXError(f"the fused softmax needs the package triton ({error}); install it, or unset {key}") from error
     if causal:
         assert visible is None, "refused by the configuration's validation"
         return causal_softmax(scores, scale)

@@ -1,8 +1,8 @@
 """Masks of block-sparse attention.
 
-A layout says which blocks of keys each block of queries sees. It depends on the pattern and the position alone, not on
-the length of the sequence, but for the last and incomplete window of `sparse_fixed`: its layout is that of the longest
-sequence.
+A layout says which blocks of keys each block of queries sees. It depends only on the pattern and the position, not on
+the length of the sequence. The last, incomplete window of `sparse_fixed` is the exception: there the layout is that of
+the longest sequence.
 
 Legend: B batch, S queries, T keys, N heads here, C blocks.
 """
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 def block_layout(kind: str, settings: Mapping[str, Any], *, blocks: int, heads: Sequence[int], layer: int) -> Tensor:
-    """Return which blocks see each other: bool [N, C, C], or [1, C, C] where all heads have one layout; causal.
+    """Return which blocks see each other: bool [N, C, C], or [1, C, C] if all heads have one layout; causal.
 
     Args:
         kind: `local`, `sparse_fixed`, `sparse_variable`, `bigbird` or `bslongformer`.
-        settings: Of the pattern, all of them.
-        blocks: C.
-        heads: Numbers of the heads over all tensor ranks.
-        layer: Number of the block of the network, which random blocks depend on.
+        settings: All settings of the pattern.
+        blocks: Number of blocks C.
+        heads: Numbers of this rank's heads among those of all tensor ranks.
+        layer: Number of the layer, which random blocks depend on.
     """
     rows = torch.arange(blocks).unsqueeze(1)
     columns = torch.arange(blocks)
@@ -43,18 +43,26 @@ def block_layout(kind: str, settings: Mapping[str, Any], *, blocks: int, heads: 
         else:
             key = "num_local_blocks" if kind == "local" else "num_sliding_window_blocks"
             seen = rows - columns <= settings[key] // 2
-        if kind in ("bigbird", "bslongformer"):
-            everywhere = columns < settings["num_global_blocks"] if kind == "bigbird" else _global(settings, blocks)
-            seen = seen | everywhere | everywhere.unsqueeze(1)
+        if kind == "bigbird":
+            seen = _with_global(seen, columns < settings["num_global_blocks"])
+        elif kind == "bslongformer":
+            seen = _with_global(seen, _global(settings, blocks))
         layouts.append((seen | _random(settings, blocks, layer, head)).tril())
     return torch.stack(layouts)
 
 
+def _with_global(seen: Tensor, everywhere: Tensor) -> Tensor:
+    """Return a layout [C, C] to which blocks [C] are added that see all blocks and are seen by all."""
+    return seen | everywhere | everywhere.unsqueeze(1)
+
+
 def _fixed_global(settings: Mapping[str, Any], blocks: int, head: int) -> Tensor:
     """Return the blocks [C] that represent their windows, which all later blocks see."""
-    window, width = settings["num_local_blocks"], settings["num_global_blocks"]
+    window = settings["num_local_blocks"]
+    width = settings["num_global_blocks"]
     first = window - (1 + head % settings["num_different_global_patterns"]) * width
-    columns, whole = torch.arange(blocks), blocks // window * window
+    columns = torch.arange(blocks)
+    whole = blocks // window * window
     chosen = (columns < whole) & (columns % window >= first) & (columns % window < first + width)
     if whole < blocks:  # the last window is shorter
         start = max(0, min(whole + first, blocks - width))
@@ -80,24 +88,27 @@ def _global(settings: Mapping[str, Any], blocks: int) -> Tensor:
 
 
 def _random(settings: Mapping[str, Any], blocks: int, layer: int, head: int) -> Tensor:
-    """Return blocks [C, C] drawn for each block of queries among itself and earlier ones."""
+    """Return blocks [C, C] that are drawn for each block of queries among itself and earlier ones."""
     chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
-    if number := settings.get("num_random_blocks", 0):
-        for row in range(blocks):
-            generator = random.Random(f"{settings['random_seed']} {layer} {head} {row}")
-            chosen[row, generator.sample(range(row + 1), min(number, row + 1))] = True
+    number = settings.get("num_random_blocks", 0)
+    if number == 0:
+        return chosen
+    for row in range(blocks):
+        generator = random.Random(f"{settings['random_seed']} {layer} {head} {row}")
+        chosen[row, generator.sample(range(row + 1), min(number, row + 1))] = True
     return chosen
 
 
 def sparse_pairs(layout: Tensor, block: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return which (query, key) pairs a layout allows, the key not later: bool [B or 1, N or 1, S, T].
+    """Return which pairs (query, key) a layout allows, with the key not later: bool [B or 1, N or 1, S, T].
 
     Args:
-        layout: [N or 1, C, C].
-        block: Tokens in a block.
+        layout: Blocks that see each other, bool [N or 1, C, C].
+        block: Number of tokens in a block.
         queries: Positions of the queries, [S] or [B, S].
         keys: Positions of the keys, [T] or [B, T].
     """
-    q, k = (torch.atleast_2d(positions) for positions in (queries, keys))
+    q = torch.atleast_2d(queries)
+    k = torch.atleast_2d(keys)
     seen = layout[:, (q // block).unsqueeze(-1), (k // block).unsqueeze(-2)]  # [N or 1, B or 1, S, T]
     return seen.transpose(0, 1) & (k.unsqueeze(-2) <= q.unsqueeze(-1)).unsqueeze(1)

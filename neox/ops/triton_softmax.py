@@ -1,7 +1,9 @@
-"""The fused kernels: scale, causal or padding mask, and softmax in one pass forward and one backward (Triton).
+"""Fused kernels: scale, causal or padding mask, and softmax in one pass, and another one backward (Triton).
 
-One program per row of scores. With the causal mask it reads only the positions up to its own, and writes zeros after
-them. Sums are fp32. Legend: B batch, N heads, S sequence.
+There is one program for each row of scores. With the causal mask it reads only the positions up to its own, and writes
+zeros after them. Sums are fp32.
+
+Legend: B batch, N heads, S sequence.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from torch import Tensor
 from neox.errors import NeoXError
 
 MAX_LENGTH = 2**16
-"""A row is one block of registers: longer ones would spill."""
-
+"""Longest row: each is one block of registers, and longer ones would spill."""
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _GROUP = 16
-"""Columns that are read or left out together: masks that are equal over a group let a thread read 16 bytes at once."""
+"""Columns that are read or left out together. If masks are equal over a group, a thread can read 16 bytes at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,7 +53,7 @@ def _backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     read = (columns // GROUP * GROUP <= row % length) & (columns < length)
-    # Weights of later positions are 0, so that what is read of their gradients counts for nothing, unless not finite.
+    # Weights of later positions are 0. Their gradients only matter if they are not finite, and are set to 0 below.
     y = tl.load(weights + row * length + columns, mask=read, other=0.0).to(tl.float32)
     dy = tl.load(grad + row * length + columns, mask=read, other=0.0).to(tl.float32)
     dy = tl.where(columns <= row % length, dy, 0.0)
@@ -106,7 +107,8 @@ def _padded_backward_kernel(
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     """Return softmax(scale x scores) with later positions at exactly 0: [B, N, S, S], fp16, bf16 or fp32.
 
-    Raises NeoXError on a device or length the kernel cannot serve.
+    Raises:
+        NeoXError: If the kernel cannot serve the device or the length.
     """
     _check(scores, scale)
     weights: Tensor = _softmax(scores.contiguous(), float(scale))
@@ -118,15 +120,16 @@ def padded_softmax(scores: Tensor, scale: float, visible: Tensor | None, masked_
 
     Args:
         scores: Attention scores.
-        scale: Their factor.
+        scale: Factor of the scores.
         visible: Which keys of each sample are not padding, bool [B, 1, 1, S]; None for all.
         masked_score: What replaces the scores of padding.
 
     Raises:
-        NeoXError: On a device or length the kernel cannot serve.
+        NeoXError: If the kernel cannot serve the device or the length.
     """
     _check(scores, scale)
-    batch, length = scores.shape[0], scores.shape[-1]
+    batch = scores.shape[0]
+    length = scores.shape[-1]
     if visible is None:
         visible = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=scores.device)
     keys = visible.expand(batch, 1, 1, length).contiguous()
@@ -151,7 +154,7 @@ def _launch(kernel: Any, like: Tensor, *args: Any, **constants: int) -> None:
     kernel[(like.numel() // length,)](*args, length, BLOCK=block, num_warps=warps, **constants)
 
 
-# Operators of torch's library: torch.compile leaves them whole, so that a block around them is one graph.
+# As operators of torch's library they stay whole under torch.compile, so that a block around them is one graph.
 @torch.library.custom_op("neox::causal_softmax", mutates_args=())
 def _softmax(scores: Tensor, scale: float) -> Tensor:
     weights = torch.empty_like(scores)
@@ -184,12 +187,14 @@ _softmax.register_autograd(_backward, setup_context=_keep)
 class _PaddedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, visible: Tensor, masked_score: float) -> Tensor:
-        scores, visible = scores.contiguous(), visible.view(torch.uint8)
+        scores = scores.contiguous()
+        visible = visible.view(torch.uint8)
         weights = torch.empty_like(scores)
         rows = scores.shape[1] * scores.shape[2]  # of one sample
         _launch(_padded_forward_kernel, scores, scores, weights, visible, scale, rows, masked_score)
         ctx.save_for_backward(weights, visible)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.scale = scale
+        ctx.rows = rows
         return weights
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch
 
 from neox.architecture import ACTIVATIONS, SPARSITY, settings_of
 from neox.config import NeoXConfig
-from neox.errors import ConfigError, NeoXError
+from neox.errors import NeoXError
 from neox.model import GPT, BlockContext
 from neox.ops import block_layout, sparse_pairs
 from neox.parallel import ParallelGrid
@@ -84,5 +84,5 @@ def test_a_network_with_gates_generates_without_a_cache_and_within_its_length() 
 def test_what_does_not_fit_gates_is_refused_by_name(keys: dict[str, Any], named: str) -> None:
     if keys.get("activation") not in (None, *ACTIVATIONS):
         pytest.skip("no gated activation")
-    with pytest.raises(ConfigError, match=named):
-        small_plan(attention_config=["gmlp", "global"], **keys)
+    problems = problem_keys(**SMALL | {"attention_config": ["gmlp", "global"]} | keys)
+    assert any(named in found for found in problems)
