@@ -17,7 +17,8 @@ from neox.plan.fit import memory_problem
 from neox.plan.memory import MemoryPlan
 from neox.plan.payload import decode_payload, encode_payload
 from neox.plan.precision import Capabilities, Precision, saved_precision
-from neox.plan.report import format_plan, plan_as_dict
+from neox.plan.report import format_plan
+from neox.plan.report_json import plan_as_dict
 from neox.plan.resolve import resolve
 from neox.plan.rules import missing_for_training, static_problems
 from neox.plan.run_plan import RunPlan

@@ -21,8 +21,7 @@ from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.metrics import METRICS_FILE, PICTURE, draw
 from neox.objectives import build_objective
-from neox.plan import RunPlan
-from neox.plan.report import plan_as_dict
+from neox.plan import RunPlan, plan_as_dict
 from neox.train.callbacks import Callback, StepReport, TrainState
 
 WANDB_RUN_ID_FILE = "wandb_run_id"

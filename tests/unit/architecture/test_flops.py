@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
-from neox.plan.report import figures
+from neox.plan.figures import figures
 from tests.plans import small_plan
 
 

@@ -1,0 +1,96 @@
+"""Tokens, compute and time of a run, and the balance of its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from neox.architecture import training_flops_per_token
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.device import Device, gpu_device
+from neox.plan.memory import MemoryPlan, fullest_stage
+from neox.plan.run_plan import RunPlan
+
+_SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Tokens, compute and time of a run.
+
+    Attributes:
+        tokens_per_step: Tokens of one optimizer step, after ramp-up and curriculum.
+        tokens: Tokens of the whole run; None without train_iters.
+        flops_per_token: Operations of forward and backward, without recomputation.
+        bubble: Fraction of a step in which a pipeline stage is idle.
+        peak_tflops: Peak of one rank's device; None if it is not known.
+        mfu: Assumed model FLOPs utilisation.
+        days: Time of the whole run; None without train_iters, and if the peak is not known.
+    """
+
+    tokens_per_step: int
+    tokens: int | None
+    flops_per_token: int
+    bubble: float
+    peak_tflops: float | None
+    mfu: float
+    days: float | None
+
+
+def figures(plan: RunPlan, device: Device | None = None) -> Figures:
+    """Return the tokens, compute and time of a plan on a device, by default on a GPU of `gpu_memory_gib`."""
+    config = plan.config
+    seq_length = config.model.seq_length or 0
+    schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_schedule]
+    peak = (device or gpu_device(plan)).peak_tflops
+    mfu = config.logging.expected_mfu
+    tokens, operations = _totals(plan)
+    days = None
+    if operations is not None and peak is not None:
+        operations_per_second = plan.grid.world_size * peak * 1e12 * mfu
+        days = operations / operations_per_second / _SECONDS_PER_DAY
+    return Figures(
+        tokens_per_step=plan.batch.train_batch_size * seq_length,
+        tokens=tokens,
+        flops_per_token=_flops_per_token(plan, seq_length),
+        bubble=schedule.bubble(plan.grid.pp_size, plan.batch.gradient_accumulation_steps),
+        peak_tflops=peak,
+        mfu=mfu,
+        days=days,
+    )
+
+
+def _totals(plan: RunPlan) -> tuple[int | None, int | None]:
+    """Return the tokens and the operations of the whole run; None without train_iters."""
+    iterations = plan.config.training.train_iters
+    if iterations is None:
+        return None, None
+    tokens = 0
+    operations = 0
+    for segment in plan.batch_schedule.segments(iterations):
+        tokens += segment.tokens
+        operations += segment.tokens * _flops_per_token(plan, segment.seq_length)
+    return tokens, operations
+
+
+def _flops_per_token(plan: RunPlan, seq_length: int) -> int:
+    return training_flops_per_token(plan.layers, seq_length, predicted=plan.config.model.predicted_tokens)
+
+
+def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
+    """Return the fullest rank's memory with or without recomputation of activations, all else equal."""
+    chunk = plan.config.training.checkpoint_num_layers if recompute else 0
+    on_cpu = device is not None and device.shared
+    setting = replace(plan.memory_setting, recompute_chunk=chunk, on_cpu=on_cpu)
+    return fullest_stage(plan.layers, plan.stages, setting)
+
+
+def imbalance(plan: RunPlan) -> float:
+    """Return the largest stage's parameters over the mean stage's."""
+    counts = [stage.parameters for stage in plan.stages]
+    return max(counts) * len(counts) / sum(counts)
+
+
+def stage_ranks(plan: RunPlan, stage: int) -> tuple[int, int]:
+    """Return the first and last rank of a stage; its tensor groups are consecutive runs of tp ranks."""
+    size = plan.grid.dp_size * plan.grid.tp_size
+    return stage * size, (stage + 1) * size - 1

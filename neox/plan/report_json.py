@@ -1,0 +1,100 @@
+"""Report of a plan as one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from neox.plan.device import Device, gpu_device, memory_on
+from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
+from neox.plan.fit import check_fit, flash_advice
+from neox.plan.memory import MemoryPlan, stage_memory
+from neox.plan.run_plan import RunPlan
+from neox.plan.stages import StagePlan
+from neox.plan.value_sources import all_values, deepspeed_sources, derived_values
+
+
+def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
+    """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed.
+
+    Args:
+        plan: The plan of a run.
+        device: What a rank runs on; by default a GPU of `gpu_memory_gib`.
+    """
+    device = device or gpu_device(plan)
+    grid = plan.grid
+    return {
+        "grid": {"pp": grid.pp_size, "mp": grid.tp_size, "dp": grid.dp_size, "world": grid.world_size},
+        "batch": asdict(plan.batch),
+        "precision": plan.precision,
+        "vocab_size": plan.vocab_size,
+        "padded_vocab_size": plan.padded_vocab_size,
+        "parameters": plan.layers.numel,
+        "stages": [_stage(plan, stage) for stage in plan.stages],
+        "imbalance": imbalance(plan),
+        "memory": _memory_and_fit(plan, device),
+        "figures": asdict(figures(plan, device)),
+        "save_iterations": len(plan.save_iterations),
+        "notes": [*plan.notes, *flash_advice(plan, device)],
+        "derived": {name: {"value": found.value, "from": found.rule} for name, found in derived_values(plan).items()},
+        "values": {key: {"value": plain(value), "from": str(place)} for key, value, place in all_values(plan.config)},
+        "deepspeed": plain(plan.deepspeed),
+        "deepspeed_from": deepspeed_sources(plan),
+    }
+
+
+def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
+    return {
+        "layers": len(stage.layers),
+        "ranges": [[held.start, held.stop] for held in stage.ranges],
+        "contents": stage_contents(plan, stage),
+        "parameters": stage.parameters,
+        "ranks": list(stage_ranks(plan, stage.index)),
+        "memory": _memory(stage_memory(plan.layers, stage, plan.memory_setting)),
+    }
+
+
+def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
+    fit = check_fit(plan, device)
+    return {
+        **_memory(memory_on(plan, device)),
+        "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
+        "with_recompute": _memory(memory_with(plan, recompute=True, device=device)),
+        "device": device.name,
+        "device_bytes": device.size,
+        "usable_bytes": device.usable,
+        "fits": fit.fits,
+        "would_fit_with": dict(fit.changes),
+        "would_fit_on": None if fit.memory_then is None else fit.world,
+    }
+
+
+def _memory(memory: MemoryPlan) -> dict[str, int]:
+    return {**asdict(memory), "total": memory.total}
+
+
+def stage_contents(plan: RunPlan, stage: StagePlan) -> str:
+    """Return which layers a stage holds: `embedding, 11 blocks`."""
+    kinds = [layer.kind for layer in stage.entries(plan.layers)]
+    blocks = count(kinds.count("block"), "block")
+    contents = ["embedding", blocks] if "embedding" in kinds else [blocks]
+    for kind in ("norm", "head", "masked_lm_head", "sentence_head"):
+        if kind in kinds:
+            contents.append(kind.replace("_", " "))
+    return ", ".join(contents)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 step`, `1,000 steps`."""
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def plain(value: Any) -> Any:
+    """Return mappings and tuples, and those inside them, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
