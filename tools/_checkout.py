@@ -1,7 +1,7 @@
-"""Import path of the tools: the library of the checkout they lie in, whether or not it is installed.
+"""Import path of the tools: the library of this checkout, whether or not it is installed.
 
-Every tool imports this module before `neox`. The tools' own folder becomes the last entry of the path: `evaluate` and
-`datasets` are names of packages as well, and worker processes, which inherit the path, import the tool again.
+Every tool imports this module before `neox`. The folder of the tools becomes the last entry of the path, because
+`evaluate` and `datasets` are names of packages as well. Worker processes inherit the path and import the tool again.
 """
 
 import sys

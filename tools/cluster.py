@@ -33,9 +33,9 @@ def parser() -> ScriptParser:
     tasks = made.add_subparsers(dest="task", required=True)
     kill = tasks.add_parser(
         "kill",
-        help="end a run, and nothing else",
-        description="End a run on all its hosts, and nothing else.",
-        parents=[_hosts(optional=True)],
+        help="end one run, and no other process",
+        description="End one run on all its hosts, and no other process.",
+        parents=[_ssh_port()],
     )
     kill.add_argument("run", type=Path, help="run directory: log_dir, or runs/ and the first file's name")
     kill.add_argument("--now", action="store_true", help="SIGKILL: ranks save nothing")
@@ -43,15 +43,15 @@ def parser() -> ScriptParser:
         "sync",
         help="copy this directory to the same path",
         description="Copy this directory to the same path on every host, with rsync.",
-        parents=[_hosts(optional=False)],
+        parents=[_hosts(), _ssh_port()],
     )
     sync.add_argument("path", type=Path, nargs="?", default=Path(), help="another directory, or a file")
     sync.add_argument("--delete", action="store_true", help="remove there what is not here")
     run = tasks.add_parser(
         "run",
-        help="run a command, in this directory",
-        description="Run a command on every host. Flags of this tool stand before it.",
-        parents=[_hosts(optional=False)],
+        help="run a command in this directory",
+        description="Run a command on every host. Flags of this tool come before the command.",
+        parents=[_hosts(), _ssh_port()],
     )
     run.add_argument("command", nargs="...", help="the command and its arguments")
     for task in (kill, sync, run):
@@ -59,11 +59,15 @@ def parser() -> ScriptParser:
     return made
 
 
-def _hosts(*, optional: bool) -> ScriptParser:
+def _ssh_port() -> ScriptParser:
     shared = ScriptParser(add_help=False)
-    if not optional:
-        shared.add_argument("-H", "--hostfile", "--hosts", required=True, help="hostfile, or names a,b")
     shared.add_argument("--ssh-port", type=int, help="port of the ssh servers")
+    return shared
+
+
+def _hosts() -> ScriptParser:
+    shared = ScriptParser(add_help=False)
+    shared.add_argument("-H", "--hostfile", "--hosts", required=True, help="hostfile, or names a,b")
     return shared
 
 
@@ -84,7 +88,9 @@ def main() -> int:
                 "run: --dry-run stands after the command; put it before, or -- before a command that takes it"
             )
         words = ["env", "-C", str(Path.cwd()), *args.command]
-        commands = {host: command_on(host, words, args.ssh_port, options) for host in named_hosts(args.hostfile)}
+        commands = {}
+        for host in named_hosts(args.hostfile):
+            commands[host] = command_on(host, words, args.ssh_port, options)
     if args.dry_run:
         print_commands(commands)
         return 0
@@ -122,21 +128,30 @@ def _run_of(directory: Path) -> LaunchSpec:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield words long enough to be a specification, which is base64 and so never quoted."""
-    yield from (word for word in text.replace("'", " ").replace('"', " ").split() if len(word) > 100)
+    """Yield the words that are long enough to be a specification. It is base64, so it contains no quotes."""
+    for word in text.replace("'", " ").replace('"', " ").split():
+        if len(word) > 100:
+            yield word
 
 
 def _sync(hosts: str, path: Path, ssh_port: int | None, options: list[str], *, delete: bool) -> dict[str, list[str]]:
     """Return the rsync command for each other host."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist")
-    source = f"{path.absolute()}/" if path.is_dir() else str(path.absolute())
+    source = str(path.absolute())
+    if path.is_dir():
+        source += "/"  # rsync copies what is in it
     # rsync divides this text at blanks, and knows quotes
     shell = shlex.join(["ssh", *options, *ssh_options(ssh_port)])
-    flags = ["-a", "--mkpath", f"--rsh={shell}", *(f"--exclude={name}" for name in _LEFT_OUT)]
-    flags += ["--delete"] if delete else []
-    others = [host for host in named_hosts(hosts) if not is_this_machine(host)]
-    return {host: ["rsync", *flags, "--", source, f"{host}:{source}"] for host in others}
+    flags = ["-a", "--mkpath", f"--rsh={shell}"]
+    flags += [f"--exclude={name}" for name in _LEFT_OUT]
+    if delete:
+        flags.append("--delete")
+    commands = {}
+    for host in named_hosts(hosts):
+        if not is_this_machine(host):
+            commands[host] = ["rsync", *flags, "--", source, f"{host}:{source}"]
+    return commands
 
 
 if __name__ == "__main__":

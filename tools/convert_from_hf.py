@@ -3,8 +3,8 @@
 
     tools/convert_from_hf.py --input_dir pythia-160m --output_dir checkpoints/pythia-160m
 
-writes checkpoints/pythia-160m/global_step0, `latest`, `config.yml` and the tokenizer: add data, batch and optimizer
-keys to that file to go on training from there.
+It writes checkpoints/pythia-160m/global_step0, `latest`, `config.yml` and the tokenizer. To train on from there, add
+the keys of data, batch and optimizer to that `config.yml`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--precision",
         choices=["auto", "fp32", "fp16", "bf16"],
         default="auto",
-        help="of the weights (auto: the same)",
+        help="precision of the weights (auto: as in the directory)",
     )
     return parser
 

@@ -21,7 +21,7 @@ from neox.tokenizer import TOKENIZER_TYPES
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     p = ScriptParser(description=__doc__)
-    p.add_argument("--input", required=True, nargs="+", help="files")
+    p.add_argument("--input", required=True, nargs="+", help="TFRecord files")
     p.add_argument("--output-prefix", required=True, help="path of the dataset without .bin")
     p.add_argument("--tokenizer-type", default="BertWordPieceLowerCase", choices=TOKENIZER_TYPES)
     p.add_argument("--vocab-file", required=True, help="vocabulary whose ids the records hold")

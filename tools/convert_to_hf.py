@@ -28,8 +28,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output_dir", required=True, help="a directory that does not exist yet, or an empty one")
     add_overrides(parser)
     add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
-    add("--adapter", metavar="BASE", help="write the LoRA adapters alone, as peft loads them onto this base model")
-    add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="of the weights (auto: as saved)")
+    add("--adapter", metavar="BASE", help="write only the LoRA adapters, which peft loads onto this base model")
+    add(
+        "--precision",
+        choices=["auto", "fp32", "fp16", "bf16"],
+        default="auto",
+        help="precision of the weights (auto: as saved)",
+    )
     add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary")
     add(
         "--verify",
@@ -47,13 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def saved_config(checkpoint: Path) -> Path:
-    """Return the config inside a checkpoint, or the one that `convert_from_hf.py` wrote beside it."""
-    path, imported = checkpoint / CONFIG, checkpoint.parent / "config.yml"
-    if not path.is_file():
-        if imported.is_file():
-            return imported
-        raise ConfigError(f"{path} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
-    return path
+    """Return the config inside a checkpoint, or the one that `convert_from_hf.py` wrote next to it."""
+    saved = checkpoint / CONFIG
+    imported = checkpoint.parent / "config.yml"
+    for path in (saved, imported):
+        if path.is_file():
+            return path
+    raise ConfigError(f"{saved} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
 
 
 def main() -> None:

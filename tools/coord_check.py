@@ -3,12 +3,14 @@
 
     tools/coord_check.py -d configs 125M --set use_mup=true --set mup_base_hidden_size=256 --widths 256 512 1024
 
-With `use_mup` the rows are alike; without it they grow with the width. Random tokens, fp32, this process alone.
+With `use_mup` the rows are alike; without it they grow with the width. The check uses random tokens, fp32 and one
+process.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 import _checkout  # noqa: F401
@@ -37,8 +39,11 @@ def main() -> None:
     config = config_from_files(args.config, conf_dir=args.conf_dir, overrides=args.set)
     print("mean absolute change since initialisation after each step")
     for row in coordinate_check(config, args.widths, steps=args.steps):
-        hidden, logits = (" ".join(f"{value:9.4f}" for value in values) for values in (row.hidden, row.logits))
-        print(f"hidden_size {row.hidden_size:6}   last block {hidden}   logits {logits}")
+        print(f"hidden_size {row.hidden_size:6}   last block {_columns(row.hidden)}   logits {_columns(row.logits)}")
+
+
+def _columns(values: Iterable[float]) -> str:
+    return " ".join(f"{value:9.4f}" for value in values)
 
 
 if __name__ == "__main__":

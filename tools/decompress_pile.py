@@ -4,7 +4,7 @@
     python tools/decompress_pile.py --input pile/train pile/val.jsonl.zst pile/test.jsonl.zst --output pile_plain
 
 The same command resumes after an interruption: complete files are kept. tools/preprocess_data.py reads .jsonl.zst
-directly, so that decompression is needed for other programs only.
+directly, so only other programs need decompressed files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     p.add_argument("--input", nargs="+", required=True, help=".zst files, or directories of them")
     p.add_argument("--output", help="directory of the decompressed files (default: only verify)")
-    p.add_argument("--workers", type=int, default=0, help="shards at a time (default: one for each core)")
+    p.add_argument("--workers", type=int, default=0, help="number of shards at a time (default: one for each core)")
     return p
 
 
@@ -38,11 +38,17 @@ def main() -> int:
     with progress("decompressing", sum(file.stat().st_size for file in files), "B") as bar:
         done = decompress_files(files, args.output, workers=args.workers, consumed=bar.update)
     seconds = time.monotonic() - started
-    fresh = [each for each in done if each.fresh]
-    for each in done:
-        print(f"{each.target or each.source}: {each.size:,} bytes{'' if each.fresh else ', existed'}")
-    size = sum(each.size for each in fresh)
-    print(f"{len(fresh)} of {len(done)} files in {seconds:.1f} s, {size / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
+    fresh = 0
+    size = 0
+    for file in done:
+        line = f"{file.target or file.source}: {file.size:,} bytes"
+        if file.fresh:
+            fresh += 1
+            size += file.size
+        else:
+            line += ", existed"
+        print(line)
+    print(f"{fresh} of {len(done)} files in {seconds:.1f} s, {size / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
     return 0
 
 

@@ -1,9 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
 """Score a trained checkpoint: perplexities, LAMBADA, tasks of lm-evaluation-harness.
 
-Through `python deepy.py evaluate.py -d configs MODEL.yml --eval_tasks wikitext=wiki.test.raw lambada_openai` on as many
-ranks as the configuration says, or directly, `python tools/evaluate.py -d configs MODEL.yml --eval_tasks ...`, in one
-process that holds the whole model.
+On as many ranks as the configuration says:
+
+    python deepy.py evaluate.py -d configs MODEL.yml --eval_tasks wikitext=wiki.test.raw lambada_openai
+
+or in one process that holds the whole model:
+
+    python tools/evaluate.py -d configs MODEL.yml --eval_tasks ...
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser, "-o")
-    parser.add_argument("--eval_tasks", nargs="+", help="names the harness knows, YAML files of tasks, or KIND=FILE")
-    parser.add_argument("--eval_results_prefix", help="beginning of the result file's path")
+    parser.add_argument("--eval_tasks", nargs="+", help="names of the harness, YAML files of tasks, or KIND=FILE")
+    parser.add_argument("--eval_results_prefix", help="start of the result file's path")
     args = parser.parse_intermixed_args()
     if args.eval_tasks:
         args.set.append(f"eval_tasks={json.dumps(args.eval_tasks)}")
@@ -67,7 +71,9 @@ def main() -> None:
         now = datetime.now()
         path = write_results(keys.eval_results_prefix, results, about, now)
         report = write_harness_report(keys.eval_results_prefix, results, about, now)
-        print(f"\nresults in {path}" + (f", and in lm-eval's form in {report}" if report else ""), flush=True)
+        print(f"\nresults in {path}", flush=True)
+        if report:
+            print(f"the same in lm-eval's form in {report}", flush=True)
         report_scores(plan, flat_metrics(results), iteration)
 
 

@@ -3,8 +3,8 @@
 
     python tools/finetune_classifier.py --model bert-hf --train train.tsv --dev dev.tsv --output classifier
 
-A file is `.jsonl` or a `.tsv` with a header. --text-keys names one or two columns of text, --label-key that of the
-class.
+A file is `.jsonl` or a `.tsv` with a header. --text-keys names one or two columns of text, and --label-key the column
+of the class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from neox.files import check_writable, write_text
 from neox.log import setup_logging
 
 Row = dict[str, Any]
-# Exports of 16 bits are trained as numbers of 32: small steps would be lost in the rounding of the weights.
+# Weights of 16 bits are trained as numbers of 32 bits, because rounding would swallow small steps.
 LOADING: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "dtype": "float32"})
 
 
@@ -46,14 +46,16 @@ def add_training(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", type=Path, required=True, help="directory that tools/convert_to_hf.py wrote")
     p.add_argument("--train", type=Path, required=True, help="file to train on")
     p.add_argument("--dev", type=Path, required=True, help="file to score")
-    p.add_argument("--output", type=Path, required=True, help="directory of the fine-tuned model; must not exist")
-    p.add_argument("--epochs", type=float, default=3.0)
-    p.add_argument("--lr", type=float, default=3e-5)
-    p.add_argument("--batch-size", type=int, default=32)
-    p.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises")
-    p.add_argument("--weight-decay", type=float, default=0.01)
-    p.add_argument("--seq-length", type=int, help="tokens of an input (default: what the model takes)")
-    p.add_argument("--seed", type=int, default=1234)
+    p.add_argument("--output", type=Path, required=True, help="directory for the fine-tuned model; must not exist")
+    p.add_argument("--epochs", type=float, default=3.0, help="passes over the training file (default: 3)")
+    p.add_argument("--lr", type=float, default=3e-5, help="highest learning rate (default: 3e-5)")
+    p.add_argument("--batch-size", type=int, default=32, help="rows of a step (default: 32)")
+    p.add_argument(
+        "--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises (default: 0.1)"
+    )
+    p.add_argument("--weight-decay", type=float, default=0.01, help="weight decay of AdamW (default: 0.01)")
+    p.add_argument("--seq-length", type=int, help="most tokens of an input (default: the model's limit)")
+    p.add_argument("--seed", type=int, default=1234, help="seed of batches and new weights (default: 1234)")
 
 
 def check_training(args: argparse.Namespace) -> None:
@@ -122,25 +124,27 @@ def save(args: argparse.Namespace, model: Any, tokenizer: Any, scores: dict[str,
     tokenizer.save_pretrained(partial)
     write_text(partial / "scores.json", json.dumps(scores, indent=1) + "\n")
     partial.rename(args.output)
-    print(f"{args.output}: " + ", ".join(f"{name} {value:.2f}" for name, value in scores.items()))
+    shown = [f"{name} {value:.2f}" for name, value in scores.items()]
+    print(f"{args.output}: {', '.join(shown)}")
 
 
 def read_rows(path: Path, keys: list[str]) -> list[Row]:
-    """Return the rows of a `.jsonl` or `.tsv` file. Raises DataError, with the line, for one without `keys`."""
+    """Return the rows of a `.jsonl` or `.tsv` file. Raises DataError, with the line, if a row lacks one of `keys`."""
+    is_tsv = path.suffix == ".tsv"
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            if path.suffix == ".tsv":
+            if is_tsv:
                 rows: list[Row] = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-                first = 2
             else:
-                rows, first = [json.loads(line) for line in file if line.strip()], 1
+                rows = list(map(json.loads, filter(str.strip, file)))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path} is neither JSON lines nor .tsv: {error}") from error
-    for number, row in enumerate(rows, start=first):
-        if missing := [key for key in keys if not isinstance(row, dict) or row.get(key) in (None, "")]:
-            raise DataError(f"{path}:{number}: no {', '.join(missing)}; --text-keys and --label-key name the columns")
+    for number, row in enumerate(rows, start=2 if is_tsv else 1):
+        for key in keys:
+            if not isinstance(row, dict) or row.get(key) in (None, ""):
+                raise DataError(f"{path}:{number}: no {key}; --text-keys and --label-key name the columns")
     if not rows:
         raise DataError(f"{path} holds no row")
     return rows
@@ -154,9 +158,10 @@ def main() -> int:
     if len(args.text_keys) > 2:
         raise ConfigError("--text-keys: give one column of text, or two")
     keys = [*args.text_keys, args.label_key]
-    train, dev = read_rows(args.train, keys), read_rows(args.dev, keys)
-    labels = sorted({str(row[args.label_key]) for row in train})
-    if unknown := {str(row[args.label_key]) for row in dev} - set(labels):
+    train = read_rows(args.train, keys)
+    dev = read_rows(args.dev, keys)
+    labels = sorted(set(column(train, args.label_key)))
+    if unknown := {*column(dev, args.label_key)} - {*labels}:
         raise DataError(f"{args.dev} has classes that {args.train} lacks: {', '.join(sorted(unknown))}")
     from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 
@@ -167,23 +172,35 @@ def main() -> int:
         **LOADING,
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
-        label2id={label: number for number, label in enumerate(labels)},
+        label2id=dict(zip(labels, range(len(labels)), strict=True)),
         problem_type="single_label_classification",
     )
 
     def encoded(rows: list[Row]) -> list[Row]:
-        texts = ([str(row[key]) for row in rows] for key in args.text_keys)
-        fields = tokenizer(*texts, truncation=True)
-        return [
-            {**{name: values[i] for name, values in fields.items()}, "labels": labels.index(str(row[args.label_key]))}
-            for i, row in enumerate(rows)
-        ]
+        texts = [column(rows, key) for key in args.text_keys]
+        inputs = rows_of(tokenizer(*texts, truncation=True))
+        for row, label in zip(inputs, column(rows, args.label_key), strict=True):
+            row["labels"] = labels.index(label)
+        return inputs
 
     inputs = encoded(dev)
     logits = fine_tune(args, model, encoded(train), inputs, DataCollatorWithPadding(tokenizer))
-    right = [int(guess) == row["labels"] for guess, row in zip(logits.argmax(-1), inputs, strict=True)]
-    save(args, model, tokenizer, {"accuracy": 100 * sum(right) / len(right)})
+    right = 0
+    for guess, row in zip(logits.argmax(-1), inputs, strict=True):
+        right += int(guess) == row["labels"]
+    save(args, model, tokenizer, {"accuracy": 100 * right / len(inputs)})
     return 0
+
+
+def column(rows: list[Row], key: str) -> list[str]:
+    """Return a column as words."""
+    return [str(row[key]) for row in rows]
+
+
+def rows_of(fields: Mapping[str, list[Any]]) -> list[Row]:
+    """Return the rows of a table that is given as columns."""
+    names = list(fields)
+    return [dict(zip(names, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import _checkout  # noqa: F401
 import numpy as np
-from finetune_classifier import LOADING, add_training, check_training, fine_tune, load_tokenizer, save
+from finetune_classifier import LOADING, add_training, check_training, fine_tune, load_tokenizer, rows_of, save
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, run_script
@@ -27,8 +27,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     p = ScriptParser(description=__doc__)
     add_training(p)
-    p.add_argument("--stride", type=int, default=128, help="tokens that neighbouring windows of a text share")
-    p.add_argument("--longest-answer", type=int, default=30, help="tokens of an answer")
+    p.add_argument(
+        "--stride", type=int, default=128, help="tokens that neighbouring windows of a text share (default: 128)"
+    )
+    p.add_argument("--longest-answer", type=int, default=30, help="most tokens of an answer (default: 30)")
     return p
 
 
@@ -37,7 +39,8 @@ def main() -> int:
     args = parser().parse_args()
     setup_logging()
     check_training(args)
-    train, dev = read_squad(args.train), read_squad(args.dev)
+    train = read_squad(args.train)
+    dev = read_squad(args.dev)
     from transformers import AutoModelForQuestionAnswering, default_data_collator, set_seed
 
     tokenizer = load_tokenizer(args)
@@ -49,7 +52,7 @@ def main() -> int:
     examples, training_windows = encode(train, tokenizer, args.stride)
     add_positions(train, examples, training_windows)
     starts, ends = fine_tune(args, model, examples, inputs, default_data_collator)[:2]
-    empty = any(not question.answers for question in (*train, *dev))
+    empty = not all(question.answers for question in (*train, *dev))
     answers = best_answers(dev, windows, starts, ends, longest=args.longest_answer, may_be_empty=empty)
     save(args, model, tokenizer, score(dev, answers))
     write_text(args.output / "predictions.json", json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
@@ -67,21 +70,26 @@ def encode(questions: list[Question], tokenizer: Any, stride: int) -> tuple[list
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
     )
-    owners, offsets = fields.pop("overflow_to_sample_mapping"), fields.pop("offset_mapping")
+    owners = fields.pop("overflow_to_sample_mapping")
+    offsets = fields.pop("offset_mapping")
     windows = []
     for i, (owner, places) in enumerate(zip(owners, offsets, strict=True)):
         inside = np.array([sequence == 1 for sequence in fields.sequence_ids(i)])
         windows.append(Window(owner, np.where(inside[:, None], np.array(places), -1)))
-    return [{name: values[i] for name, values in fields.items()} for i in range(len(owners))], windows
+    return rows_of(fields), windows
 
 
 def add_positions(questions: list[Question], inputs: list[dict[str, Any]], windows: list[Window]) -> None:
-    """Add the first answer's first and last token to each input; the first token where a window lacks the answer."""
+    """Add the place of the first answer's first and last token to each input; 0 if the window lacks the answer."""
     for example, window in zip(inputs, windows, strict=True):
-        question, span = questions[window.question], None
+        question = questions[window.question]
+        span = None
         if question.answers:
-            span = span_of(window, question.starts[0], question.starts[0] + len(question.answers[0]))
-        example["start_positions"], example["end_positions"] = span or (0, 0)
+            start = question.starts[0]
+            span = span_of(window, start, start + len(question.answers[0]))
+        first, last = span or (0, 0)
+        example["start_positions"] = first
+        example["end_positions"] = last
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
 """Continue prompts with a trained checkpoint.
 
-Through `python deepy.py generate.py -d configs MODEL.yml text_generation.yml` on as many ranks as the configuration
-says, or directly, `python tools/generate.py -d configs MODEL.yml`, in one process that holds the whole model.
+On as many ranks as the configuration says:
+
+    python deepy.py generate.py -d configs MODEL.yml text_generation.yml
+
+or in one process that holds the whole model:
+
+    python tools/generate.py -d configs MODEL.yml text_generation.yml
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser)
-    parser.add_argument("-i", "--sample_input_file", help="prompts, one a line, or a .jsonl")
-    parser.add_argument("-o", "--sample_output_file", help="where completions go, a JSON object a line")
+    parser.add_argument("-i", "--sample_input_file", help="file of prompts, one on each line, or a .jsonl")
+    parser.add_argument("-o", "--sample_output_file", help="file for the completions, a JSON object on each line")
     args = parser.parse_intermixed_args()
     for key in ("sample_input_file", "sample_output_file"):
         if (value := getattr(args, key)) is not None:

@@ -24,10 +24,13 @@ from neox.checkpoint import (
     summarize,
     tensor_stats,
 )
+from neox.checkpoint.inspection import Summary, TensorStats
 from neox.errors import run_script
 from neox.plan import config_from_files
 
-WEIGHTS_DIFFER, INCOMPLETE = 3, 4
+# exit statuses
+WEIGHTS_DIFFER = 3
+INCOMPLETE = 4
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("checkpoint", nargs="+", help="one or two global_stepN directories, or directories that hold some")
     add("--tensors", action="store_true", help="list every tensor with shape, norm, largest value and sha256")
     add("--no-verify", action="store_true", help="do not read every byte to check it")
-    add("--config_file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
+    add("--config_file", nargs="+", help="the run's YAML, if the checkpoint does not tell enough")
     add("--json", action="store_true", help="one JSON object")
     return parser
 
@@ -47,53 +50,78 @@ def main() -> int:
         build_parser().error("one or two checkpoints")
     config = config_from_files(args.config_file) if args.config_file else None
     readers = [open_checkpoint(checkpoint_at(Path(path)), config=config) for path in args.checkpoint]
-    return show_difference(*readers, as_json=args.json) if len(readers) == 2 else show(readers[0], args)
+    if len(readers) == 2:
+        return show_difference(*readers, as_json=args.json)
+    return show(readers[0], args)
 
 
 def show(reader: CheckpointReader, args: argparse.Namespace) -> int:
+    """Print what a checkpoint holds, and return the exit status."""
     summary = summarize(reader, verify=not args.no_verify)
     tensors = list(tensor_stats(reader)) if args.tensors else []
     if args.json:
         whole: dict[str, Any] = {**dataclasses.asdict(summary), "path": str(summary.path)}
-        print(json.dumps({**whole, "tensors": [dataclasses.asdict(t) for t in tensors]}, indent=1))
-        return INCOMPLETE if summary.problems else 0
-    checked = "manifest" if summary.has_manifest else "no manifest; the archives' own checksums"
-    state = "; ".join(summary.problems) if summary.problems else "yes"
-    lines = {
+        whole["tensors"] = list(map(dataclasses.asdict, tensors))
+        print(json.dumps(whole, indent=1))
+    else:
+        print_table(summary_lines(summary))
+        for tensor in tensors:
+            print(tensor_line(tensor))
+    return INCOMPLETE if summary.problems else 0
+
+
+def summary_lines(summary: Summary) -> dict[str, Any]:
+    """Return the names and values to print."""
+    checked = "no manifest; the archives' own checksums"
+    if summary.has_manifest:
+        checked = "manifest"
+    return {
         "checkpoint": summary.path,
         "iteration": summary.iteration,
         "degrees": f"pp {summary.pp_size or '?'} x mp {summary.tp_size} x dp {summary.dp_size or '?'}",
         "model": f"{summary.layers} blocks, {summary.parameters:,} parameters, {', '.join(summary.dtypes)}",
         "on disk": f"{summary.bytes_on_disk:,} bytes, {summary.optimizer_files} optimizer files",
-        f"complete ({checked})": state,
+        f"complete ({checked})": "; ".join(summary.problems) or "yes",
         **summary.args,
     }
+
+
+def print_table(lines: dict[str, Any]) -> None:
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name.ljust(width)}  {value}")
-    for t in tensors:
-        warning = "" if t.finite else "  NOT FINITE"
-        shape = "x".join(map(str, t.shape))
-        numbers = f"norm {t.norm:.6g} max {t.largest:.6g}"
-        print(f"{t.index:3d} {t.name:36s} {shape:>14s} {t.dtype} {numbers} {t.sha256[:16]}{warning}")
-    return INCOMPLETE if summary.problems else 0
+
+
+def tensor_line(tensor: TensorStats) -> str:
+    shape = "x".join(map(str, tensor.shape))
+    numbers = f"norm {tensor.norm:.6g} max {tensor.largest:.6g}"
+    line = f"{tensor.index:3d} {tensor.name:36s} {shape:>14s} {tensor.dtype} {numbers} {tensor.sha256[:16]}"
+    if not tensor.finite:
+        line += "  NOT FINITE"
+    return line
 
 
 def show_difference(first: CheckpointReader, second: CheckpointReader, *, as_json: bool) -> int:
-    differences = list(compare_checkpoints(first, second))
-    a, b = first.args, second.args
-    settings = {key: [a.get(key), b.get(key)] for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
+    """Print how two checkpoints differ, and return the exit status."""
+    tensors = list(compare_checkpoints(first, second))
+    settings = {}
+    for key in sorted({*first.args, *second.args}):
+        values = [first.args.get(key), second.args.get(key)]
+        if values[0] != values[1]:
+            settings[key] = values
+    status = WEIGHTS_DIFFER if tensors else 0
     if as_json:
-        tensors = [dataclasses.asdict(d) for d in differences]
-        print(json.dumps({"settings": settings, "tensors": tensors}, indent=1))
-        return WEIGHTS_DIFFER if differences else 0
+        print(json.dumps({"settings": settings, "tensors": list(map(dataclasses.asdict, tensors))}, indent=1))
+        return status
     for key, (one, two) in settings.items():
         print(f"{key}: {one} | {two}")
-    for d in differences:
-        by = "" if d.largest is None else f", largest difference {d.largest:.3g} (relative {d.relative:.3g})"
-        print(f"{d.index:3d} {d.name}: {d.what}{by}")
-    print(f"{len(differences)} tensors differ" if differences else "all tensors are equal")
-    return WEIGHTS_DIFFER if differences else 0
+    for tensor in tensors:
+        line = f"{tensor.index:3d} {tensor.name}: {tensor.what}"
+        if tensor.largest is not None:
+            line += f", largest difference {tensor.largest:.3g} (relative {tensor.relative:.3g})"
+        print(line)
+    print(f"{len(tensors)} tensors differ" if tensors else "all tensors are equal")
+    return status
 
 
 if __name__ == "__main__":

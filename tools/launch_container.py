@@ -4,8 +4,8 @@
 
 python tools/launch_container.py --src $PWD --py python3 --image neox:cuda --hosts hostfile --cmd "python deepy.py ..."
 
-The command's words are never joined for a shell of the container. {node}, {nodes}, {host} and {master} in it become the
-host's number, the number of hosts, its name and the first one's. The first command that fails ends the others.
+No shell of the container reads the command. {node}, {nodes}, {host} and {master} in it become the host's number, the
+number of hosts, the host's name and the first host's name. The first command that fails ends the others.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def parser() -> ScriptParser:
     made = ScriptParser(description=__doc__)
     made.add_argument("--src", type=Path, default=Path(), help="directory to mount and to work in (default: this one)")
     made.add_argument("--py", default="python3", help="interpreter in the image (default: python3)")
-    made.add_argument("--image", required=True, help="image, by the name that the engine takes")
-    made.add_argument("--wheel", type=Path, help="wheel to install before the command")
+    made.add_argument("--image", required=True, help="name of the image, as the engine takes it")
+    made.add_argument("--wheel", type=Path, help="wheel to install before the command starts")
     made.add_argument("--cmd", required=True, help="command line, in quotes")
     made.add_argument("--hosts", "-H", "--hostfile", help="hostfile, or names a,b (default: this machine)")
     made.add_argument("--engine", help=f"{', '.join(ENGINES)}, or its path (default: the first installed here)")
     made.add_argument("--mount", action="append", default=[], metavar="PATH[:INSIDE[:ro]]", help="further directory")
     made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the command")
-    made.add_argument("--no-gpus", action="store_true", help="leave the hosts' GPUs out")
-    made.add_argument("--rdma", action="store_true", help="pass /dev/infiniband, and allow locked memory")
+    made.add_argument("--no-gpus", action="store_true", help="do not pass the hosts' GPUs")
+    made.add_argument("--rdma", action="store_true", help="pass /dev/infiniband, and allow memory to be locked")
     made.add_argument("--shm-size", help="shared memory of the container, such as 16g (default: the host's)")
     made.add_argument("--ssh-port", type=int, help="port of the ssh servers")
     made.add_argument("--dry-run", action="store_true", help="print every host's command, and start nothing")
@@ -72,41 +72,48 @@ def main() -> int:
     )
     environment = child_environment()
     options = split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
-    # apptainer's command is a child of its connection, and ends with the terminal that -tt makes
-    options += ["-tt"] if container.is_apptainer else []
+    if container.is_apptainer:
+        options.append("-tt")  # its command is a child of the connection, and ends with the terminal that -tt makes
+
+    def on_host(host: str, words: list[str]) -> list[str]:
+        return command_on(host, words, args.ssh_port, options)
+
     name = f"neox-{new_run_id()}"
-    names = [f"{name}-{number}" for number in range(len(hosts))]
-    commands = {
-        host: command_on(host, container.start(names[number], hosts, number), args.ssh_port, options)
-        for number, host in enumerate(hosts)
-    }
-    asked = [host for host in hosts if is_this_machine(host) or not args.dry_run]
+    commands = {}
+    checks = {}
     stat = ["stat", "--printf=", "--", *container.paths()]  # docker would make a directory that is missing
-    if status := run_on_hosts({host: command_on(host, stat, args.ssh_port, options) for host in asked}, environment):
+    for number, host in enumerate(hosts):
+        commands[host] = on_host(host, container.start(f"{name}-{number}", hosts, number))
+        if is_this_machine(host) or not args.dry_run:
+            checks[host] = on_host(host, stat)
+    if status := run_on_hosts(checks, environment):
         if status != _STAT_FAILED:
-            return status  # of ssh
+            return status  # ssh failed
         raise ConfigError("nothing was started: every host must have the paths of --src, --wheel and --mount")
     if args.dry_run:
         print_commands(commands)
         return 0
 
     def end_all() -> None:
-        for host, own in zip(hosts, names, strict=True):
-            words = container.stop(own)
-            command = None if words is None else command_on(host, words, args.ssh_port, options)
+        for number, host in enumerate(hosts):
+            words = container.stop(f"{name}-{number}")
+            if words is None:
+                continue
             with suppress(subprocess.TimeoutExpired):
-                if command is not None:
-                    subprocess.run(command, env=environment, capture_output=True, timeout=_STOP_SECONDS, check=False)
+                stop = on_host(host, words)
+                subprocess.run(stop, env=environment, capture_output=True, timeout=_STOP_SECONDS, check=False)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run_on_hosts(commands, environment, end_all=end_all)
 
 
 def _installed_engine(*, dry_run: bool) -> str:
-    found = next((engine for engine in ENGINES if shutil.which(engine, path=os.environ.get("PATH"))), None)
-    if found is None and not dry_run:
+    for engine in ENGINES:
+        if shutil.which(engine, path=os.environ.get("PATH")):
+            return engine
+    if not dry_run:
         raise ConfigError(f"none of {', '.join(ENGINES)} is installed here; --engine names what the hosts have")
-    return found or ENGINES[0]
+    return ENGINES[0]
 
 
 if __name__ == "__main__":

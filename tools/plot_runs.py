@@ -17,21 +17,22 @@ from neox.metrics import METRICS_FILE, draw
 
 
 def metrics_file(run: str) -> Path:
-    """Return the metrics file of a run: the path itself, or in a `log_dir` or the directory above it.
+    """Return the metrics file of a run: the path itself, or the file in it or one level below.
 
     Raises:
         DataError: There is none, or more than one.
     """
     path = Path(run)
-    if path.is_file():
-        return path
-    found = [path / METRICS_FILE] if (path / METRICS_FILE).is_file() else sorted(path.glob(f"*/{METRICS_FILE}"))
-    if len(found) != 1:
-        several = f"has several: {', '.join(map(str, found))}; name one" if found else "has none"
-        raise DataError(
-            f"{run}: a RUN is a {METRICS_FILE}, or a directory with one in it or one level below; it {several}"
-        )
-    return found[0]
+    for file in (path, path / METRICS_FILE):
+        if file.is_file():
+            return file
+    found = sorted(path.glob(f"*/{METRICS_FILE}"))
+    if len(found) == 1:
+        return found[0]
+    problem = "has none"
+    if found:
+        problem = f"has several: {', '.join(map(str, found))}; name one"
+    raise DataError(f"{run}: a RUN is a {METRICS_FILE}, or a directory with one in it or one level below; it {problem}")
 
 
 def main() -> int:
@@ -39,11 +40,16 @@ def main() -> int:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN[=LABEL]", help=f"log_dir of a run, or its {METRICS_FILE}")
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
-    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="default: all losses")
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="metric to draw (default: all losses)"
+    )
     args = parser.parse_args()
     runs: dict[str, Path] = {}
     for argument in args.runs:
-        run, _, label = argument.partition("=") if not Path(argument).exists() else (argument, "", "")
+        run = argument
+        label = ""
+        if not Path(argument).exists():
+            run, _, label = argument.partition("=")
         runs[label or run] = metrics_file(run)
     try:
         drawn = draw(runs, args.output, args.metric)

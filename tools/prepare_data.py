@@ -6,13 +6,14 @@
     python tools/prepare_data.py mine=/data/texts --archive data/mine_archive
 
 A corpus is a known name, the name of a directory in the data directory (`wikipedia`, `webtext`), or
-NAME=SOURCE[,SOURCE...] with local paths or URLs, which also replaces the URLs of a known name. The same command resumes
+NAME=SOURCE[,SOURCE...] with local paths or URLs; these replace the URLs of a known name. The same command resumes
 interrupted downloads and tokenization.
 """
 
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from pathlib import Path
 
 import _checkout  # noqa: F401
@@ -42,18 +43,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("dataset", nargs="*", default=["enron"], help=f"known: {', '.join(CORPORA)} (default: enron)")
     p.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     p.add_argument("-d", "--data-dir", default="data", help="directory of all files (default: data)")
-    p.add_argument("-v", "--vocab-file", help="default for GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-vocab.json")
-    p.add_argument("-m", "--merge-file", help="default for GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-merges.txt")
+    p.add_argument("-v", "--vocab-file", help="vocabulary (GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-vocab.json)")
+    p.add_argument("-m", "--merge-file", help="merges (GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-merges.txt)")
     p.add_argument("-f", "--force-redownload", action="store_true", help="download existing files again")
-    p.add_argument("--combine", metavar="NAME", help="one dataset of this name from all corpora, in the order given")
-    p.add_argument("--sha256", action="append", default=[], metavar="FILE=DIGEST", help="of a download (repeatable)")
+    p.add_argument("--combine", metavar="NAME", help="make one dataset of this name from all corpora, in their order")
+    p.add_argument(
+        "--sha256", action="append", default=[], metavar="FILE=DIGEST", help="digest of a download (repeatable)"
+    )
     p.add_argument("--download-only", action="store_true", help="only download")
     p.add_argument(
         "--archive",
         metavar="DIRECTORY",
-        help="write an archive of lm-dataformat from all corpora, in place of datasets",
+        help="write an archive of lm-dataformat from all corpora, instead of datasets",
     )
-    p.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    p.add_argument("--workers", type=int, default=0, help="number of processes (default: one for each core)")
     p.add_argument("--memory-mb", type=int, default=0, help="as in preprocess_data.py")
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     return p
@@ -66,17 +69,19 @@ def main() -> int:
     data_dir = Path(args.data_dir)
     corpora = [find_corpus(request, data_dir) for request in args.dataset]
     digests = read_digests(args.sha256)
-    inputs = {corpus.name: fetch(corpus, data_dir / corpus.name, digests, args.force_redownload) for corpus in corpora}
+    inputs: dict[str, tuple[str, ...]] = {}
+    for corpus in corpora:
+        inputs[corpus.name] = fetch(corpus, data_dir / corpus.name, digests, args.force_redownload)
     if args.download_only:
         return 0
     if args.archive:
-        files = [file for each in inputs.values() for file in each]
+        files = [*chain.from_iterable(inputs.values())]
         count = write_archive(args.archive, read_documents(files, skip_bad=args.skip_bad))
         print(f"{args.archive}: {count:,} documents")
         return 0
     spec = tokenizer_files(args, data_dir)
     if args.combine:
-        inputs = {args.combine: tuple(file for corpus in corpora for file in inputs[corpus.name])}
+        inputs = {args.combine: tuple(chain.from_iterable(inputs[corpus.name] for corpus in corpora))}
     for name, files in inputs.items():
         prefix = data_dir / name / name
         report = preprocess(
@@ -96,9 +101,12 @@ def main() -> int:
 
 def read_digests(given: list[str]) -> dict[str, str]:
     """Parse FILE=DIGEST pairs. Raises DataError for other text."""
-    pairs = dict(pair.rpartition("=")[::2] for pair in given)
-    if not all(pairs) or not all(len(digest) == 64 for digest in pairs.values()):
-        raise DataError("--sha256 takes FILE=DIGEST with the 64 hex digits of `sha256sum`")
+    pairs = {}
+    for pair in given:
+        file, _, digest = pair.rpartition("=")
+        if not file or len(digest) != 64:
+            raise DataError("--sha256 takes FILE=DIGEST with the 64 hex digits of `sha256sum`")
+        pairs[file] = digest
     return pairs
 
 
@@ -120,8 +128,9 @@ def fetch(corpus: NamedCorpus, folder: Path, digests: dict[str, str], force: boo
 
 
 def tokenizer_files(args: argparse.Namespace, data_dir: Path) -> TokenizerSpec:
-    """Return the tokenizer; without files, GPT-2's own are downloaded for GPT2BPETokenizer."""
-    vocab, merges = args.vocab_file, args.merge_file
+    """Return the tokenizer. If GPT2BPETokenizer is given no files, GPT-2's own are downloaded."""
+    vocab = args.vocab_file
+    merges = args.merge_file
     if args.tokenizer == "GPT2BPETokenizer":
         vocab = vocab or str(download(GPT2_VOCAB, data_dir / "gpt2-vocab.json"))
         merges = merges or str(download(GPT2_MERGES, data_dir / "gpt2-merges.txt"))

@@ -1,12 +1,12 @@
 # PYTHON_ARGCOMPLETE_OK
-r"""Convert conversations to token datasets with labels, of which only the answers are trained.
+r"""Convert conversations to token datasets with labels, so that training counts only the answers.
 
     python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats --vocab-file model/tokenizer.json
 
-writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
+It writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
 `train_label_data_paths`. A line is `{"messages": [{"role": "user", "content": ...}, ...]}`, or with --jsonl-keys prompt
 response `{"prompt": ..., "response": ...}`. The tokenizer's own chat template makes the text. Labels are the tokens of
-answers, and -100 elsewhere. The same command resumes an interrupted run; on several machines it is `python deepy.py
+answers, and -100 elsewhere. The same command resumes an interrupted run. On several machines: `python deepy.py
 preprocess_chat.py -H hostfile ...`.
 """
 
@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
     tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     loss = p.add_argument_group("labels")
-    loss.add_argument("--generation-role", default="assistant", help="whose messages are trained (default: assistant)")
-    loss.add_argument("--only-last", action="store_true", help="train only the last of them")
+    loss.add_argument("--generation-role", default="assistant", help="role that is trained (default: assistant)")
+    loss.add_argument("--only-last", action="store_true", help="train only the last message of this role")
     loss.add_argument("--no-mask", action="store_true", help="train every token")
     out = p.add_argument_group("output")
     out.add_argument("--output-prefix", required=True, help="path without _messages_document.bin")
@@ -68,7 +68,7 @@ def vocab_file(args: argparse.Namespace) -> Path:
 
 
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
-    """Return the settings of a run from the flags. Raises NeoXError for flags or a template that cannot be."""
+    """Return the settings of a run from the flags. Raises NeoXError if flags or the template are wrong."""
     if len(args.jsonl_keys) > 2:
         raise ConfigError("--jsonl-keys takes the key of messages, or those of prompt and answer")
     if args.no_mask and args.only_last:
@@ -81,13 +81,13 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         only_last=args.only_last,
         count_all=args.no_mask,
     )
-    ChatRenderer(chat.template)  # refuses what is no template
+    ChatRenderer(chat.template)  # raises if it is no template
     tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
     return shared_settings(args, tokenizer=tokenizer, keys=chat.datasets, accelerator="off", chat=chat)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise NeoXError for what cannot work: what `deepy.py` asks before it starts ranks."""
+    """Raise NeoXError if the run cannot work. `deepy.py` calls this before it starts ranks."""
     check_settings(settings_of(args))
 
 

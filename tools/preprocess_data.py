@@ -4,8 +4,8 @@ r"""Convert documents to token datasets, `PREFIX_text_document.{bin,idx,json}`.
     python tools/preprocess_data.py --input data/mydata.jsonl.zst --output-prefix data/mydata \
         --tokenizer-type HFTokenizer --vocab-file 20B_tokenizer.json --append-eod --workers 8
 
-On several machines: `python deepy.py preprocess_data.py -H hostfile --input ...`; each slot takes a share of them.
-The same command resumes an interrupted run.
+On several machines: `python deepy.py preprocess_data.py -H hostfile --input ...`; each slot takes a share of the
+inputs. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from neox.tokenizer.flat import ACCELERATORS
 def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
     p = ScriptParser(description=__doc__)
-    add_input(p, ["text"], "JSON keys; each makes a dataset")
+    add_input(p, ["text"], "JSON keys of texts; each makes a dataset (default: text)")
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--train-vocab-size",
         type=int,
         metavar="N",
-        help="of SPMTokenizer: where --vocab-file does not exist, train it on the inputs, with N pieces",
+        help="for SPMTokenizer: if --vocab-file does not exist, train it on the inputs, with N pieces",
     )
     tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
@@ -57,22 +57,24 @@ def parser() -> argparse.ArgumentParser:
         type=token_ids,
         default=(),
         metavar="IDS",
-        help="ids such as 0,1,1270: also write labels, PREFIX_label_document, that leave the tokens up to the first "
-        "occurrence of these ids out of the loss",
+        help="ids such as 0,1,1270: also write labels, PREFIX_label_document. Tokens up to the first occurrence of "
+        "these ids are not in the loss",
     )
     split = tokens.add_mutually_exclusive_group()
     split.add_argument(
-        "--split-sentences", action="store_true", help="for BERT: a sequence a sentence, in PREFIX_text_sentence.bin"
+        "--split-sentences",
+        action="store_true",
+        help="for BERT: each sentence is a sequence, in PREFIX_text_sentence.bin",
     )
     split.add_argument(
-        "--presplit-sentences", action="store_true", help="the same, for texts with a sentence on each line"
+        "--presplit-sentences", action="store_true", help="the same for texts that have a sentence on each line"
     )
-    tokens.add_argument("--language", metavar="CODE", help="of --split-sentences (default: en)")
+    tokens.add_argument("--language", metavar="CODE", help="language for --split-sentences (default: en)")
     tokens.add_argument("--ftfy", action="store_true", help="repair broken Unicode")
     tokens.add_argument(
         "--special-in-text",
         action=argparse.BooleanOptionalAction,
-        help="whether a literal <|endoftext|> in a text is the end-of-document id (default: as gpt-neox, yes for "
+        help="whether a literal <|endoftext|> in a text is the end-of-document id (default, as in gpt-neox: yes for "
         "HFTokenizer and HFGPT2Tokenizer, no for GPT2BPETokenizer)",
     )
     out = p.add_argument_group("output")
@@ -84,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> None:
-    """Add the flags of what is read, which `preprocess_chat.py` has too: `keys` are the JSON keys read by default."""
+    """Add the flags of the inputs, which `preprocess_chat.py` has too; `keys` are the JSON keys read by default."""
     data = p.add_argument_group("input")
     data.add_argument("--input", required=True, nargs="+", help="files or directories, separated by commas or blanks")
     data.add_argument(
@@ -95,34 +97,38 @@ def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> No
 
 
 def add_running(p: argparse.ArgumentParser, out: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
-    """Add the flags of the output's form and of the run, which `preprocess_chat.py` has too; return the run's group."""
+    """Add the flags of output and run that `preprocess_chat.py` has too. Return the group of the run."""
     out.add_argument("--dataset-impl", default="mmap", choices=["mmap", "cached", "lazy"])
     out.add_argument("--restart", action="store_true", help="discard an interrupted run; write complete data again")
     run = p.add_argument_group("running")
-    run.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    run.add_argument("--workers", type=int, default=0, help="number of processes (default: one for each core)")
     run.add_argument(
-        "--memory-mb", type=int, default=0, help="for all processes together (default: 3072 and 256 for each worker)"
+        "--memory-mb", type=int, default=0, help="memory of all processes (default: 3072, and 256 for each worker)"
     )
     run.add_argument("--log-interval", type=int, metavar="N", help="write a log line every N documents")
     return run
 
 
 def input_paths(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths in the words of `--input`: separated by commas, blanks and backslashes at the ends of lines.
+    """Return the paths in the words of `--input`.
 
-    A word that exists as it is, commas and blanks included, is one path.
+    Commas, blanks, and backslashes at the ends of lines separate paths. A word that exists as it is, with its commas
+    and blanks, is one path.
     """
     paths: list[str] = []
     for word in words:
-        parts = [word] if Path(word).exists() else (part.strip(" \t\n\\") for part in word.split(","))
-        for part in parts:
-            paths += [part] if Path(part).exists() else [path for path in part.split() if path != "\\"]
-    return tuple(path for path in paths if path)
+        if Path(word).exists():
+            paths.append(word)
+            continue
+        for part in word.split(","):
+            part = part.strip(" \t\n\\")
+            paths += [part] if Path(part).exists() else part.split()
+    return tuple(path for path in paths if path not in ("", "\\"))
 
 
 def token_ids(text: str) -> tuple[int, ...]:
     """Return the ids of --mask-before-token. Raises ValueError for other text."""
-    ids = tuple(int(part) for part in text.split(",") if part.strip())
+    ids = tuple(map(int, filter(str.strip, text.split(","))))
     if not ids or min(ids) < 0:
         raise ValueError(text)
     return ids
@@ -134,15 +140,20 @@ def sentences_of(args: argparse.Namespace) -> str | None:
         parser().error("--language goes with --split-sentences")
     if args.presplit_sentences:
         return LINES
-    return (args.language or "en") if args.split_sentences else None
+    if args.split_sentences:
+        return args.language or "en"
+    return None
 
 
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags."""
+    keys = tuple(args.jsonl_keys)
+    if args.mask_before_token:
+        keys = (*keys, "label")
     return shared_settings(
         args,
         tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
-        keys=(*args.jsonl_keys, "label") if args.mask_before_token else tuple(args.jsonl_keys),
+        keys=keys,
         ftfy=args.ftfy,
         sentences=sentences_of(args),
         accelerator=args.accelerator,
@@ -151,7 +162,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
 
 
 def shared_settings(args: argparse.Namespace, **others: Any) -> PreprocessSettings:
-    """Return the settings of the flags that `preprocess_chat.py` has too, and the others."""
+    """Return the settings from the flags that `preprocess_chat.py` has too, with others."""
     return PreprocessSettings(
         inputs=input_paths(args.input),
         output_prefix=args.output_prefix,
@@ -168,7 +179,7 @@ def shared_settings(args: argparse.Namespace, **others: Any) -> PreprocessSettin
 
 
 def train_missing_model(args: argparse.Namespace) -> None:
-    """Train the SentencePiece model that --vocab-file names and that does not exist, if --train-vocab-size asks for it.
+    """Train the SentencePiece model of --vocab-file, if --train-vocab-size asks for it and the file does not exist.
 
     Raises:
         ConfigError: If the flags do not fit together.
@@ -198,7 +209,7 @@ def texts_of(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise NeoXError for missing inputs, tokenizers and packages: what `deepy.py` asks before it starts ranks."""
+    """Raise NeoXError for missing inputs, tokenizers and packages. `deepy.py` calls this before it starts ranks."""
     check_settings(complete_settings(args))
 
 
@@ -217,7 +228,7 @@ def run(args: argparse.Namespace, settings_of: Callable[[argparse.Namespace], Pr
 
 
 def print_report(report: PreprocessReport | None, settings: PreprocessSettings) -> None:
-    """Print what was made; nothing on ranks other than 0, which have no report."""
+    """Print what was made. Ranks other than 0 have no report and print nothing."""
     if report is None:
         return
     for key, documents in report.documents.items():
@@ -226,11 +237,14 @@ def print_report(report: PreprocessReport | None, settings: PreprocessSettings) 
         print("already complete, from a run with the same inputs and settings (--restart writes it again)")
         return
     rate = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
-    skipped = f", {report.skipped:,} bad inputs skipped" if report.skipped else ""
+    figures = [f"{report.seconds:.1f} s", f"{rate:.1f} MB/s"]
+    if report.accelerator != "off":
+        figures.append(f"accelerator {report.accelerator}")
+    if report.skipped:
+        figures.append(f"{report.skipped:,} bad inputs skipped")
     if report.not_strict:
-        skipped += f", {report.not_strict:,} lines that are JSON for gpt-neox's parser (ujson) only"
-    accelerator = "" if report.accelerator == "off" else f", accelerator {report.accelerator}"
-    print(f"{report.seconds:.1f} s, {rate:.1f} MB/s{accelerator}{skipped}")
+        figures.append(f"{report.not_strict:,} lines that only gpt-neox's JSON parser (ujson) reads")
+    print(", ".join(figures))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """Run every step once, on this machine: text, tokenizer, tokens, training, export, generation.
 
-Every step is the command a user would type, echoed before it runs. A step whose result is there already is not done
-again, so that a call after an interrupted one starts at the step that was interrupted. Paths come from the
-configuration: configs/quickstart.yml, or that of the family that --model names.
+Every step is a command that you could type; it is printed before it runs. A step whose result exists is not run again,
+so the next call after an interruption starts where the first one ended. Paths come from the configuration:
+configs/quickstart.yml, or the one for --model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 
 import _checkout  # noqa: F401
 
@@ -39,26 +42,26 @@ PROMPT = "def main("
 
 
 def run(*command: str) -> None:
-    """Echo and run one command with this interpreter; its failure ends the quickstart with its exit code."""
+    """Print and run one command with this interpreter. If it fails, the quickstart ends with its exit code."""
     print(f"\n$ python {shlex.join(command)}", flush=True)
     child = subprocess.Popen([sys.executable, *command])
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    while True:  # Ctrl-C reaches the command as well: it saves and ends, and is waited for
-        try:
+    code = None
+    while code is None:
+        with suppress(KeyboardInterrupt):  # Ctrl-C reaches the command as well, which saves and ends
             code = child.wait()
-            break
-        except KeyboardInterrupt:
-            continue
-    if code != 0:
-        interrupted = code < 0 or code >= 128
-        again = "run `make quickstart` again" if interrupted else "with that put right, run `make quickstart` again"
-        error = LaunchError(f"`python {shlex.join(command)}` ended with exit code {code}; {again} to go on")
-        error.exit_code = code if code > 0 else 128 - code
-        raise error
+    if code == 0:
+        return
+    again = "correct that, and run `make quickstart` again to go on"
+    if code < 0 or code >= 128:  # it was interrupted
+        again = "run `make quickstart` again to go on"
+    error = LaunchError(f"`python {shlex.join(command)}` ended with exit code {code}; {again}")
+    error.exit_code = code if code > 0 else 128 - code
+    raise error
 
 
 def newer(result: Path, *sources: Path) -> bool:
-    """Whether `result` exists and is not older than any of `sources`."""
+    """Return whether `result` exists and is not older than any of `sources`."""
     return result.exists() and all(result.stat().st_mtime >= source.stat().st_mtime for source in sources)
 
 
@@ -67,7 +70,7 @@ def reuse(result: Path) -> None:
 
 
 def describe_source(text: Path | None) -> dict[str, str]:
-    """Name the text this quickstart is made from, so that another text is noticed."""
+    """Describe the text, so that the next call notices another one."""
     if text is None:
         return {"source": f"standard library of Python {sys.version.split()[0]}"}
     if not text.is_file():
@@ -76,7 +79,7 @@ def describe_source(text: Path | None) -> dict[str, str]:
 
 
 def make_corpus(directory: Path, text: Path | None, runs: Path) -> list[Path]:
-    """Write the shards, unless those of the same text are there; refuse to mix two texts in one run."""
+    """Write the shards, unless those of the same text exist. Raises NeoXError if runs were made from another text."""
     stamp = directory / "source.json"
     source = describe_source(text)
     shards = sorted(directory.glob("quickstart-*.jsonl.zst"))
@@ -85,13 +88,16 @@ def make_corpus(directory: Path, text: Path | None, runs: Path) -> list[Path]:
         return shards
     if runs.exists():
         raise NeoXError(f"{runs} was trained on another text; `make clean` starts over, or move that directory away")
-    run("tools/quickstart_corpus.py", "--out", str(directory), *(("--text", str(text)) if text else ()))
+    command = ["tools/quickstart_corpus.py", "--out", str(directory)]
+    if text is not None:
+        command += ["--text", str(text)]
+    run(*command)
     stamp.write_text(json.dumps(source))
     return sorted(directory.glob("quickstart-*.jsonl.zst"))
 
 
 def gpu_settings(accelerators: int) -> list[str]:
-    """What the configuration needs on this machine beside its file: one GPU means one rank and one stage."""
+    """Return the settings that this machine needs: with one GPU, one rank and one pipeline stage."""
     if accelerators == 1:
         print("\n# one GPU: one rank and one pipeline stage instead of two", flush=True)
         return ["--set", "pipe_parallel_size=1", "--set", "num_gpus=1"]
@@ -99,37 +105,84 @@ def gpu_settings(accelerators: int) -> list[str]:
 
 
 def finished_checkpoint(save: Path, steps: int) -> Path | None:
-    """The newest checkpoint in `save`, where training came to `steps` or was carried on beyond them."""
-    found = {int(path.name[11:]): path for path in save.glob("global_step*") if path.name[11:].isdigit()}
-    return found[max(found)] if found and max(found) >= steps else None
+    """Return the newest checkpoint in `save` if it has at least `steps` steps."""
+    newest = -1
+    for path in save.glob("global_step*"):
+        number = path.name.removeprefix("global_step")
+        if number.isdigit():
+            newest = max(newest, int(number))
+    if newest < steps:
+        return None
+    return save / f"global_step{newest}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a run.
+
+    Attributes:
+        steps: Number of steps.
+        losses: Training loss of each step.
+        validation: Last validation loss; None if the text has too few documents to hold one out.
+        speed: Median of tokens per second.
+        accuracy: Share of the sentence pairs that BERT tells apart; None for other models.
+    """
+
+    steps: int
+    losses: list[float]
+    validation: float | None
+    speed: float
+    accuracy: float | None
+
+
+def read_figures(file: Path) -> Figures:
+    """Read a metrics file."""
+    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec", "validation/sentence_accuracy")
+    found = curves(file, names)
+    losses, validation, speeds, accuracy = (found.get(name, {}) for name in names)
+    return Figures(
+        steps=max(losses),
+        losses=list(losses.values()),
+        validation=last(validation),
+        speed=median_high(speeds.values()),
+        accuracy=last(accuracy),
+    )
+
+
+def last(curve: dict[int, float]) -> float | None:
+    """Return the last value of a curve; None if it has none."""
+    return curve[max(curve)] if curve else None
 
 
 def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
-    """Print what happened, where everything lies, and how to go on."""
+    """Print what happened, where the results are, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
-    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec", "validation/sentence_accuracy")
-    found = curves(log_dir / METRICS_FILE, names)
-    losses, validation, tokens, accuracy = (list(found.get(name, {}).values()) for name in names)
-    steps = max(found[names[0]])
-    held_out = f"{validation[-1]:.3f}" if validation else "none: the text has too few documents to hold one out"
+    figures = read_figures(log_dir / METRICS_FILE)
+    validation = "none: the text has too few documents to hold one out"
+    if figures.validation is not None:
+        validation = f"{figures.validation:.3f}"
+    sentences = ""
+    if figures.accuracy is not None:
+        sentences = f"\n  sentences        {figures.accuracy:.3f} of the pairs are told apart"
     extra = "".join(f" {word}" for word in settings)
-    masked = config.model.objective == "masked_lm"
-    auto = "AutoModelForPreTraining" if masked else "AutoModelForCausalLM"
+    auto = "AutoModelForCausalLM"
     text = f"\n  more text:\n    .venv/bin/python deepy.py generate.py -d configs {name} {TEXT_CONFIG}{extra}"
-    sentences = f"\n  sentences        {accuracy[-1]:.3f} of the pairs are told apart" if accuracy else ""
+    if config.model.objective == "masked_lm":
+        auto = "AutoModelForPreTraining"
+        text = ""
     print(
         f"""
 quickstart finished in {seconds:,.0f} s
-  training loss    {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps
-  validation loss  {held_out}{sentences}
-  speed            {sorted(tokens)[len(tokens) // 2]:,.0f} tokens/s (median)
+  training loss    {figures.losses[0]:.3f} -> {figures.losses[-1]:.3f} in {figures.steps} steps
+  validation loss  {validation}{sentences}
+  speed            {figures.speed:,.0f} tokens/s (median)
   data             {Path(config.data.data_path or "").parent}/
   logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
   checkpoint       {checkpoint}/
   Hugging Face     {hf}/ (transformers: {auto}.from_pretrained("{hf}"))
 
   train on, from the last checkpoint:
-    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * steps}{extra}{"" if masked else text}
+    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * figures.steps}{extra}{text}
   start over:      make clean && make quickstart
   your own text:   make clean && make quickstart TEXT=my.txt
   a bigger model:  see configs/README.md""",
@@ -149,60 +202,75 @@ def main() -> None:
 
     settings = gpu_settings(count_accelerators())
     config = config_from_files([name], conf_dir="configs")
-    prefix = Path(config.data.data_path or "")
-    tokenizer = Path(config.tokenizer.vocab_file or "")
-    save = Path(config.checkpoint.save or "")
-    runs = save.parent
-
-    shards = make_corpus(prefix.parent, text, runs)
-    masked = config.model.objective == "masked_lm"
-    if newer(tokenizer, *shards):
-        reuse(tokenizer)
-    else:
-        run(
-            *("tools/train_tokenizer.py", "--input", ",".join(map(str, shards))),
-            *("--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer)),
-            *(("--kind", "wordpiece-cased") if masked else ()),
-        )
-    if newer(prefix.with_name(prefix.name + ".idx"), tokenizer, *shards):
-        reuse(prefix.with_name(prefix.name + ".idx"))
-    else:
-        run(
-            *("tools/preprocess_data.py", "--input", ",".join(map(str, shards))),
-            *("--output-prefix", str(prefix).rpartition("_text_")[0]),
-            "--presplit-sentences" if masked else "--append-eod",
-            *("--tokenizer-type", config.tokenizer.tokenizer_type, "--vocab-file", str(tokenizer)),
-            *("--dataset-impl", "mmap"),
-        )
-
-    steps = config.training.train_iters or 0
-    checkpoint = finished_checkpoint(save, steps)
-    if checkpoint:
-        reuse(checkpoint)
-    else:
-        run("deepy.py", "train.py", "-d", "configs", name, *settings)
-        checkpoint = finished_checkpoint(save, steps)
-    if checkpoint is None:
-        raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
-
-    hf = runs / "hf"
-    if newer(hf / "config.json", checkpoint):
-        reuse(hf)
-    else:
-        run(
-            *("tools/convert_to_hf.py", "--input_dir", str(checkpoint)),
-            *("--config_file", f"configs/{name}", "--output_dir", str(hf)),
-            *(["--overwrite"] if hf.exists() else []),  # of an earlier checkpoint
-        )
-
-    if not masked:
+    runs = Path(config.checkpoint.save or "").parent
+    shards = make_corpus(Path(config.data.data_path or "").parent, text, runs)
+    make_tokens(config, shards)
+    checkpoint = train(name, config, settings)
+    hf = export(name, checkpoint, runs / "hf")
+    if config.model.objective != "masked_lm":
         write_sample(name, runs, settings)
     summarize(name, config, checkpoint, hf, time.monotonic() - started, settings)
 
 
+def make_tokens(config: NeoXConfig, shards: list[Path]) -> None:
+    """Train the tokenizer, and encode the shards."""
+    prefix = Path(config.data.data_path or "")
+    index = prefix.with_name(f"{prefix.name}.idx")
+    tokenizer = Path(config.tokenizer.vocab_file or "")
+    inputs = ",".join(map(str, shards))
+    kind = []
+    form = "--append-eod"
+    if config.model.objective == "masked_lm":
+        kind = ["--kind", "wordpiece-cased"]
+        form = "--presplit-sentences"
+    if newer(tokenizer, *shards):
+        reuse(tokenizer)
+    else:
+        size = ("--vocab-size", str(VOCAB_SIZE))
+        run("tools/train_tokenizer.py", "--input", inputs, *size, "--output", str(tokenizer), *kind)
+    if newer(index, tokenizer, *shards):
+        reuse(index)
+        return
+    run(
+        *("tools/preprocess_data.py", "--input", inputs),
+        *("--output-prefix", str(prefix).rpartition("_text_")[0], form),
+        *("--tokenizer-type", config.tokenizer.tokenizer_type, "--vocab-file", str(tokenizer)),
+        *("--dataset-impl", "mmap"),
+    )
+
+
+def train(name: str, config: NeoXConfig, settings: list[str]) -> Path:
+    """Train the model, unless it is trained, and return its checkpoint."""
+    save = Path(config.checkpoint.save or "")
+    steps = config.training.train_iters or 0
+    checkpoint = finished_checkpoint(save, steps)
+    if checkpoint is not None:
+        reuse(checkpoint)
+        return checkpoint
+    run("deepy.py", "train.py", "-d", "configs", name, *settings)
+    checkpoint = finished_checkpoint(save, steps)
+    if checkpoint is None:
+        raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
+    return checkpoint
+
+
+def export(name: str, checkpoint: Path, hf: Path) -> Path:
+    """Export a checkpoint, unless the export is newer, and return its directory."""
+    if newer(hf / "config.json", checkpoint):
+        reuse(hf)
+        return hf
+    command = ["tools/convert_to_hf.py", "--input_dir", str(checkpoint)]
+    command += ["--config_file", f"configs/{name}", "--output_dir", str(hf)]
+    if hf.exists():  # made from an earlier checkpoint
+        command.append("--overwrite")
+    run(*command)
+    return hf
+
+
 def write_sample(name: str, runs: Path, settings: list[str]) -> None:
-    """Let the model go on from a prompt."""
-    prompts, samples = runs / "prompts.txt", runs / "samples.jsonl"
+    """Let the model continue a prompt."""
+    prompts = runs / "prompts.txt"
+    samples = runs / "samples.jsonl"
     prompts.write_text(PROMPT + "\n")
     output = ("-i", str(prompts), "-o", str(samples))
     run("deepy.py", "generate.py", "-d", "configs", name, TEXT_CONFIG, *output, *settings)

@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """Make the quickstart's corpus: real text that every machine has, in the Pile's form.
 
-By default the sources of the installed Python's standard library; with --text a `.txt`, `.jsonl` or `.jsonl.zst` of
-the user's own. Writes OUT/quickstart-{00,01}.jsonl.zst (`text`, `meta`) and OUT/SHA256SUMS.
+The text is the sources of Python's standard library or, with --text, your own `.txt`, `.jsonl` or `.jsonl.zst`. The
+output is OUT/quickstart-{00,01}.jsonl.zst (`text`, `meta`) and OUT/SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from neox.errors import DataError, run_script
 
 SHARDS = 2
 PARAGRAPHS_PER_DOCUMENT = 50
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idle_test"})
 
 
 def standard_library(limit: int | None = None) -> Iterator[Document]:
-    """Yield the standard library's modules (tests and third-party packages left out), in a fixed order.
+    """Yield the standard library's modules in a fixed order, without tests and third-party packages.
 
-    limit: stop after about this many characters.
+    Args:
+        limit: Number of characters after which to stop; None for all modules.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     done = 0
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idle_test"} & set(
-            relative.parts
-        ):
+        if LEFT_OUT.intersection(relative.parts):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def standard_library(limit: int | None = None) -> Iterator[Document]:
 
 
 def own_text(path: Path) -> Iterator[Document]:
-    """Yield the documents of a user's file: a plain text in pieces of some paragraphs, or its JSON lines."""
+    """Yield the documents of a user's file: pieces of some paragraphs of a plain text, or its JSON lines."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; TEXT= takes a .txt, .jsonl or .jsonl.zst")
     if path.name.endswith((".jsonl", ".jsonl.zst")):
@@ -59,21 +59,21 @@ def own_text(path: Path) -> Iterator[Document]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it, or give a .jsonl[.zst]") from error
-    paragraphs = [p for p in re.split(r"\n\s*\n", text) if p.strip()]
+    paragraphs = list(filter(str.strip, re.split(r"\n\s*\n", text)))
     for start in range(0, len(paragraphs), PARAGRAPHS_PER_DOCUMENT):
         piece = "\n\n".join(paragraphs[start : start + PARAGRAPHS_PER_DOCUMENT])
         yield Document(piece, {"source": path.name, "paragraph": start})
 
 
 def write_shards(documents: Iterable[Document], out: Path) -> list[Path]:
-    """Write the documents in turn to SHARDS files and return their paths."""
+    """Write the documents in turn to SHARDS files, and return their paths."""
     shards: list[list[Document]] = [[] for _ in range(SHARDS)]
     for number, document in enumerate(documents):
         shards[number % SHARDS].append(document)
     if not any(shards):
         raise DataError("no text found: the corpus would be empty")
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("quickstart-*.jsonl.zst"):  # of another text, which may have filled more shards
+    for old in out.glob("quickstart-*.jsonl.zst"):  # another text may have filled more shards
         old.unlink()
     paths = []
     for number, shard in enumerate(shards):
@@ -92,7 +92,7 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
     parser.add_argument(
-        "--limit", type=int, metavar="CHARS", help="stop the standard library after this many characters"
+        "--limit", type=int, metavar="CHARS", help="end the standard library after this many characters"
     )
     args = parser.parse_args()
     documents = own_text(args.text) if args.text else standard_library(args.limit)

@@ -1,9 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Write a checkpoint's weights again for other degrees (training itself loads any degrees without this).
+"""Write a checkpoint's weights again for other degrees of parallelism.
 
     tools/reshard.py --input_dir CKPT/global_step1000 --output_dir OUT --model-parallel-size 4 --pipe-parallel-size 2
 
-The original stays as it is. Only weights: no optimizer state, no random states.
+Training loads a checkpoint at any degrees; this is for other programs. The original stays as it is. The result has only
+weights, without optimizer and random states.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
     add("--model-parallel-size", type=int, required=True, help="tensor ranks of the result")
     add("--pipe-parallel-size", type=int, default=1, help="pipeline stages of the result")
-    add("--config_file", nargs="+", help="the run's YAML, where the checkpoint does not tell enough")
+    add("--config_file", nargs="+", help="the run's YAML, if the checkpoint does not tell enough")
     return parser
 
 

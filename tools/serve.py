@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Serve a checkpoint to OpenAI clients and to a browser, from one process, for trying out a model.
+"""Serve a checkpoint to OpenAI clients and to a browser, from one process, to try out a model.
 
 python tools/serve.py -d configs MODEL.yml
 curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once", "max_tokens": 32}'
@@ -29,13 +29,14 @@ from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 
-_CONNECTIONS = 256  # open connections; further ones are refused
+_CONNECTIONS = 256  # open connections; more are refused
 _SHUTDOWN_SECONDS = 3  # for running answers when the server is stopped
 
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Bind the address before the model is loaded, which may take minutes. Raises NeoXError if that fails."""
-    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
@@ -52,18 +53,19 @@ def main() -> None:
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser, "-o")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--allow_host", action="append", default=[], help="further host name that clients may use")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--allow_host", action="append", default=[], help="another host name that clients may use")
     parser.add_argument("--max_tokens", type=int, default=limits.max_tokens, help="most new tokens per request")
     parser.add_argument("--max_sequences", type=int, default=limits.sequences, help="most sequences per request")
     parser.add_argument("--max_seconds", type=float, default=limits.seconds, help="most seconds per generation")
     parser.add_argument(
-        "--max_waiting", type=int, default=limits.waiting, help="waiting requests, beyond which more are refused"
+        "--max_waiting", type=int, default=limits.waiting, help="most waiting requests; more are refused"
     )
     args = parser.parse_intermixed_args()
     setup_logging()
-    if missing := [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]:
-        raise NeoXError(f"{' and '.join(missing)} missing: {install_command('requirements-serve.txt')}")
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise NeoXError(f"the package {package} is missing: {install_command('requirements-serve.txt')}")
     import uvicorn
 
     plan, tokenizer = plan_from_arguments(args)
@@ -103,7 +105,7 @@ def main() -> None:
         answer_signal(number, frame)
 
     server.handle_exit = end  # type: ignore[method-assign]
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end
         server.run(sockets=[address])
 
 

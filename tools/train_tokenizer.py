@@ -24,19 +24,19 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, separated by commas")
     p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
-    p.add_argument("--vocab-size", "-v", type=int, required=True)
+    p.add_argument("--vocab-size", "-v", type=int, required=True, help="number of ids")
     p.add_argument(
         "--output",
         "--tokenizer_output_path",
         required=True,
-        help="tokenizer.json; gpt2: a directory; kinds of sentencepiece: a .model; wordpiece: a vocab.txt",
+        help="tokenizer.json; a directory for gpt2, a .model for sentencepiece, a vocab.txt for wordpiece",
     )
     p.add_argument("--tokenizer_type", choices=["BPE"], help="gpt-neox's name of the default kind")
     p.add_argument("--kind", default="byte-level-bpe", choices=TOKENIZER_KINDS)
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     p.add_argument("--sample", type=float, default=1.0, help="share of the documents to train on (default: all)")
-    p.add_argument("--max-mb", type=float, help="stop after so many MB of text: bounds time and memory")
-    p.add_argument("--seed", type=int, default=1234, help="of --sample")
+    p.add_argument("--max-mb", type=float, help="stop after this many MB of text, to limit time and memory")
+    p.add_argument("--seed", type=int, default=1234, help="seed of --sample (default: 1234)")
     return p
 
 
@@ -64,13 +64,13 @@ def chosen_texts(
         key: JSON key of the text.
         skip_bad: Number of bad inputs that may be skipped.
         share: Share of the documents, drawn with `seed`.
-        max_mb: Million characters after which to stop; None reads everything.
-        seed: Of the draw.
+        max_mb: Millions of characters after which to stop; None reads everything.
+        seed: Seed of the draw.
     """
     chance = random.Random(seed)
     left = float("inf") if max_mb is None else max_mb * 1e6
     with progress("reading", unit="characters") as bar:
-        for document in read_documents([path for path in inputs if path], key, skip_bad=skip_bad):
+        for document in read_documents(list(filter(None, inputs)), key, skip_bad=skip_bad):
             if share < 1 and chance.random() >= share:
                 continue
             bar.update(len(document.text))
