@@ -21,11 +21,9 @@ from neox.convert.model_card import model_card
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
-from neox.log import get_logger
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_keys
 
-_log = get_logger(__name__)
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 """Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
 _VERIFY_TOKENS = 256
@@ -113,7 +111,6 @@ def to_hf(
             length = min(_VERIFY_TOKENS, plan.architecture.max_positions)
             tokens, origin = verification_tokens(tokenizer, rows, length, verify_text)
             check = compare_logits(reader, config, partial, tokens, origin)
-            _log.info("verified: %s", check)
             _refuse_other_logits(check, export)
         card = model_card(
             name=output.name,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -44,23 +43,26 @@ class SharedWarnings:
         self._shown_by_launcher = frozenset(shown)
         self._said_at: dict[str, float] = {}  # messages that were shown or dropped, and when
         self._waiting: dict[str, _Waiting] = {}
-        self._open_lines: defaultdict[int, str] = defaultdict(str)  # by rank
+        self._open_lines: dict[int, str] = {}  # what is there of lines without an end, by rank
 
     def take(self, event: Event) -> bool:
         """Take a `line` event of stderr, and return whether the caller is to show it now."""
         rank = event["rank"]
-        started = bool(self._open_lines[rank])
-        line = self._open_lines.pop(rank) + event["text"]
+        is_shown_at_once = rank <= 0  # rank 0, or an agent, whose rank is -1
+        begin = self._open_lines.pop(rank, "")
+        line = begin + event["text"]
         if event["more"]:
             self._open_lines[rank] = line
-            return rank <= 0
+            return is_shown_at_once
         match = _LOG_LINE.fullmatch(line)
-        if rank <= 0:
-            return match is None or self._take_first_rank(match["message"]) or started
         if match is None:
-            self._show(line)
-        else:
-            self._take_other_rank(rank, match["message"], match["time"])
+            if not is_shown_at_once:
+                self._show(line)
+            return is_shown_at_once
+        if is_shown_at_once:
+            is_new = self._take_first_rank(match["message"])
+            return is_new or bool(begin)  # what has begun is shown to its end
+        self._take_other_rank(rank, match["message"], match["time"])
         return False
 
     def show_due(self) -> None:
