@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
@@ -141,6 +142,11 @@ class Engine:
         count = self.plan.batch.gradient_accumulation_steps
         scores, amount = self._steps.evaluate(batches, count, self.plan.batch_schedule.full_length)
         return EvaluationResult(dict(zip(self.objective.names, scores.tolist(), strict=True)), amount)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage's ranks; None on others."""
+        return self._steps.logits(tokens)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""

@@ -19,29 +19,32 @@ from neox.parallel import gather_last_dim
 _log = get_logger(__name__)
 FILE = "validation_logits.pt"
 _LENGTH = 64
-# Of the largest logit. Other parallel degrees sum in another order, which 16 bits round differently.
 _TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+"""Largest difference, relative to the largest logit. Other parallel degrees sum in another order, which 16 bits round
+differently."""
 
 
-@torch.no_grad()
 def fixed_logits(engine: Engine) -> Tensor | None:
     """Compute the logits of the fixed input; all ranks call it together.
 
     Returns:
         Logits [1, S, V] in fp32 on the CPU on the last stage's ranks; None on others.
     """
-    plan = engine.plan
-    length = min(plan.config.model.seq_length or _LENGTH, _LENGTH)
-    tokens = (torch.arange(length, device=engine.device) % plan.vocab_size)[None]  # [1, S]
-    engine.deepspeed_engine.eval()
-    logits = engine.deepspeed_engine.logits(tokens)
+    length = min(engine.plan.config.model.seq_length or _LENGTH, _LENGTH)
+    tokens = torch.arange(length, device=engine.device) % engine.plan.vocab_size
+    logits = engine.logits(tokens.unsqueeze(0))
     if logits is None:
         return None
     return gather_last_dim(logits, engine.grid).float().cpu()
 
 
 def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:
-    """Compare logits with those in the checkpoint `path`; no collective operations.
+    """Compare logits with the stored ones. No collective operations take place.
+
+    Args:
+        path: The checkpoint.
+        logits: Logits of the fixed input; None on ranks that have none.
+        engine: The engine that computed them.
 
     Raises:
         CheckpointError: If they differ by more than the precisions explain.
@@ -54,10 +57,12 @@ def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:
     if logits is None:
         return
     stored = load_file(file)
-    expected: Tensor = stored["logits"]
-    length, vocabulary = min(expected.shape[1], logits.shape[1]), engine.plan.vocab_size
-    expected, found = expected[:, :length, :vocabulary], logits[:, :length, :vocabulary]
-    allowed = max(_TOLERANCE[stored["precision"]], _TOLERANCE[engine.plan.precision]) * float(expected.abs().max())
+    length = min(stored["logits"].shape[1], logits.shape[1])
+    vocabulary = engine.plan.vocab_size
+    expected: Tensor = stored["logits"][:, :length, :vocabulary]
+    found = logits[:, :length, :vocabulary]
+    tolerance = max(_TOLERANCE[stored["precision"]], _TOLERANCE[engine.plan.precision])
+    allowed = tolerance * float(expected.abs().max())
     largest = float((expected - found).abs().max())
     if not largest <= allowed:
         raise CheckpointError(

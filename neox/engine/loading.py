@@ -18,10 +18,10 @@ from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors
 from neox.engine.start import Start, check_local_copy, choose_start
-from neox.engine.weights import gathered, read_weights, read_weights_fp32
+from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError
 from neox.log import get_logger
-from neox.model import GPT, Embedding
+from neox.model import Embedding
 from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -44,7 +44,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     model = build_model(plan, grid, objective, device)
     if start.checkpoint is not None:
         _load_weights(model, plan, grid, start, start.checkpoint)
-    if start.new_prompt and isinstance(model, GPT):
+    if start.new_prompt:
         _initialize_prompt(model, plan)
     engine = build_engine(plan, grid, device, objective, model)
     _load_state(engine, start)
@@ -63,15 +63,16 @@ def resume(engine: Engine, start: Start) -> None:
     _load_state(engine, start)
 
 
-def _initialize_prompt(model: GPT, plan: RunPlan) -> None:
+def _initialize_prompt(model: nn.Module, plan: RunPlan) -> None:
     """Set the soft prompt to the vectors of a text's tokens, repeated or cut to the prompt's length."""
     settings = plan.config.model.soft_prompt_tuning
     count = plan.architecture.soft_prompt_tokens
     if not count or settings is None or not settings.init_string:
         return
     ids = from_first_rank(lambda: _prompt_ids(plan, settings.init_string))
-    embedding = model.sequential[0]
-    prompt = model.sequential[1]
+    layers = dict(weight_layers(model))
+    embedding = layers[0]
+    prompt = layers[1]
     weight = next(prompt.parameters())
     repeated = (ids * (count // len(ids) + 1))[:count]
     rows = torch.tensor(repeated, device=weight.device).unsqueeze(0)  # [1, prompt tokens]

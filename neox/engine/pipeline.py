@@ -40,7 +40,8 @@ class _PlannedLayer(LayerSpec):  # type: ignore[misc]
 
     def __init__(self, build: BuildLayer, index: int) -> None:
         super().__init__(nn.Module)
-        self._build_layer, self._index = build, index
+        self._build_layer = build
+        self._index = index
 
     def build(self, log: bool = False) -> nn.Module:
         return self._build_layer(self._index)
@@ -51,7 +52,8 @@ class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
 
     def __init__(self, build: BuildLayer, index: int, forward_fn: Callable[..., Tensor] | None = None) -> None:
         super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=WORD_EMBEDDINGS)
-        self._build_layer, self._index = build, index
+        self._build_layer = build
+        self._index = index
 
     def build(self, log: bool = False) -> nn.Module:
         layer = self._build_layer(self._index)
@@ -148,27 +150,23 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         """Make copies of parameters that blocks share one on this stage, and one over all stages that hold blocks.
 
         Returns:
-            Each with the group over which its gradients are summed. Initial values are equal, and stay so.
+            The shared parameters, each with the group over which its gradients are summed. Initial values are equal,
+            and stay so.
         """
         shared = share_parameters(self.weight_layers(), plan.layers)
-        names = {p.name for layer in plan.layers for p in layer.parameters if p.shared_with is not None}
-        if not names:
+        holders = _stages_with_shared_parameters(plan)
+        if not holders:
             return []
-        topology = grid.topology
-        holders = [
-            stage.index
-            for stage in plan.stages
-            if any(p.name in names for layer in stage.entries(plan.layers) for p in layer.parameters)
-        ]
         result = []
         for dp_rank in range(grid.dp_size):
             for tp_rank in range(grid.tp_size):
-                ranks = [topology.rank_of(stage, dp_rank, tp_rank) for stage in holders]
+                ranks = [grid.topology.rank_of(stage, dp_rank, tp_rank) for stage in holders]
                 group = dist.new_group(ranks)
                 if grid.rank in ranks:
                     result = [(parameter, group) for parameter in shared]
-        for parameter in shared if grid.pp_rank != holders[0] else ():
-            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark of a copy
+        if grid.pp_rank != holders[0]:
+            for parameter in shared:
+                parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark of a copy
         return result
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
@@ -196,16 +194,31 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
 def _specs(plan: RunPlan, build: BuildLayer) -> list[Any]:
     """Return one specification per layer; identity layers are functions, so that no file is written for them."""
-
-    def spec(index: int) -> Any:
-        entry = plan.layers[index]
+    specs: list[Any] = []
+    for entry in plan.layers:
+        is_tied = plan.architecture.tie_word_embeddings and entry.kind in ("embedding", "head", "masked_lm_head")
         if entry.kind == "identity":
-            return _identity
-        if not plan.architecture.tie_word_embeddings or entry.kind not in ("embedding", "head", "masked_lm_head"):
-            return _PlannedLayer(build, index)
-        return _TiedLayer(build, 0, None if entry.kind == "embedding" else Embedding.logits)
+            specs.append(_identity)
+        elif not is_tied:
+            specs.append(_PlannedLayer(build, entry.index))
+        elif entry.kind == "embedding":
+            specs.append(_TiedLayer(build, 0))
+        else:
+            specs.append(_TiedLayer(build, 0, Embedding.logits))
+    return specs
 
-    return [spec(entry.index) for entry in plan.layers]
+
+def _stages_with_shared_parameters(plan: RunPlan) -> list[int]:
+    """Return the stages that hold a parameter which several layers use as one."""
+    names: set[str] = set()
+    for layer in plan.layers:
+        names.update(spec.name for spec in layer.parameters if spec.shared_with is not None)
+    holders = []
+    for stage in plan.stages:
+        held = {spec.name for layer in stage.entries(plan.layers) for spec in layer.parameters}
+        if held & names:
+            holders.append(stage.index)
+    return holders
 
 
 def _identity(x: Tensor) -> Tensor:

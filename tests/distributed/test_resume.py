@@ -138,6 +138,15 @@ def as_gpt_neox_writes(path, **changed):
         save_file(file, snapshot({**state, **changed}, HostCopies()))
 
 
+def assert_refused_with_ways_out(checkpoint):
+    from neox.engine.start import choose_start
+
+    with pytest.raises(CheckpointError) as refused:
+        choose_start(tiny_plan(2, load=str(checkpoint.parent)))
+    for way_out in ("`no_load_optim: true`", "`finetune: true`"):
+        assert way_out in str(refused.value)
+
+
 def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
     """The forms in which gpt-neox's DeepSpeed writes them: without ZeRO, and cut over data ranks."""
     from neox.engine.start import choose_start
@@ -162,22 +171,22 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
 
     theirs = find_checkpoint(shutil.copytree(tmp_path / "0", tmp_path / "0-refused"))
     as_gpt_neox_writes(theirs, optimizer=None)
-    with pytest.raises(CheckpointError, match=r"no optimizer state.*`no_load_optim: true`.*`finetune: true`"):
-        choose_start(tiny_plan(2, load=str(theirs.parent)))
+    assert_refused_with_ways_out(theirs)
     theirs = find_checkpoint(shutil.copytree(tmp_path / "1", tmp_path / "1-refused"))
     as_gpt_neox_writes(theirs)
     for file in theirs.glob("*optim_states.pt"):
         state = load_file(file)["optimizer_state_dict"]
         file.unlink()  # still mapped
         save_file(file, {"optimizer_state_dict": {key: state[key] for key in state if key != "param_slice_mappings"}})
-    with pytest.raises(CheckpointError, match=r"before 0\.7.*`no_load_optim: true`.*`finetune: true`"):
-        choose_start(tiny_plan(2, load=str(theirs.parent)))
+    assert_refused_with_ways_out(theirs)
     for way_out in ({"no_load_optim": True}, {"finetune": True}):
         assert choose_start(tiny_plan(2, load=str(theirs.parent), **way_out)).checkpoint == theirs
     bare = find_checkpoint(tmp_path / "4")
     assert not list(bare.glob("*optim_states.pt"))
-    with pytest.raises(CheckpointError, match=r"without the optimizer's state \(no_save_optim\); set no_load_optim"):
+    with pytest.raises(CheckpointError) as refused:
         OptimizerReader(bare, plans[4].layers)
+    assert "no_save_optim" in str(refused.value)
+    assert "no_load_optim" in str(refused.value)
 
 
 def test_where_nothing_is_to_load(tmp_path):
@@ -185,13 +194,15 @@ def test_where_nothing_is_to_load(tmp_path):
 
     new = str(tmp_path / "new")
     assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None
-    with pytest.raises(CheckpointError, match="nothing to resume from"):
+    with pytest.raises(CheckpointError) as nothing:
         choose_start(tiny_plan(1, load=new))
+    assert new in str(nothing.value)
     broken = tmp_path / "broken" / "global_step1"
     broken.mkdir(parents=True)
     (broken / "layer_00-model_00-model_states.pt").write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError) as incomplete:
         choose_start(tiny_plan(1, save=str(broken.parent), load=str(broken.parent)))
+    assert broken.name in str(incomplete.value)
 
 
 def save_onto_a_full_disk(plan):

@@ -15,15 +15,15 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """Optimizer of bf16 weights whose fp32 copies are divided over data ranks: ZeRO 1, and pipeline stages with ZeRO 0.
 
     With `bf16.immediate_grad_update` a gradient is added to the accumulated ones, and released, as soon as the backward
-    pass has it. The numbers are DeepSpeed's (0.19.8), but for stages with ZeRO 0, whose gradients are accumulated in
-    bf16: DeepSpeed rounds the factor that clips them to bf16, too.
+    pass has it. The numbers are DeepSpeed's, except for stages with ZeRO 0, whose gradients are accumulated in bf16:
+    there DeepSpeed rounds the factor that clips them to bf16, too.
     """
 
     @torch.no_grad()
     def _update_hp_grad(self, lp: Tensor, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
         """Add a parameter's gradient to the accumulated one in one kernel, without a copy in fp32.
 
-        10 bytes of memory traffic for each element; DeepSpeed's cast and sum move 18.
+        That moves 10 bytes for each element. DeepSpeed's cast and sum move 18.
         """
         if lp.grad is None:
             return
@@ -36,10 +36,10 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip and update; a step whose norm is not finite changes nothing and sets `overflow`.
+        """Clip and update. A step whose norm is not finite changes nothing and sets `overflow`.
 
-        The device is waited for once. Only the gradients of this rank's part are clipped, which alone are used.
-        DeepSpeed's engine calls `zero_grad` afterwards, always.
+        The host waits for the device once, and only the gradients of this rank's part are clipped, because only these
+        are used. DeepSpeed waits several times and clips all gradients. Its engine always calls `zero_grad` afterwards.
         """
         norm, factor = self._norm_and_factor()
         self.overflow = not math.isfinite(norm)

@@ -88,11 +88,6 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             loss = loss.float() * scaling.cur_scale
         return super().backward(loss, *args, **kwargs)
 
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits [B, S, V/tp] of tokens [B, S]."""
-        logits: Tensor = self(tokens)
-        return logits
-
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Average gradients over data ranks, and measure how long that takes."""
         with self.step_timers.part(COMMUNICATION):
@@ -166,11 +161,6 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         super().__init__(*args, **kwargs)
         # DeepSpeed compares types for equality. Gradients of tied weights would not be summed over stages.
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16Optimizer)
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage; None on others."""
-        logits: Tensor | None = self.module.logits(tokens)
-        return logits
 
     def _forward_pass(self, buffer_id: int) -> None:
         """Run a micro batch through this stage; the last one computes the scores in its module.

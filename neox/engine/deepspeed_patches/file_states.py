@@ -1,8 +1,8 @@
 """ZeRO 3's states and weights in files of a local disk, for `device: nvme`.
 
 A tensor's memory is a file without a name that is mapped into the process. The kernel reads and writes its pages, keeps
-those in main memory for which there is room, and deletes the file with the process, however that ends. To DeepSpeed the
-tensors are those of offload to main memory, so saving, loading and resharding know nothing of files.
+as many of them in main memory as fit, and deletes the file when the process ends, in whatever way. DeepSpeed sees
+tensors that are offloaded to main memory, so saving and loading know nothing of files.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from neox.errors import TrainingError, os_errors
 
-# Smaller tensors stay in main memory: a file takes whole pages.
 _SMALLEST_BYTES = 2**16
-_WILL_NEED = 3  # of `madvise`
+"""Size below which tensors stay in main memory, because a file takes whole pages."""
+_WILL_NEED = 3
+"""`MADV_WILLNEED` of the system call `madvise`."""
 
 
 def file_tensor(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor of zeros in a new file.
 
     Args:
-        directory: Where the file is; created if it is missing.
+        directory: Directory of the file, which is created if it is missing.
         numel: Number of elements, above 0.
         dtype: Type of an element.
 
@@ -66,15 +67,15 @@ def move_weights_to_files(layer: nn.Module, directory: Path) -> None:
 
 
 class SwappedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """DeepSpeed's ZeRO 3; tensors that it offloads are in files where the configuration has an `nvme_path`.
+    """DeepSpeed's ZeRO 3. Tensors that it offloads are in files if the configuration has an `nvme_path`.
 
-    DeepSpeed's own `device: nvme` is not used (0.19.8): it compiles 15 C++ files on every host against libaio, locks
-    its buffers in memory, of which systems allow 8 MiB by default, copies its files into checkpoints, and loads them in
-    the same layout only.
+    DeepSpeed's own `device: nvme` is not used. It compiles 15 C++ files on every host against libaio, locks its buffers
+    in memory (systems allow 8 MiB by default), copies its files into checkpoints, and loads them only in the same
+    layout.
     """
 
     def _configure_offloading(self, optimizer: Any, weights: Any) -> None:
-        """Set what is offloaded, and where to."""
+        """Read from the configuration what is offloaded, and to which directories."""
         super()._configure_offloading(optimizer, weights)
         self.states_directory: Path | None = getattr(optimizer, "nvme_path", None)
         self.weights_directory: Path | None = getattr(weights, "nvme_path", None)
@@ -135,8 +136,9 @@ class SwappedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
 
 def _read_ahead(tensor: Tensor) -> None:
-    """Let the kernel read a tensor's file meanwhile, as far as it is not in memory.
+    """Let the kernel read the pages of a tensor's file that are not in memory, meanwhile.
 
-    It is not told which pages can go: it finds out where it must, and to map all again takes longer than the update.
+    It is not told which pages can go. It finds out when it must, and mapping all pages again takes longer than the
+    update.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), _WILL_NEED)

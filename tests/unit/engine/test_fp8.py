@@ -21,8 +21,9 @@ FP8 = {"precision": "bf16", "fp8": "tensorwise"}
 def test_a_rank_on_an_old_gpu_ends_with_its_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
-    with pytest.raises(LaunchError, match="an old GPU"):
+    with pytest.raises(LaunchError) as refused:
         multiply_in_fp8(torch.nn.Linear(1, 1), small_plan(**FP8), torch.device("cuda"))
+    assert "an old GPU" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

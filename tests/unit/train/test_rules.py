@@ -25,20 +25,24 @@ def check(rule, result, iteration):
 
 
 def test_the_first_bad_step_ends_the_run_by_default():
-    with pytest.raises(TrainingError, match="iteration 7: loss nan"):
+    with pytest.raises(TrainingError) as ended:
         check(NonFiniteRule(0, dynamic_loss_scale=False), bad(), 7)
+    assert "iteration 7" in str(ended.value)
+    assert "max_nonfinite_steps" in str(ended.value)
 
 
 def test_bad_steps_are_counted_in_a_row():
     rule = NonFiniteRule(2, dynamic_loss_scale=False)
     assert [check(rule, step, 1) for step in (bad(), bad(), GOOD, bad(), bad())] == [True, True, False, True, True]
-    with pytest.raises(TrainingError, match="3 such steps in a row"):
+    with pytest.raises(TrainingError):
         check(rule, bad(), 6)
+    assert rule.in_a_row == 3
 
 
 def test_a_bad_step_that_was_applied_ends_the_run_at_once():
-    with pytest.raises(TrainingError, match="was applied"):
+    with pytest.raises(TrainingError) as ended:
         check(NonFiniteRule(5, dynamic_loss_scale=False), bad(skipped=False), 1)
+    assert "max_nonfinite_steps" not in str(ended.value), "a higher limit would not help"
 
 
 def test_a_shrinking_loss_scale_does_not_count_but_a_bad_loss_does():
