@@ -12,11 +12,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-import yaml
-
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
-from neox.files import write_text
 from neox.launch.command_line import INFERENCE, TOOLS, find_lone_tool, find_script, parse_arguments
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
@@ -35,15 +32,17 @@ from neox.launch.start import (
 )
 from neox.launch.tool_runs import launch_tool
 from neox.log import setup_logging
-from neox.plan import Capabilities, Device, RunPlan, encode_payload, format_plan, host_device, plan_as_dict
-from neox.plan.device import host_problem, memory_on
+from neox.plan import Capabilities, RunPlan, encode_payload, format_plan, plan_as_dict
+from neox.plan.device import memory_on
 from neox.plan.fp8 import fp8_problems
 from neox.plan.precision import settle_precision
 from neox.plan.report import labelled
-from neox.preflight.checks import memory_problems, nvme_paths, nvme_problems
+from neox.preflight.checks import nvme_paths
 from neox.preflight.data_checks import data_prefixes
-from neox.preflight.planning import build_plan, read_config
+from neox.preflight.host_checks import capabilities_of, check_memory
+from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
+from neox.preflight.run_directory import run_directory, write_run_directory
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 _MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
@@ -60,20 +59,28 @@ def main() -> int:
         LaunchError: The run cannot be started.
     """
     setup_logging()
-    if len(sys.argv) > 1 and Path(sys.argv[1]).stem in TOOLS:
-        return launch_tool(find_script(sys.argv[1]), sys.argv[2:], child_environment())
-    if len(sys.argv) > 1 and (tool := find_lone_tool(sys.argv[1])) is not None:
-        os.execv(sys.executable, [sys.executable, str(tool), *sys.argv[2:]])
+    if len(sys.argv) > 1 and (status := _run_tool(sys.argv[1], sys.argv[2:])) is not None:
+        return status
     arguments = parse_arguments()
-    run = _Run(arguments, read_config(arguments))
+    command = _Command(arguments, read_config(arguments))
     if arguments.script == "doctor":
-        return run.doctor()
+        return command.doctor()
     if arguments.dry_run:
-        return run.show()
-    return run.start()
+        return command.show()
+    return command.start()
 
 
-class _Run:
+def _run_tool(name: str, words: Sequence[str]) -> int | None:
+    """Run a tool, which has no configuration, and return its exit status; None if the name is not a tool's."""
+    if Path(name).stem in TOOLS:
+        return launch_tool(find_script(name), words, child_environment())
+    tool = find_lone_tool(name)
+    if tool is not None:
+        os.execv(sys.executable, [sys.executable, str(tool), *words])
+    return None
+
+
+class _Command:
     """What one command line asks for.
 
     Args:
@@ -82,214 +89,212 @@ class _Run:
     """
 
     def __init__(self, arguments: argparse.Namespace, config: NeoXConfig) -> None:
-        self.arguments, self.config = arguments, config
+        self.arguments = arguments
+        self.config = config
         self.runner = config.runner
         self.environment, from_file = launch_environment()
         self.forwarded = (*(self.runner.forward_environment or FORWARDED), *from_file)
-        self.save = Path(config.checkpoint.save).absolute() if config.checkpoint.save else None
+        self.save: Path | None = None
+        if config.checkpoint.save:
+            self.save = Path(config.checkpoint.save).absolute()
 
     def doctor(self) -> int:
-        """Check all hosts and print the table; return 1 where something is to be fixed."""
+        """Check all hosts and print the table; return 1 if something is to be fixed."""
         placement = place_ranks(self.runner, self.config.source("hostfile"))
-        reports, table = self._examine_hosts(self._spec(placement, Path(), None, Path.cwd()))
-        print(table)
+        reports = self._examine_hosts(self._empty_spec(placement, Path()))
+        print(format_reports(reports))
         if self.config.given("vocab_file"):
-            names = (self.config.describe_setting(key) for key in _TOKENIZER_FILES if self.config.given(key))
-            print(f"tokenizer, whose files every host needs: {', '.join(names)}")
-        return 1 if any(report.problems for report in reports) else 0
+            files = ", ".join(map(self.config.describe_setting, self._tokenizer_keys()))
+            print(f"tokenizer, whose files every host needs: {files}")
+        return int(_have_problems(reports))
 
     def show(self) -> int:
         """Print the plan; problems are warnings."""
         placement, warnings = choose_hosts(self.config, self.arguments)
-        script = find_script(self.arguments.script)
-        depends = self.config.model.precision == "auto" or self.config.training.fp8 is not None
-        asks = depends and placement.is_local
-        capabilities = Capabilities.of_hosts([native_formats()]) if asks else Capabilities()
-        plan, device, missing = build_plan(self.config, placement, script, capabilities, dry_run=True)
-        path = None if self.arguments.hosts or self.arguments.gpus else self.environment["PATH"]
-        unable = launcher_problem(placement.hosts, self.runner, path)
-        spec = self._spec(placement, script, plan, self._run_directory(), device)
-        warnings += [*map(str, missing), *([unable] if unable else [])]
+        job = Job(find_script(self.arguments.script), placement, dry_run=True)
+        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
+        warnings += map(str, planned.problems)
+        imagined = self.arguments.hosts or self.arguments.gpus  # such hosts need no programs
+        warnings += self._launcher_problems(placement, None if imagined else self.environment["PATH"])
+        spec = self._spec(job, planned, self._run_directory())
+        commands = {}
         try:
             commands = self._commands(spec)
         except LaunchError as error:  # too long, for example
-            commands, warnings = {}, [*warnings, str(error)]
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            warnings.append(str(error))
+        _print_to_stderr("warning", warnings)
         if self.arguments.plot:
-            draw_schedules(plan, Path(self.arguments.plot))
+            draw_schedules(planned.plan, Path(self.arguments.plot))
         if self.arguments.json:
-            about = {"hosts": _hosts(plan, placement), "warnings": warnings, **commands}
-            print(json.dumps({**plan_as_dict(plan, device), **about}))
-            return 0
-        launcher, verbose = chosen_launcher(spec.hosts, self.runner), self.arguments.verbose
-        groups = host_groups(plan.grid, placement.hosts)
-        shown = groups if verbose or len(groups) <= _MOST_GROUPS else groups[: _MOST_GROUPS - 1]
-        more = [] if len(shown) == len(groups) else [f"and {len(groups) - len(shown)} more groups of hosts"]
-        title = f"{len(placement.hosts)} ({placement.why}), launcher {launcher}"
-        print("\n".join(labelled("hosts", [title, *map(str, shown), *more])))
-        print(format_plan(plan, device, training=script.stem not in INFERENCE, verbose=verbose))
-        if verbose:
-            print("\n".join(labelled("command", format_commands(spec, launcher))))
+            about = {"hosts": _hosts(planned.plan, placement), "warnings": warnings, **commands}
+            print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
-            print("--verbose shows every stage, the source of every key, DeepSpeed's configuration and the commands")
+            self._print_plan(planned, placement, spec)
         return 0
 
     def start(self) -> int:
         """Check everything that can be known before ranks start, then start the run and follow it."""
         placement, warnings = choose_hosts(self.config, self.arguments)
-        script = find_script(self.arguments.script)
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+        job = Job(find_script(self.arguments.script), placement, dry_run=False, environment=self.environment)
+        _print_to_stderr("warning", warnings)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
-        before_plan = over_ssh and self.config.model.precision == "auto"
-        reports, capabilities = [], Capabilities()
-        if before_plan:
-            reports = self._check_hosts(self._spec(placement, script, None, Path.cwd()))
-            capabilities = _capabilities(reports)
+        asked_first = over_ssh and self.config.model.precision == "auto"  # the plan depends on the hosts' answers
+        reports: list[HostReport] = []
+        capabilities = Capabilities()
+        if asked_first:
+            reports = self._check_hosts(self._empty_spec(placement, job.script))
+            capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
-        plan, device, problems = build_plan(
-            self.config, placement, script, capabilities, dry_run=False, environment=self.environment
-        )
-        unable = launcher_problem(placement.hosts, self.runner, self.environment["PATH"])
-        if problems:
-            raise ConfigError([*problems, *([unable] if unable else [])])
+        planned = plan_job(self.config, job, capabilities)
+        unable = self._launcher_problems(placement, self.environment["PATH"])
+        if planned.problems:
+            raise ConfigError([*planned.problems, *unable])
         if unable:
-            raise LaunchError(unable)
+            raise LaunchError(unable[0])
+        plan = planned.plan
         with ExitStack() as held:
-            directory = reserve(self._run_directory(), self.save, script.name, held)
-            spec = self._spec(placement, script, plan, directory, device)
-            notes = plan.notes
-            if over_ssh and not before_plan:
+            directory = reserve(self._run_directory(), self.save, job.script.name, held)
+            spec = self._spec(job, planned, directory)
+            notes = list(plan.notes)
+            if over_ssh and not asked_first:
                 reports = self._check_hosts(spec)
-                capabilities = _capabilities(reports)
-                if unable_gpus := list(fp8_problems(plan, capabilities)):
-                    raise ConfigError(unable_gpus)
-                notes += tuple(settle_precision(plan.config, capabilities)[1])
-            _check_memory(plan, spec, reports)
-            for note in notes:
-                print(f"note: {note}", file=sys.stderr)
-            write_run_directory(directory, plan, device, self._commands(spec))
+                notes += _check_formats(plan, capabilities_of(reports))
+            if job.runs_model:
+                check_memory(plan, spec, reports, training=job.trains)
+            _print_to_stderr("note", notes)
+            write_run_directory(directory, plan, planned.device, self._commands(spec))
             return launch(spec, self.runner, self.environment, self.forwarded)
+
+    def _capabilities_without_run(self, placement: Placement) -> Capabilities:
+        """Return what this machine multiplies natively, if a dry run depends on it and ranks would run here."""
+        depends = self.config.model.precision == "auto" or self.config.training.fp8 is not None
+        if depends and placement.is_local:
+            return Capabilities.of_hosts([native_formats()])
+        return Capabilities()
+
+    def _launcher_problems(self, placement: Placement, path: str | None) -> list[str]:
+        """Return why the launcher cannot start ranks.
+
+        Args:
+            placement: Hosts and slots.
+            path: `PATH` in which its program is looked for; None not to look.
+        """
+        problem = launcher_problem(placement.hosts, self.runner, path)
+        return [problem] if problem else []
+
+    def _print_plan(self, planned: PlannedJob, placement: Placement, spec: LaunchSpec) -> None:
+        launcher = chosen_launcher(spec.hosts, self.runner)
+        verbose = self.arguments.verbose
+        groups = list(map(str, host_groups(planned.plan.grid, placement.hosts)))
+        if not verbose and len(groups) > _MOST_GROUPS:
+            hidden = len(groups) - (_MOST_GROUPS - 1)
+            groups = [*groups[: _MOST_GROUPS - 1], f"and {hidden} more groups of hosts"]
+        title = f"{len(placement.hosts)} ({placement.why}), launcher {launcher}"
+        print("\n".join(labelled("hosts", [title, *groups])))
+        training = Path(spec.script).stem not in INFERENCE
+        print(format_plan(planned.plan, planned.device, training=training, verbose=verbose))
+        if verbose:
+            print("\n".join(labelled("command", format_commands(spec, launcher))))
+        else:
+            print("--verbose shows every stage, the source of every key, DeepSpeed's configuration and the commands")
 
     def _run_directory(self) -> Path:
         return run_directory(self.config.logging.log_dir, self.arguments.conf_file[0])
 
-    def _spec(
-        self, placement: Placement, script: Path, plan: RunPlan | None, directory: Path, device: Device | None = None
-    ) -> LaunchSpec:
-        arguments = () if plan is None else ("--payload", encode_payload(plan))
+    def _spec(self, job: Job, planned: PlannedJob, directory: Path) -> LaunchSpec:
+        """Return the launch of a planned job."""
+        rank_bytes = None
+        save = None
+        if job.trains:
+            rank_bytes = memory_on(planned.plan, planned.device).needed(on_cpu=planned.device.shared)
+            save = self.save
         return new_spec(
-            placement,
+            job.placement,
             self.runner,
-            script,
-            arguments,
+            job.script,
+            ("--payload", encode_payload(planned.plan)),
             directory,
             self.environment,
             self.forwarded,
-            save=self.save if script.stem == "train" else None,
+            save=save,
             hang_timeout=self.config.training.hang_timeout,
-            rank_bytes=memory_on(plan, device).needed(on_cpu=device.shared)
-            if plan and device and script.stem == "train"
-            else None,
+            rank_bytes=rank_bytes,
         )
 
+    def _empty_spec(self, placement: Placement, script: Path) -> LaunchSpec:
+        """Return a launch without a plan, with which hosts are checked."""
+        return new_spec(placement, self.runner, script, (), Path.cwd(), self.environment, self.forwarded)
+
     def _commands(self, spec: LaunchSpec) -> dict[str, Any]:
-        """Return the command that this process runs, every host's, and the same ranks under DeepSpeed's launcher."""
+        """Return the commands of this process and of every host, and of the same ranks under DeepSpeed's launcher."""
         launcher = chosen_launcher(spec.hosts, self.runner)
         own = launcher_command(spec, self.runner, forwarded_secrets(self.environment, self.forwarded))
         return {
             "launcher": launcher,
             "launch": None if own is None else join(own),
-            "commands": [vars(line) for line in host_commands(spec, launcher)],
+            "commands": list(map(vars, host_commands(spec, launcher))),
             "deepspeed_launcher": join(deepspeed_command(spec)),
         }
 
     def _check_hosts(self, spec: LaunchSpec) -> list[HostReport]:
         """Check every host and return the reports. Raises LaunchError for a host with a problem."""
-        reports, table = self._examine_hosts(spec)
-        if any(report.problems for report in reports):
-            raise LaunchError(f"nothing was started:\n{table}")
+        reports = self._examine_hosts(spec)
+        if _have_problems(reports):
+            raise LaunchError(f"nothing was started:\n{format_reports(reports)}")
         return reports
 
-    def _files_of_every_host(self) -> Iterator[str]:
-        """Yield the token files and the tokenizer's files, which every rank reads."""
-        yield from (prefix + ".bin" for prefix in data_prefixes(self.config))
+    def _tokenizer_keys(self) -> Iterator[str]:
+        """Yield the keys of the tokenizer's files that were given."""
         for key in _TOKENIZER_FILES:
-            if self.config.given(key) and self.config.tokenizer.tokenizer_type != "TiktokenTokenizer":  # maybe a name
-                yield self.config.value(key)
+            if self.config.given(key):
+                yield key
 
-    def _examine_hosts(self, spec: LaunchSpec) -> tuple[list[HostReport], str]:
-        """Check every host, with the paths of this configuration; return the reports, and as a table."""
+    def _files_of_every_host(self) -> Iterator[str]:
+        """Yield the absolute paths of the token files and the tokenizer's files, which every rank reads."""
+        for prefix in data_prefixes(self.config):
+            yield str(Path(f"{prefix}.bin").absolute())
+        if self.config.tokenizer.tokenizer_type == "TiktokenTokenizer":  # its vocab_file may be the name of an encoding
+            return
+        for key in self._tokenizer_keys():
+            yield str(Path(self.config.value(key)).absolute())
+
+    def _examine_hosts(self, spec: LaunchSpec) -> list[HostReport]:
+        """Check every host, with the paths of this configuration."""
         checks = Checks(
             save_paths=() if self.save is None else (str(self.save),),
             local_paths=nvme_paths(self.config),
-            data_paths=tuple(str(Path(name).absolute()) for name in self._files_of_every_host()),
+            data_paths=tuple(self._files_of_every_host()),
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
             always_ssh=len(spec.hosts) > 1,
         )
-        reports = examine(spec, checks, self.environment)
-        return reports, format_reports(reports)
+        return examine(spec, checks, self.environment)
 
 
-def _capabilities(reports: Sequence[HostReport]) -> Capabilities:
-    """Return what all hosts multiply natively."""
-    return Capabilities.of_hosts([report.answer["formats"] for report in reports])
+def _have_problems(reports: Sequence[HostReport]) -> bool:
+    return any(report.problems for report in reports)
 
 
-def _check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport]) -> None:
-    """Compare what ranks need with every host's main memory, and files with its disk. Raises LaunchError."""
-    if Path(spec.script).stem not in ("train", *INFERENCE):
-        return
-    training = Path(spec.script).stem == "train"
-    for number, report in enumerate(reports):
-        name, available = report.host.name, report.answer["memory"]
-        ranks = range(spec.first_rank(number), spec.first_rank(number) + len(report.host.slots))
-        if training and (full := nvme_problems(plan, ranks, name, report.answer["paths"])):
-            raise LaunchError(f"nothing was started: {full[0]}")
-        if report.answer["accelerators"] and training:
-            if problem := host_problem(plan, ranks, name, available):
-                raise LaunchError(f"nothing was started: {problem}")
-        elif report.answer["accelerators"] == 0:
-            device = host_device(plan, ranks, name, available, training=training)
-            if problems := memory_problems(plan, device, training=training):
-                raise LaunchError(f"nothing was started: {problems[0]}")
+def _check_formats(plan: RunPlan, capabilities: Capabilities) -> list[str]:
+    """Return notes on the precision of a plan on hosts that were asked after it was made.
+
+    Raises:
+        ConfigError: The hosts cannot multiply in fp8.
+    """
+    if problems := list(fp8_problems(plan, capabilities)):
+        raise ConfigError(problems)
+    _, notes = settle_precision(plan.config, capabilities)
+    return notes
+
+
+def _print_to_stderr(kind: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"{kind}: {line}", file=sys.stderr)
 
 
 def _hosts(plan: RunPlan, placement: Placement) -> list[Mapping[str, Any]]:
-    return [
-        {"name": host.names[0], "slots": host.slots, "ranks": host.ranks, "stages": host.stages}
-        for host in ranks_of_hosts(plan.grid, placement.hosts)
-    ]
-
-
-def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
-    """Return the run directory: `log_dir` where set, else `runs/` and the first configuration file's name."""
-    return Path(log_dir).absolute() if log_dir else Path("runs", Path(first_config).stem).absolute()
-
-
-def write_run_directory(directory: Path, plan: RunPlan, device: Device, commands: Mapping[str, Any]) -> None:
-    """Write plan.json, deepspeed.json, config.yml and command.txt, replacing those of the last run.
-
-    Args:
-        directory: The run directory.
-        plan: The plan.
-        device: What a rank runs on.
-        commands: The `launch` command of this process, and each host's among `commands`.
-
-    Raises:
-        LaunchError: The directory cannot be written.
-    """
-    summary = plan_as_dict(plan, device)
-    lines = [join([sys.executable, *sys.argv]), *filter(None, [commands["launch"]])]
-    lines += [f"# on {line['host']}\n{line['command']}" for line in commands["commands"]]
-    try:
-        (directory / "ranks").mkdir(parents=True, exist_ok=True)
-        write_text(directory / "plan.json", json.dumps(summary, indent=2) + "\n")
-        write_text(directory / "deepspeed.json", json.dumps(summary["deepspeed"], indent=2) + "\n")
-        write_text(directory / "config.yml", yaml.safe_dump(plan.config.to_flat(), sort_keys=False))
-        write_text(directory / "command.txt", "".join(f"{line}\n" for line in lines))
-    except OSError as error:
-        raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
+    hosts: list[Mapping[str, Any]] = []
+    for host in ranks_of_hosts(plan.grid, placement.hosts):
+        hosts.append({"name": host.names[0], "slots": host.slots, "ranks": host.ranks, "stages": host.stages})
+    return hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
@@ -23,32 +23,75 @@ from neox.plan import (
     resolve,
     saved_precision,
 )
+from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
-    checkpoint_problems,
     device_of_ranks,
-    finetune_notes,
     login_problems,
     memory_problems,
     missing_packages,
     nvme_paths,
     nvme_problems,
     task_problems,
-    vocabulary,
 )
-from neox.preflight.data_checks import data_problems, epoch_samples, with_loss_normalization, with_train_iters
+from neox.preflight.data_checks import data_problems
+from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
+from neox.preflight.tokenizer_checks import Vocabulary, read_vocabulary
 from neox.problems import Problem, in_file_order
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks are to run, and where.
+
+    Attributes:
+        script: Path of the script. What a script of the user's own needs is not known.
+        placement: Hosts and slots.
+        dry_run: Whether nothing will be started.
+        environment: Variables of the ranks, in which logins are looked for; None not to look.
+    """
+
+    script: Path
+    placement: Placement
+    dry_run: bool
+    environment: Mapping[str, str] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the script trains the model."""
+        return self.script.stem == "train"
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the script trains or runs the model."""
+        return self.trains or self.script.stem in INFERENCE
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """The plan of a job.
+
+    Attributes:
+        plan: The plan.
+        device: What a rank runs on.
+        problems: What is missing or does not fit: warnings of a dry run, errors of a launch.
+    """
+
+    plan: RunPlan
+    device: Device
+    problems: tuple[Problem, ...]
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     """Load the configuration with the command line's overrides.
 
-    For a script that only runs a model, what binds the configuration to the number of ranks it trains on is left out.
+    A script that only runs a model runs on any number of ranks, so what ties the configuration to the ranks of training
+    is left out.
 
     Args:
         arguments: The command line.
 
     Raises:
-        ConfigError: With every problem of keys, grid and batch.
+        ConfigError: A key is unknown or has a wrong value; with every problem of keys, rules, grid and batch.
     """
     loaded = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=overrides(arguments))
     if Path(arguments.script).stem in INFERENCE:
@@ -70,76 +113,95 @@ def _all_problems(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[P
         return [*loaded.problems, Problem((), str(error))]
     except ConfigError as error:
         return in_file_order([*loaded.problems, *loaded.certain(error.problems)])
-    return check_run(loaded, placement.world_size, vocabulary(loaded.config)[0])
+    return check_run(loaded, placement.world_size, read_vocabulary(loaded.config).size)
 
 
-def build_plan(
-    config: NeoXConfig,
-    placement: Placement,
-    script: Path,
-    capabilities: Capabilities,
-    *,
-    dry_run: bool,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[RunPlan, Device, list[Problem]]:
-    """Resolve a configuration and check what the run needs.
+def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
+    """Resolve a configuration and check what the job needs.
 
     Args:
         config: The configuration.
-        placement: Hosts and slots.
-        script: The script that ranks run; what one of the user's own needs is not known.
+        job: What ranks are to run, and where.
         capabilities: What the hosts multiply natively.
-        dry_run: Whether nothing will be started.
-        environment: Variables of the ranks, where logins are looked for; None not to look.
-
-    Returns:
-        The plan, what a rank runs on, and the problems: what is missing or does not fit. They are warnings of a dry
-        run, errors of a launch.
 
     Raises:
-        ConfigError: The configuration cannot be resolved; with the problems of a launch.
+        ConfigError: The configuration cannot be resolved; for a launch with what else is missing.
     """
-    size, tokenizer, problems = vocabulary(config)
-    if tokenizer is None and dry_run:
-        assumed = f"a vocabulary of {size:,} ids is assumed"
-        problems = [replace(problem, message=f"{problem.message}; {assumed}") for problem in problems]
-    asked, world = config.runner.global_num_gpus, placement.world_size
-    if asked not in (None, world):
-        message = f"`global_num_gpus: {asked}`, but there are {world} ranks ({placement.why}); remove it"
+    vocabulary = read_vocabulary(config)
+    problems = [
+        *_vocabulary_problems(vocabulary, job),
+        *_rank_problems(config, job.placement),
+        *_needs_of_script(config, job, vocabulary),
+    ]
+    if config.model.precision == "auto":
+        capabilities = replace(capabilities, saved=saved_precision(config, training=job.trains))
+        problems += _precision_problems(config, job, capabilities)
+    decided = DecidedConfig(config)
+    if job.trains:
+        decided = decide_by_data(config, job.placement.world_size)
+        problems += decided.problems
+    try:
+        plan = resolve(decided.config, job.placement.world_size, vocabulary.size, capabilities)
+    except ConfigError as error:
+        if job.dry_run:
+            raise
+        raise ConfigError([*error.problems, *problems]) from None
+    device = device_of_ranks(plan, job.placement, training=job.trains, dry_run=job.dry_run)
+    problems += _capacity_problems(plan, job, device)
+    if job.trains:
+        notes = (*plan.notes, *decided.notes, *finetune_notes(plan.config))
+        plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
+    return PlannedJob(plan, device, tuple(problems))
+
+
+def _vocabulary_problems(vocabulary: Vocabulary, job: Job) -> list[Problem]:
+    if not job.dry_run:
+        return list(vocabulary.problems)
+    assumed = f"a vocabulary of {vocabulary.size:,} ids is assumed"
+    return [replace(problem, message=f"{problem.message}; {assumed}") for problem in vocabulary.problems]
+
+
+def _rank_problems(config: NeoXConfig, placement: Placement) -> list[Problem]:
+    """Return the problems of the number of ranks and of their rendezvous."""
+    problems = []
+    asked = config.runner.global_num_gpus
+    if asked not in (None, placement.world_size):
+        ranks = f"{placement.world_size} ranks ({placement.why})"
+        message = f"`global_num_gpus: {asked}`, but there are {ranks}; remove it"
         problems.append(config.problem_about(message, "global_num_gpus"))
     if port_problem := master_port_problem(placement, config.runner):
         problems.append(config.problem_about(port_problem, "master_port"))
-    training = script.stem == "train"
-    runs_model = training or script.stem in INFERENCE
-    if training:
-        problems += data_problems(config, tokenizer, dry_run=dry_run)
-    if runs_model:
-        problems += [*checkpoint_problems(config, training=training), *task_problems(config, script.stem, tokenizer)]
-    if training or script.stem == "evaluate":
+    return problems
+
+
+def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> list[Problem]:
+    """Return what the script needs and does not find: data, checkpoint, tasks, packages and logins."""
+    problems: list[Problem] = []
+    if job.trains:
+        problems += data_problems(config, vocabulary.tokenizer, dry_run=job.dry_run)
+    if job.runs_model:
+        problems += checkpoint_problems(config, training=job.trains)
+        problems += task_problems(config, job.script.stem, vocabulary.tokenizer)
+    if job.trains or job.script.stem == "evaluate":
         problems += missing_packages(config)
-    if training and environment is not None and placement.is_local:
-        problems += login_problems(config, environment)
-    if config.model.precision == "auto":
-        capabilities = replace(capabilities, saved=saved_precision(config, training=training))
-        if not dry_run and capabilities.bf16 is None and capabilities.saved is None:
-            problems.append(config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32"))
-    decided: list[str] = []
-    if training:
-        config, decided, uncounted = with_train_iters(config, world)
-        problems += uncounted
-        config, normalised = with_loss_normalization(config)
-        decided += normalised
-    try:
-        plan = resolve(config, world, size, capabilities)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *([] if dry_run else problems)]) from None
-    device = device_of_ranks(plan, placement, training=training, dry_run=dry_run)
-    if runs_model:
-        problems += memory_problems(plan, device, training=training)
-    if training and placement.is_local:
-        paths = {path: path_state(Path(path)) for path in nvme_paths(config)}
-        problems += nvme_problems(plan, range(world), "this machine", paths)
-    if training:
-        notes = (*plan.notes, *decided, *finetune_notes(config))
-        plan = replace(plan, notes=notes, epoch_samples=epoch_samples(config))
-    return plan, device, problems
+    if job.trains and job.environment is not None and job.placement.is_local:
+        problems += login_problems(config, job.environment)
+    return problems
+
+
+def _precision_problems(config: NeoXConfig, job: Job, capabilities: Capabilities) -> list[Problem]:
+    """Return the problem that nothing decides `precision: auto`."""
+    if job.dry_run or capabilities.bf16 is not None or capabilities.saved is not None:
+        return []
+    return [config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32")]
+
+
+def _capacity_problems(plan: RunPlan, job: Job, device: Device) -> list[Problem]:
+    """Return what does not fit in memory or on disks."""
+    problems: list[Problem] = []
+    if job.runs_model:
+        problems += memory_problems(plan, device, training=job.trains)
+    if job.trains and job.placement.is_local:
+        states = {path: path_state(Path(path)) for path in nvme_paths(plan.config)}
+        problems += nvme_problems(plan, range(job.placement.world_size), "this machine", states)
+    return problems

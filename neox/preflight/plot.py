@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from neox.errors import ConfigError
@@ -11,6 +12,23 @@ from neox.plan import RunPlan
 from neox.plan.schedule import schedule_of
 
 _POINTS = 2000  # of the learning rate
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A quantity over the iterations.
+
+    Attributes:
+        label: Name of the quantity, with its unit.
+        at: Iterations.
+        values: Value at each iteration.
+        has_steps: Whether a value holds until the next iteration of `at`.
+    """
+
+    label: str
+    at: Sequence[int]
+    values: Sequence[float]
+    has_steps: bool = False
 
 
 def draw_schedules(plan: RunPlan, picture: Path) -> None:
@@ -33,9 +51,9 @@ def draw_schedules(plan: RunPlan, picture: Path) -> None:
     figure = Figure(figsize=(8, 2 + 2.5 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0]
-    for axes, (label, at, values) in zip(rows, curves, strict=True):
-        axes.plot(at, values, drawstyle="default" if axes is rows[0] else "steps-post")
-        axes.set_ylabel(label)
+    for axes, curve in zip(rows, curves, strict=True):
+        axes.plot(curve.at, curve.values, drawstyle="steps-post" if curve.has_steps else "default")
+        axes.set_ylabel(curve.label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     rows[-1].set_xlabel("iteration")
@@ -46,18 +64,20 @@ def draw_schedules(plan: RunPlan, picture: Path) -> None:
         raise ConfigError(f"--plot {picture}: cannot be written: {error.strerror}; choose another file") from None
 
 
-def _curves(plan: RunPlan, steps: int) -> list[tuple[str, Sequence[int], Sequence[float]]]:
-    """Return label, iterations and values of each curve; the learning rate is the first."""
-    schedule, segments = schedule_of(plan.config), list(plan.batch_schedule.segments(steps))
-    at = sorted({*range(0, steps, max(1, steps // _POINTS)), steps - 1})
-    curves: list[tuple[str, Sequence[int], Sequence[float]]] = [
-        ("learning rate", at, [schedule.lr(step) for step in at])
-    ]
-    edges = [*(segment.first for segment in segments), steps]
-    for label, values in (
-        ("batch size (samples)", [segment.batch_size for segment in segments]),
-        ("sequence length (tokens)", [segment.seq_length for segment in segments]),
-    ):
+def _curves(plan: RunPlan, steps: int) -> list[_Curve]:
+    """Return the learning rate, and the batch size and the sequence length if they change."""
+    schedule = schedule_of(plan.config)
+    points = sorted({*range(0, steps, max(1, steps // _POINTS)), steps - 1})
+    curves = [_Curve("learning rate", points, list(map(schedule.lr, points)))]
+    edges: list[int] = []
+    sizes: list[int] = []
+    lengths: list[int] = []
+    for segment in plan.batch_schedule.segments(steps):
+        edges.append(segment.first)
+        sizes.append(segment.batch_size)
+        lengths.append(segment.seq_length)
+    edges.append(steps)
+    for label, values in (("batch size (samples)", sizes), ("sequence length (tokens)", lengths)):
         if len(set(values)) > 1:
-            curves.append((label, edges, [*values, values[-1]]))
+            curves.append(_Curve(label, edges, [*values, values[-1]], has_steps=True))
     return curves

@@ -24,7 +24,13 @@ USES_ENVIRONMENT = (
 )
 # A plan can be made without numpy, which these checks import where there is something to check; one sub-command of web
 # text needs torch.
-INNER_IMPORTS = {"neox/preflight/checks.py", "neox/preflight/data_checks.py", "tools/web_text/command.py"}
+INNER_IMPORTS = {
+    "neox/preflight/checks.py",
+    "neox/preflight/data_checks.py",
+    "neox/preflight/data_decisions.py",
+    "neox/preflight/tokenizer_checks.py",
+    "tools/web_text/command.py",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -16,9 +16,8 @@ from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.launch.remote import path_state
 from neox.preflight import checks
+from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
-    checkpoint_problems,
-    finetune_notes,
     login_problems,
     missing_packages,
     nvme_paths,
@@ -26,6 +25,7 @@ from neox.preflight.checks import (
     task_problems,
 )
 from neox.preflight.data_checks import data_problems, missing_data
+from neox.preflight.tokenizer_checks import read_vocabulary
 from neox.problems import COMMAND_LINE, Problem
 from neox.tokenizer import build_tokenizer
 from tests.plans import small_plan
@@ -175,7 +175,7 @@ def test_a_disk_for_offload_needs_room(tmp_path: Path) -> None:
 def test_the_quickstart_is_named_for_what_it_makes() -> None:
     for name, named in (("tokenizer.json", True), ("merges.txt", False), ("tokenizer.model", False)):
         keys = {"tokenizer_type": "HFTokenizer", "vocab_file": f"data/quickstart/{name}"}
-        (problem,) = checks.vocabulary(config(**keys))[2]
+        (problem,) = read_vocabulary(config(**keys)).problems
         assert ("make quickstart" in problem.message) is named
 
 

@@ -16,10 +16,10 @@ from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
-from neox.preflight.command import run_directory, write_run_directory
-from neox.preflight.data_checks import epoch_samples, with_train_iters
-from neox.preflight.planning import build_plan, read_config
+from neox.preflight.data_decisions import DecidedConfig, epoch_samples, with_train_iters
+from neox.preflight.planning import Job, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
+from neox.preflight.run_directory import run_directory, write_run_directory
 from neox.problems import Source
 from tests.plans import SIZES, plan_of
 
@@ -56,8 +56,8 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         arguments = parse_arguments([script, str(file), "--dry-run"])
         config = read_config(arguments)
         placement, _ = choose_hosts(config, arguments)
-        plan, _, _ = build_plan(config, placement, find_script(script), Capabilities(), dry_run=True)
-        assert plan.grid.world_size == world
+        job = Job(find_script(script), placement, dry_run=True)
+        assert plan_job(config, job, Capabilities()).plan.grid.world_size == world
 
 
 def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
@@ -68,10 +68,9 @@ def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
     placement, _ = choose_hosts(config, arguments)
 
     def plan(*asked: dict[str, object], dry_run: bool) -> tuple[str, bool]:
-        plan, _, problems = build_plan(
-            config, placement, find_script("train.py"), Capabilities.of_hosts(asked), dry_run=dry_run
-        )
-        return plan.precision, ("precision",) in [problem.keys for problem in problems]
+        job = Job(find_script("train.py"), placement, dry_run=dry_run)
+        planned = plan_job(config, job, Capabilities.of_hosts(asked))
+        return planned.plan.precision, ("precision",) in [problem.keys for problem in planned.problems]
 
     modern, old = {"devices": "GPUs", "bf16": True, "fp16": True}, {"devices": "CPU", "bf16": False, "fp16": False}
     assert plan(dry_run=True) == ("bf16", False)
@@ -86,18 +85,20 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(np.arange(1000) % 50, [10] * 100)
     config = NeoXConfig.from_flat({**keys, "data_path": prefix}, {"num_train_epochs": Source.in_file("a.yml", 7)})
-    counted, notes, problems = with_train_iters(config, 2)
-    assert (counted.training.train_iters, problems) == (11, [])  # 1,499 // 32 = 46 samples, four a step
-    assert "46 samples" in notes[0]
+    found = with_train_iters(config, 2)
+    counted = found.config
+    assert (counted.training.train_iters, found.problems) == (11, ())  # 1,499 // 32 = 46 samples, four a step
+    assert "46 samples" in found.notes[0]
     assert str(counted.source("train_iters")) == "a.yml:7 (num_train_epochs)"
     assert not counted.given("num_train_epochs")
-    assert with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2)[2]
+    (problem,) = with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2).problems
+    assert problem.keys == ("num_train_epochs",)
     one_step = config.updated({"num_train_epochs": 0.01})
-    assert with_train_iters(one_step, 2)[0].training.train_iters == 1
+    assert with_train_iters(one_step, 2).config.training.train_iters == 1
     one_pass = {log_style: epoch_samples(config.updated({"log_style": log_style})) for log_style in ("neox", "fleetx")}
     assert one_pass == {"neox": 0, "fleetx": 31}  # 999 // 32
     as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
-    assert with_train_iters(as_it_is, 2) == (as_it_is, [], [])
+    assert with_train_iters(as_it_is, 2) == DecidedConfig(as_it_is)
 
 
 def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
@@ -105,9 +106,8 @@ def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
     plan = plan_of(**{**SIZES, **ramp})
     draw_schedules(plan, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (learning, at, rates), (batch, _, sizes) = _curves(plan, 10)
-    assert (learning, batch) == ("learning rate", "batch size (samples)")
-    assert [schedule_of(plan.config).lr(step) for step in at] == rates
-    assert (sizes[0], sizes[-1]) == (2, 8)
+    rate, batch = _curves(plan, 10)
+    assert [schedule_of(plan.config).lr(step) for step in rate.at] == rate.values
+    assert (batch.values[0], batch.values[-1]) == (2, 8)
     with pytest.raises(ConfigError, match="--plot"):
         draw_schedules(plan, tmp_path / "plot.png" / "plot.png")

@@ -1,0 +1,166 @@
+"""Checks by the launcher of the checkpoint that a run loads, without reading weights."""
+
+from __future__ import annotations
+
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+from neox.config import NeoXConfig
+from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
+from neox.config.yaml_file import read_file
+from neox.errors import ConfigError
+from neox.plan import architecture_settings, setting_differences
+from neox.plan.precision import newest_checkpoint
+from neox.problems import Problem
+
+_CONFIG_FILE = "configs/config.yml"  # written by `neox.checkpoint.write_config`
+_SIGNS_OF_A_CHECKPOINT = ("*global_step*", "*.pt", _CONFIG_FILE)
+
+
+def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
+    """Return what is wrong with the checkpoint to load, as far as it shows without reading weights.
+
+    A training whose `load` and `save` are the same directory starts there if it holds no checkpoint yet. Other scripts
+    read `save` if `load` is not given. The ranks check later whether the files are complete.
+
+    Args:
+        config: The configuration.
+        training: Whether the model is trained, not only run.
+    """
+    keys = config.checkpoint
+    if training or keys.load:
+        key = "load"
+        directory = keys.load
+    else:
+        key = "save"
+        directory = keys.save
+    if directory is None:
+        if training:
+            return []
+        message = "neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"
+        return [Problem(("load", "save"), message)]
+    load = Path(directory)
+    may_be_first_start = training and _saves_to(config, load)
+    if not load.is_dir():
+        if may_be_first_start:
+            return []
+        return [config.problem(key, "is no directory: nothing to load")]
+    if not may_be_first_start and not _holds_checkpoint(load):
+        return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
+    chosen = _chosen_checkpoint(load, keys.iteration)
+    if not chosen.is_dir() and keys.iteration is not None and load.name != chosen.name:
+        names = sorted(path.name for path in load.glob("global_step*"))
+        found = ", ".join(names) or "no checkpoint"
+        return [config.problem("iteration", f"is not in {load}, which has {found}", key)]
+    return _contents_problems(config, key, chosen, training=training)
+
+
+def finetune_notes(config: NeoXConfig) -> list[str]:
+    """Return the settings of the network in which fine-tuning differs from its checkpoint, of those that may differ."""
+    keys = config.checkpoint
+    if not keys.finetune or keys.load is None:
+        return []
+    chosen = _chosen_checkpoint(Path(keys.load), keys.iteration)
+    differing = _differences(_saved_config(chosen), config, finetune=True)
+    return [f"finetune: {difference} ({chosen})" for difference in differing.values()]
+
+
+def _saves_to(config: NeoXConfig, load: Path) -> bool:
+    save = config.checkpoint.save
+    return save is not None and load.absolute() == Path(save).absolute()
+
+
+def _holds_checkpoint(load: Path) -> bool:
+    return any(chain.from_iterable(map(load.glob, _SIGNS_OF_A_CHECKPOINT)))
+
+
+def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, training: bool) -> list[Problem]:
+    """Return the problem that a checkpoint is of another optimizer or another model."""
+    saved = _saved_config(checkpoint)
+    if training:
+        problem = _optimizer_problem(checkpoint, saved, config)
+        if problem is not None:
+            return [config.problem_about(problem, key, "optimizer.type")]
+    finetune = False if training and config.checkpoint.finetune else None
+    differing = _differences(saved, config, finetune=finetune)
+    if not differing:
+        return []
+    advice = "give the checkpoint's values, or another directory"
+    message = f"{checkpoint} is of another model: {'; '.join(differing.values())}; {advice}"
+    return [config.problem_about(message, key, *differing)]
+
+
+def _chosen_checkpoint(load: Path, iteration: int | None) -> Path:
+    if iteration is None:
+        return newest_checkpoint(load)
+    return load / f"global_step{iteration}"
+
+
+def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool | None) -> dict[str, str]:
+    """Return the settings of the network in which a checkpoint of this program differs, with both values as text.
+
+    Args:
+        saved: The checkpoint's configuration; None for a checkpoint of another program, whose tensors the ranks
+            compare.
+        config: The configuration that loads it.
+        finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
+    """
+    if saved is None:
+        return {}
+    try:
+        found = setting_differences(architecture_settings(saved), config, finetune=finetune)
+    except (ConfigError, TypeError):
+        return {}
+    differing = {}
+    for key, (there, _) in found.items():
+        differing[key] = f"{key} is {there} there, {config.describe_setting(key)} here"
+    return differing
+
+
+def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXConfig) -> str | None:
+    """Return why training cannot resume from the optimizer state of a checkpoint, and the ways out; None if it can.
+
+    The names of files and the words in their pickles decide. Without files of its own (ZeRO), the state is in the
+    client files in torch's form, which has `param_groups`.
+    """
+    keys = config.checkpoint
+    if keys.finetune or keys.no_load_optim or not checkpoint.is_dir():
+        return None
+    if not any(checkpoint.glob("layer_*.pt")):  # an unknown layout: the ranks look closer
+        return None
+    zero_files = sorted(checkpoint.glob("*zero_pp_rank_*_optim_states.pt"))
+    if zero_files:
+        has_places = (checkpoint / "manifest.json").is_file() or _mentions(zero_files[0], b"param_slice_mappings")
+        if not has_places:
+            return (
+                f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before "
+                f"0.7 wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
+            )
+    elif not any(_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
+        return f"{checkpoint} holds no optimizer state to go on with; {WITHOUT_SAVED_OPTIMIZER}"
+    if saved is None:
+        return None
+    there = saved.optimizer.optimizer.name
+    here = config.optimizer.optimizer.name
+    if goes_on(there, here):
+        return None
+    return other_optimizer(checkpoint, there, here)
+
+
+def _saved_config(checkpoint: Path) -> NeoXConfig | None:
+    """Return the configuration that a checkpoint of this program holds; None for another program's checkpoint."""
+    try:
+        return NeoXConfig.from_flat(read_file(checkpoint / _CONFIG_FILE).values)
+    except (ConfigError, TypeError):
+        return None
+
+
+def _mentions(file: Path, key: bytes) -> bool:
+    """Return whether the pickle inside a file of torch contains a key; True if it cannot be read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return not pickles or key in archive.read(pickles[0])
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError):
+        return True

@@ -1,0 +1,54 @@
+"""Checks of hosts that have been asked: what they multiply natively, and whether the run fits in their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from neox.errors import LaunchError
+from neox.launch.doctor import HostReport
+from neox.launch.spec import LaunchSpec
+from neox.plan import Capabilities, RunPlan, host_device
+from neox.plan.device import host_problem
+from neox.preflight.checks import memory_problems, nvme_problems
+
+
+def capabilities_of(reports: Sequence[HostReport]) -> Capabilities:
+    """Return what all hosts multiply natively."""
+    return Capabilities.of_hosts([report.answer["formats"] for report in reports])
+
+
+def check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport], *, training: bool) -> None:
+    """Compare what the ranks need with the main memory of every host, and their files with its disk.
+
+    Args:
+        plan: The plan.
+        spec: The launch, with the ranks of each host.
+        reports: Report of each host.
+        training: Whether the model is trained, not only run.
+
+    Raises:
+        LaunchError: A host has too little of either.
+    """
+    for number, report in enumerate(reports):
+        first = spec.first_rank(number)
+        ranks = range(first, first + len(report.host.slots))
+        problem = _host_problem(plan, ranks, report, training=training)
+        if problem is not None:
+            raise LaunchError(f"nothing was started: {problem}")
+
+
+def _host_problem(plan: RunPlan, ranks: range, report: HostReport, *, training: bool) -> str | None:
+    """Return why ranks do not fit on their host; None if they do."""
+    name = report.host.name
+    available = report.answer["memory"]
+    problems = []
+    if training:
+        problems = nvme_problems(plan, ranks, name, report.answer["paths"])
+    if not problems and report.answer["accelerators"] == 0:
+        device = host_device(plan, ranks, name, available, training=training)
+        problems = memory_problems(plan, device, training=training)
+    if problems:
+        return str(problems[0])
+    if report.answer["accelerators"] and training:
+        return host_problem(plan, ranks, name, available)
+    return None

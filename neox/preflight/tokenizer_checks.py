@@ -1,0 +1,80 @@
+"""Check of a run's tokenizer by the launcher, and the vocabulary that a dry run assumes without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from neox.config import NeoXConfig
+from neox.errors import TokenizerError
+from neox.problems import Problem
+
+if TYPE_CHECKING:
+    from neox.tokenizer import Tokenizer
+
+# Number of ids that a dry run assumes without the tokenizer's files.
+_ASSUMED_SIZES = {"GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFTokenizer": 50277}
+_ASSUMED_OTHERWISE = 50257
+# Last parts of the path of the tokenizer that `make quickstart` makes.
+_QUICKSTART = ("data", "quickstart", "tokenizer.json")
+# File name and address of GPT-NeoX-20B's tokenizer.
+_FILE_OF_20B = "20B_tokenizer.json"
+_URL_OF_20B = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run, as far as it can be built.
+
+    Attributes:
+        size: Number of ids; an assumed one without a tokenizer.
+        tokenizer: The tokenizer; None if it cannot be built.
+        problems: Why it cannot be built.
+    """
+
+    size: int
+    tokenizer: Tokenizer | None
+    problems: tuple[Problem, ...] = ()
+
+
+def read_vocabulary(config: NeoXConfig) -> Vocabulary:
+    """Build the tokenizer of a configuration."""
+    try:
+        from neox.tokenizer import tokenizer_of  # numpy, without which a plan can be made
+
+        tokenizer = tokenizer_of(config)
+    except TokenizerError as error:
+        message = f"{error}{_how_to_get_it(config)}"
+    except ModuleNotFoundError as error:  # a plan only needs pydantic and PyYAML
+        message = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
+    else:
+        return Vocabulary(tokenizer.vocab_size, tokenizer)
+    problem = config.problem_about(message, "vocab_file", "tokenizer_type")
+    return Vocabulary(_assumed_size(config), None, (problem,))
+
+
+def _assumed_size(config: NeoXConfig) -> int:
+    settings = config.tokenizer
+    if settings.padded_vocab_size is not None:
+        return settings.padded_vocab_size
+    return _ASSUMED_SIZES.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
+
+
+def _how_to_get_it(config: NeoXConfig) -> str:
+    """Return a hint, in brackets, at how to get the tokenizer that cannot be built; nothing if none is known."""
+    settings = config.tokenizer
+    if settings.vocab_file is None:
+        return " (`python tools/train_tokenizer.py` makes one)"
+    file = Path(settings.vocab_file)
+    if not config.given("tokenizer_type") and file.name.endswith("tokenizer.json"):
+        default = settings.tokenizer_type
+        return f" (gpt-neox's default is {default}; `tokenizer_type: HFTokenizer` reads a tokenizer.json)"
+    if file.exists():
+        return ""
+    if file.parts[-3:] == _QUICKSTART:
+        return " (`make quickstart` makes it)"
+    if file.name == _FILE_OF_20B:
+        return f" (get it: `curl --create-dirs -o {quote(str(file))} {_URL_OF_20B}`)"
+    return ""
