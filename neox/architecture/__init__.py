@@ -1,6 +1,6 @@
 """Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
 
-from neox.architecture.adapters import ADAPTER, Lora, adapter_parameters, add_adapters
+from neox.architecture.adapters import add_adapters
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import (
     ACTIVATIONS,
@@ -27,6 +27,7 @@ from neox.architecture.layers import (
     NormSlots,
     build_layer_plan,
 )
+from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
 from neox.architecture.parameter import Initialization, ParameterSpec
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem

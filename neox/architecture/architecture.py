@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 _FINETUNE = {"finetune": True}
 """Marks fields that may differ from the checkpoint's when a model is fine-tuned."""
 
-
 Pairs = tuple[tuple[str, Any], ...]
 """A dictionary as a hashable value: its sorted items, lists in it as tuples."""
 
@@ -19,11 +18,21 @@ def frozen(value: Any) -> Any:
     """Return a value of a YAML or JSON file as a hashable one: lists as tuples, dictionaries as `Pairs`."""
     if isinstance(value, Mapping):
         return tuple(sorted((key, frozen(item)) for key, item in value.items()))
-    return tuple(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen, value))
+    return value
+
+
+def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are given, as a new dictionary: those whose value is not None."""
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _thawed(value: Any) -> Any:
-    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+    """Return a value as JSON has it: tuples, and those inside them, as lists."""
+    if isinstance(value, tuple):
+        return list(map(_thawed, value))
+    return value
 
 
 GATED_KINDS = ("gmlp", "amlp")
@@ -66,11 +75,11 @@ class Architecture:
             mlp(ln2(x)); "parallel_one_norm": x + attention(ln1(x)) + mlp(ln1(x)); "sublayer_output_norm": sequential,
             x + norm(f(x)) (OLMo-2); "post_norm": sequential, norm(x + f(x)), without a final norm (BERT).
         positions: Key of `POSITIONS`.
-        rotary_ndims: Leading dimensions of each head that are rotated; 0 where positions are not rotary.
-        rotary_base: Base of the rotary frequencies; 0 where positions are not rotary.
+        rotary_ndims: Leading dimensions of each head that are rotated; 0 if positions are not rotary.
+        rotary_base: Base of the rotary frequencies; 0 if positions are not rotary.
         rope_scaling: Hugging Face's dictionary of that name as sorted pairs (key, value); () for none.
         learned_offset: Rows of a learned table before that of position 0.
-        rpe_buckets: Rows of the table of relative positions; 0 where positions are not `rpe`.
+        rpe_buckets: Rows of the table of relative positions; 0 if positions are not `rpe`.
         rpe_max_distance: Distance from which on relative positions share a row; 0 likewise.
         max_positions: Longest sequence the network is meant for, in tokens, and rows of a table of learned positions.
             No parameter of other positions depends on it, so checkpoints are not compared in it.
@@ -114,7 +123,7 @@ class Architecture:
     learned_offset: int = field(default=0, metadata=_FINETUNE)
     rpe_buckets: int = field(default=0, metadata=_FINETUNE)
     rpe_max_distance: int = field(default=0, metadata=_FINETUNE)
-    max_positions: int = field(metadata={"stored": False})  # compared where positions are learned
+    max_positions: int = field(metadata={"stored": False})  # compared if positions are learned
     attention: tuple[str, ...] = field(metadata=_FINETUNE)
     window: int = field(default=0, metadata=_FINETUNE)
     sparsity: Pairs = field(default=(), metadata=_FINETUNE)
@@ -138,7 +147,8 @@ class Architecture:
     @property
     def has_cache(self) -> bool:
         """Whether keys and values are all that a new token needs of earlier ones."""
-        return not self.bidirectional and not set(self.attention) & set(GATED_KINDS)
+        has_gates = not set(self.attention).isdisjoint(GATED_KINDS)
+        return not self.bidirectional and not has_gates
 
     @property
     def mlp(self) -> tuple[str, ...]:
@@ -147,8 +157,10 @@ class Architecture:
 
     @property
     def attended_heads(self) -> int:
-        """Heads of keys and values as queries see them: gpt-neox's norm gives each query head keys of its own."""
-        return self.num_attention_heads if self.qk_norm == "neox" else self.num_kv_heads
+        """Heads of keys and values as queries see them."""
+        if self.qk_norm == "neox":
+            return self.num_attention_heads  # gpt-neox's norm gives each query head keys of its own
+        return self.num_kv_heads
 
     @property
     def parallel_residual(self) -> bool:
@@ -159,8 +171,9 @@ class Architecture:
     def rotary_fraction(self) -> float:
         """The fraction of each head that is rotated: int(head_dim * fraction) is `rotary_ndims`."""
         fraction = self.rotary_ndims / self.head_dim
-        exact = int(self.head_dim * fraction) == self.rotary_ndims
-        return fraction if exact else nextafter(fraction, 1.0)  # the quotient was rounded down
+        if int(self.head_dim * fraction) < self.rotary_ndims:
+            return nextafter(fraction, 1.0)  # the quotient was rounded down
+        return fraction
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON can hold them."""
@@ -182,11 +195,13 @@ class Architecture:
         Returns:
             One `Difference` per field, in the order of the fields.
         """
-        return [
-            Difference(f.name, saved[f.name], getattr(self, f.name))
-            for f in fields(self)
-            if f.name in saved
-            and saved[f.name] != getattr(self, f.name)
-            and (f.metadata.get("stored", True) or self.positions == "learned")
-            and finetune in (None, f.metadata.get("finetune", False))
-        ]
+        found = []
+        for checked in fields(self):
+            wanted = getattr(self, checked.name)
+            if checked.name not in saved or saved[checked.name] == wanted:
+                continue
+            is_compared = checked.metadata.get("stored", True) or self.positions == "learned"
+            may_differ = checked.metadata.get("finetune", False)
+            if is_compared and finetune in (None, may_differ):
+                found.append(Difference(checked.name, saved[checked.name], wanted))
+        return found

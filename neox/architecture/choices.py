@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
-from neox.architecture.parameter import Initialization, ParameterSpec
+from neox.architecture.parameter import ParameterSpec, in_module
 from neox.architecture.sparsity import SPARSITY
 
 
@@ -21,7 +21,7 @@ class Activation:
     """An MLP activation.
 
     Attributes:
-        width_factor: Width of its input as a multiple of its output: 2 where one half gates the other.
+        width_factor: Width of its input as a multiple of its output: 2 if one half gates the other.
     """
 
     width_factor: int = 1
@@ -34,12 +34,14 @@ class Norm:
     Attributes:
         parameters: Hidden size -> parameters, named inside the norm.
         epsilon_key: Key of its epsilon in the YAML.
-        by_steps: Computed in fp32 by single operations, which keep two fp32 tensors instead of the norm's input.
+        by_steps: Whether it is computed in fp32 by single operations, which keep two fp32 tensors instead of its input.
+        of_heads: Whether gpt-neox's `use_qk_layernorm` can apply it to the heads of queries and keys.
     """
 
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
     epsilon_key: str = "layernorm_epsilon"
     by_steps: bool = False
+    of_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Positions:
     Attributes:
         rotates: Whether queries and keys are transformed, so that both forms are kept for the backward pass.
         biases_scores: Whether scores are changed, so that every kernel reads a number for each of them.
-        embedding: Its parameters beside the word embeddings, in layer 0.
+        embedding: Its parameters in layer 0, next to the word embeddings.
         shared: Its parameters that all blocks use, named inside each.
     """
 
@@ -92,8 +94,7 @@ class Attention:
 
 def norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:
     """Return the parameters of one of the network's norms over hidden states, as those of a module."""
-    parameters = NORMS[architecture.norm].parameters(architecture.hidden_size)
-    return tuple(replace(p, name=f"{module}.{p.name}") for p in parameters)
+    return in_module(module, NORMS[architecture.norm].parameters(architecture.hidden_size))
 
 
 def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:
@@ -120,45 +121,62 @@ def _length(hidden: int) -> tuple[ParameterSpec, ...]:
 def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Fused projection, norms of queries and keys, and output projection.
 
-    Rows of the fused projection are [heads, 3, head_dim], or all queries, all keys, all values where there are fewer
+    Rows of the fused projection are [heads, 3, head_dim], or all queries, all keys, all values if there are fewer
     heads of keys and values.
     """
-    h, n, k, d = (
-        architecture.hidden_size,
-        architecture.num_attention_heads,
-        architecture.num_kv_heads,
-        architecture.head_dim,
-    )
-    rows, sections = (n + 2 * k) * d, () if n == k else (n * d, k * d, k * d)
-    projection = [ParameterSpec("attention.query_key_value.weight", (rows, h), 0, sections=sections)]
+    hidden = architecture.hidden_size
+    queries = architecture.num_attention_heads * architecture.head_dim
+    keys = architecture.num_kv_heads * architecture.head_dim
+    rows = queries + 2 * keys
+    sections: tuple[int, ...] = ()
+    if keys < queries:
+        sections = (queries, keys, keys)
+    projection = [ParameterSpec("attention.query_key_value.weight", (rows, hidden), 0, sections=sections)]
     if architecture.qkv_bias:
         bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init="zeros", sections=sections)
         projection.append(bias)
-    output = [ParameterSpec("attention.dense.weight", (h, n * d), 1, init="output_weight")]
+    output = [ParameterSpec("attention.dense.weight", (hidden, queries), 1, init="output_weight")]
     if architecture.attention_output_bias:
         output.append(row_parallel_bias("attention.dense.bias", architecture))
     return (*projection, *_query_key_norms(architecture), *output)
 
 
 def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    n, k, d = architecture.num_attention_heads, architecture.num_kv_heads, architecture.head_dim
-    if architecture.qk_norm == "neox":
-        names = ("weight", "bias") if architecture.norm == "layernorm" else ("scale",)
-        inits: dict[str, Initialization] = {"bias": "zeros"}
-        return tuple(
-            ParameterSpec(f"attention.qk_layernorm.{name}", (n, d), 0, init=inits.get(name, "ones"), of_norm=True)
-            for name in names
-        )
-    sizes: dict[str, tuple[tuple[str, int], ...]] = {
-        "head": (("q_norm", d), ("k_norm", d)),
-        "full": (("q_norm", n * d), ("k_norm", k * d)),
-        "none": (),
-    }
-    split = 0 if architecture.qk_norm == "full" else None
-    return tuple(
-        ParameterSpec(f"attention.{name}.scale", (size,), split, init="ones")
-        for name, size in sizes[architecture.qk_norm]
+    """Return the parameters of norms of queries and keys."""
+    return QUERY_KEY_NORMS[architecture.qk_norm](architecture)
+
+
+def _neox_query_key_norm(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Return those of the network's norm over each head, with a scale for every head of queries."""
+    shape = (architecture.num_attention_heads, architecture.head_dim)
+    parameters = NORMS[architecture.norm].parameters(architecture.head_dim)
+    of_heads = [replace(spec, shape=shape, partition_dim=0, of_norm=True) for spec in parameters]
+    return in_module("attention.qk_layernorm", of_heads)
+
+
+def _norms_of_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Return the scales of one head of queries, and one of keys."""
+    size = (architecture.head_dim,)
+    return (
+        ParameterSpec("attention.q_norm.scale", size, init="ones"),
+        ParameterSpec("attention.k_norm.scale", size, init="ones"),
     )
+
+
+def _norms_over_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Return the scales of all heads of queries, and of all heads of keys."""
+    queries = architecture.num_attention_heads * architecture.head_dim
+    keys = architecture.num_kv_heads * architecture.head_dim
+    return (
+        ParameterSpec("attention.q_norm.scale", (queries,), 0, init="ones"),
+        ParameterSpec("attention.k_norm.scale", (keys,), 0, init="ones"),
+    )
+
+
+QUERY_KEY_NORMS: Mapping[str, Callable[[Architecture], tuple[ParameterSpec, ...]]] = MappingProxyType(
+    {"none": _none, "neox": _neox_query_key_norm, "head": _norms_of_heads, "full": _norms_over_heads}
+)
+"""Norm of queries and keys -> its parameters, named inside the block. `neox` is the key `use_qk_layernorm`."""
 
 
 def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -167,7 +185,9 @@ def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     width = architecture.mlp_width
     factor = ACTIVATIONS[architecture.activation].width_factor
     rows = width * factor
-    sections = (width,) * factor if factor > 1 else ()
+    sections: tuple[int, ...] = ()
+    if factor > 1:
+        sections = (width,) * factor
     first = [ParameterSpec("mlp.dense_h_to_4h.weight", (rows, hidden), 0, sections=sections)]
     last = [ParameterSpec("mlp.dense_4h_to_h.weight", (hidden, width), 1, init="output_weight")]
     if architecture.mlp_bias:
@@ -180,16 +200,15 @@ def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("position_embeddings.weight", (architecture.max_positions, architecture.hidden_size)),)
 
 
+_PLAIN = ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")
+_GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        **{name: Activation() for name in ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")},
-        **{name: Activation(width_factor=2) for name in ("geglu", "swiglu", "reglu", "glu", "bilinear")},
-    }
+    {**dict.fromkeys(_PLAIN, Activation()), **dict.fromkeys(_GATED, Activation(width_factor=2))}
 )
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
-        "layernorm": Norm(_layernorm),
-        "rmsnorm": Norm(_scale, "rms_norm_epsilon"),
+        "layernorm": Norm(_layernorm, of_heads=True),
+        "rmsnorm": Norm(_scale, "rms_norm_epsilon", of_heads=True),
         "rmsnorm_v2.0": Norm(_scale, "rms_norm_epsilon", by_steps=True),
         "scalenorm": Norm(_length, "scalenorm_epsilon", by_steps=True),
         "non_parametric_layernorm": Norm(lambda hidden: ()),
@@ -226,15 +245,19 @@ MLPS: Mapping[str, MLPKind] = MappingProxyType({"dense": MLPKind(_mlp)})
 
 def block_losses(architecture: Architecture) -> tuple[str, ...]:
     """Return the names of the losses that the network's blocks add to the objective's."""
-    names = (name for kind in architecture.mlp for name in MLPS[kind].losses)
-    return tuple(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for kind in architecture.mlp:
+        names.update(dict.fromkeys(MLPS[kind].losses))
+    return tuple(names)
 
 
 if TYPE_CHECKING:
     ActivationName: TypeAlias = str
     NormName: TypeAlias = str
     PositionsName: TypeAlias = str
+    QueryKeyNormName: TypeAlias = str
 else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
     NormName = Literal[(*NORMS, *TRANSFORMER_ENGINE_NORMS)]
     PositionsName = Literal[tuple(POSITIONS)]
+    QueryKeyNormName = Literal[tuple(name for name in QUERY_KEY_NORMS if name != "neox")]

@@ -1,4 +1,4 @@
-"""What a bidirectional encoder (BERT, arXiv:1810.04805) has beside blocks, on paper: token types and its two heads."""
+"""Bidirectional encoders (BERT, arXiv:1810.04805) on paper: what they add to blocks, token types and two heads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ SENTENCE_CLASSES = 2
 
 def token_type_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Return the table of token types in layer 0, if there is one."""
-    rows = architecture.token_types
-    return (ParameterSpec("tokentype_embeddings.weight", (rows, architecture.hidden_size)),) if rows else ()
+    if not architecture.token_types:
+        return ()
+    shape = (architecture.token_types, architecture.hidden_size)
+    return (ParameterSpec("tokentype_embeddings.weight", shape),)
 
 
 def masked_lm_head_parameters(architecture: Architecture, padded_vocab_size: int) -> tuple[ParameterSpec, ...]:
-    """Return what the head holds beside the embedding's weight: a dense layer, its norm, a bias of the logits."""
+    """Return what the head holds next to the embedding's weight: a dense layer, its norm, a bias of the logits."""
     return (
         *_dense("dense", architecture.hidden_size, architecture.hidden_size),
         *norm_parameters(architecture, "layernorm"),
@@ -33,6 +35,6 @@ def sentence_head_parameters(architecture: Architecture) -> tuple[ParameterSpec,
 
 def _dense(module: str, outputs: int, inputs: int) -> tuple[ParameterSpec, ...]:
     """Return a linear layer that every tensor rank holds whole."""
-    return ParameterSpec(f"{module}.weight", (outputs, inputs)), ParameterSpec(
-        f"{module}.bias", (outputs,), init="zeros"
-    )
+    weight = ParameterSpec(f"{module}.weight", (outputs, inputs))
+    bias = ParameterSpec(f"{module}.bias", (outputs,), init="zeros")
+    return weight, bias

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from neox.architecture.architecture import Architecture
 from neox.architecture.choices import ATTENTION
 from neox.architecture.gmlp import gate_flops
 from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
@@ -22,21 +23,29 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
         predicted: Tokens of a sample that go through the head; None for all.
     """
     architecture = layers.architecture
-    products = sum(_matrix_flops(layer) for layer in layers if layer.kind == "block")
-    products += sum(gate_flops(architecture, kind, sequence) for kind in architecture.attention)
-    attending = [ATTENTION[kind] for kind in architecture.attention if kind in ATTENTION]
-    keys = sum(kind.keys_per_query(architecture, sequence) for kind in attending)
-    scored = 4 * architecture.num_attention_heads * architecture.head_dim * keys
+    blocks = 0
+    pooled = 0
+    for layer in layers:
+        if layer.kind == "block":
+            blocks += 2 * layer.matrix_numel
+        elif layer.kind == "sentence_head":
+            pooled += 2 * layer.matrix_numel  # for one token of a sample
+    for kind in architecture.attention:
+        blocks += gate_flops(architecture, kind, sequence) + _score_flops(architecture, kind, sequence)
     head = 2 * architecture.hidden_size * layers.padded_vocab_size
     if architecture.bidirectional:
-        head += _matrix_flops(layers.head)
-    head = head if predicted is None else head * predicted // sequence
-    pooled = sum(_matrix_flops(layer) for layer in layers if layer.kind == "sentence_head")  # one token of a sample
-    return products + scored, head + pooled // sequence
+        head += 2 * layers.head.matrix_numel
+    if predicted is not None:
+        head = head * predicted // sequence
+    return blocks, head + pooled // sequence
 
 
-def _matrix_flops(layer: LayerEntry) -> int:
-    return sum(2 * p.numel for p in layer.parameters if p.is_matrix)
+def _score_flops(architecture: Architecture, kind: str, sequence: int) -> int:
+    """Return the operations of a block's scores and weighted values for one token; 0 for a kind without them."""
+    if kind not in ATTENTION:
+        return 0
+    keys = ATTENTION[kind].keys_per_query(architecture, sequence)
+    return 4 * architecture.num_attention_heads * architecture.head_dim * keys
 
 
 def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int | None = None) -> int:
@@ -50,9 +59,13 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int
         predicted: Tokens of a sample that go through the head; None for all.
     """
     blocks, head = forward_flops_per_token(layers, sequence, predicted)
-    frozen = [p for layer in layers for p in layer.parameters if layer.kind == "block" and not p.trained]
-    saved = sum(2 * p.numel for p in frozen if len(p.shape) == 2) + (0 if _head_is_trained(layers) else head)
-    return 3 * blocks + 3 * head - saved
+    total = 3 * (blocks + head)
+    for layer in layers:
+        if layer.kind == "block":
+            total -= _frozen_flops(layer)
+    if not _head_is_trained(layers):
+        total -= head
+    return total
 
 
 def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable[str]) -> int:
@@ -64,17 +77,34 @@ def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable
         parts: What is recomputed of each block: `none`, `full`, `full_attn` (attention without its output projection)
             or `core_attn` (scores and weighted values).
     """
-    architecture, total = layers.architecture, 0
+    architecture = layers.architecture
+    total = 0
     for number, (kind, part) in enumerate(zip(architecture.attention, parts, strict=True)):
         block = layers[BLOCK_OFFSET + number]
         if part == "full":
-            total += _matrix_flops(block) + gate_flops(architecture, kind, sequence)
+            total += 2 * block.matrix_numel + gate_flops(architecture, kind, sequence)
         elif part == "full_attn":
-            total += sum(2 * p.numel for p in block.parameters if p.name == "attention.query_key_value.weight")
-        if part != "none" and kind in ATTENTION:
-            keys = ATTENTION[kind].keys_per_query(architecture, sequence)
-            total += 4 * architecture.num_attention_heads * architecture.head_dim * keys
+            total += _projection_flops(block)
+        if part != "none":
+            total += _score_flops(architecture, kind, sequence)
     return total
+
+
+def _frozen_flops(block: LayerEntry) -> int:
+    """Return the operations of the gradients that frozen matrices of a block do not need, for one token."""
+    total = 0
+    for spec in block.parameters:
+        if len(spec.shape) == 2 and not spec.trained:
+            total += 2 * spec.numel
+    return total
+
+
+def _projection_flops(block: LayerEntry) -> int:
+    """Return the operations of a block's queries, keys and values for one token; 0 for blocks without them."""
+    for spec in block.parameters:
+        if spec.name == "attention.query_key_value.weight":
+            return 2 * spec.numel
+    return 0
 
 
 def _head_is_trained(layers: LayerPlan) -> bool:

@@ -4,24 +4,23 @@ Everything that must agree about the network reads it: the modules, the memory e
 checkpoints (files, reading and splitting over ranks) and the Hugging Face conversion.
 
 Numbering is gpt-neox's: 0 embedding, 1 nothing or a soft prompt, 2..L+1 blocks, L+2 nothing, L+3 final norm (nothing
-where blocks end with a norm), L+4 head, and L+5 the sentence head of a bidirectional network.
+if blocks end with a norm), L+4 head, and L+5 the sentence head of a bidirectional network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from neox.architecture.architecture import GATED_KINDS, Architecture
 from neox.architecture.choices import ATTENTION, MLPS, POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
 from neox.architecture.gmlp import gated_block_parameters
+from neox.architecture.lora import Lora
 from neox.architecture.parameter import ParameterSpec
-
-if TYPE_CHECKING:
-    from neox.architecture.adapters import Lora
 
 LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head"]
 
@@ -59,11 +58,11 @@ class LayerEntry:
     """One numbered layer; `identity` layers hold no weights and exist to keep NeoX's numbering.
 
     Attributes:
-        index: Its number.
-        kind: What it is.
-        parameters: What it owns.
-        tied_to: For a head that uses another layer's weight, that layer's index (0). Such a head does not own that
-            weight; on another pipeline stage than its owner it holds a copy that DeepSpeed keeps equal.
+        index: Number of the layer.
+        kind: Kind of the layer.
+        parameters: Parameters that it owns, or shares with other blocks.
+        tied_to: Index of the layer (0) whose weight a tied head uses; None for other layers. The head does not own that
+            weight. On another pipeline stage than the owner it holds a copy that DeepSpeed keeps equal.
     """
 
     index: int
@@ -74,7 +73,12 @@ class LayerEntry:
     @property
     def numel(self) -> int:
         """Number of parameters over all tensor ranks, tied and shared copies not counted."""
-        return sum(p.numel for p in self.parameters if p.shared_with is None)
+        return sum(spec.numel for spec in self.parameters if spec.shared_with is None)
+
+    @property
+    def matrix_numel(self) -> int:
+        """Number of elements of its matrices."""
+        return sum(spec.numel for spec in self.parameters if spec.is_matrix)
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
         """Return whether one of its parameters is a matrix between hidden states: of a block, with drawn weights."""
@@ -87,7 +91,7 @@ class LayerPlan:
 
     Attributes:
         layers: The layers.
-        architecture: What they follow from.
+        architecture: The network that they follow from.
         padded_vocab_size: Rows of the embedding and of the head.
         lora: The adapters among the parameters (`add_adapters`).
     """
@@ -108,7 +112,10 @@ class LayerPlan:
 
     def owner(self, index: int, name: str) -> int:
         """Return the index of the layer that owns a parameter of layer `index`: another one for a shared copy."""
-        return next((p.shared_with for p in self.layers[index].parameters if p.name == name and p.shared_with), index)
+        for spec in self.layers[index].parameters:
+            if spec.name == name and spec.shared_with is not None:
+                return spec.shared_with
+        return index
 
     @property
     def word_embeddings(self) -> ParameterSpec:
@@ -133,7 +140,12 @@ class LayerPlan:
     @property
     def trained_numel(self) -> int:
         """Number of the parameters that are trained."""
-        return sum(p.numel for layer in self.layers for p in layer.parameters if p.trained)
+        return sum(spec.numel for spec in self.parameters if spec.trained)
+
+    @property
+    def parameters(self) -> Iterator[ParameterSpec]:
+        """The parameters of all layers."""
+        return chain.from_iterable(layer.parameters for layer in self.layers)
 
 
 def build_layer_plan(
@@ -147,81 +159,117 @@ def build_layer_plan(
         head_parallelism: Dimension of an untied head that tensor ranks split: "column" the vocabulary, "row" the
             hidden dimension (NeoX's `output_layer_parallelism`).
     """
+    last = architecture.num_layers + 4
+    layers = [_embedding(architecture, padded_vocab_size), _prompt(architecture), *_blocks(architecture)]
+    layers += [LayerEntry(last - 2, "identity"), _final_norm(architecture, last - 1)]
+    if architecture.bidirectional:
+        layers += _encoder_heads(architecture, padded_vocab_size, last)
+    else:
+        layers.append(_head(architecture, padded_vocab_size, last, head_parallelism))
+    if architecture.soft_prompt_tokens:
+        _freeze_all_but_prompt(layers)
+    return LayerPlan(tuple(layers), architecture, padded_vocab_size)
+
+
+def _embedding(architecture: Architecture, padded_vocab_size: int) -> LayerEntry:
+    """Return layer 0: tables of tokens, positions and token types, and a norm of their sum."""
     words = ParameterSpec(WORD_EMBEDDINGS, (padded_vocab_size, architecture.hidden_size), 0)
     positions = POSITIONS[architecture.positions].embedding(architecture)
-    norm = norm_parameters(architecture, "norm") if architecture.embedding_norm else ()
-    embedding = (words, *positions, *token_type_parameters(architecture), *norm)
-    last = architecture.num_layers + 4
-    kinds = tuple(zip(architecture.attention, architecture.mlp, strict=True))
-    blocks = {kind: _block_parameters(architecture, *kind) for kind in set(kinds)}
-    shared = {p.name for p in POSITIONS[architecture.positions].shared(architecture)}
-    holders = [i for i, kind in enumerate(kinds) if any(p.name in shared for p in blocks[kind])]
-
-    def block(number: int, kind: tuple[str, str]) -> LayerEntry:
-        parameters = blocks[kind]
-        if number in holders[1:]:
-            owner = BLOCK_OFFSET + holders[0]
-            parameters = tuple(replace(p, shared_with=owner) if p.name in shared else p for p in parameters)
-        return LayerEntry(BLOCK_OFFSET + number, "block", parameters)
-
-    layers = (
-        LayerEntry(0, "embedding", embedding),
-        _prompt(architecture),
-        *(block(number, kind) for number, kind in enumerate(kinds)),
-        LayerEntry(last - 2, "identity"),
-        LayerEntry(last - 1, "identity")
-        if architecture.residual == "post_norm"
-        else LayerEntry(last - 1, "norm", norm_parameters(architecture, "norm")),
-        *_heads(architecture, words, last, 0 if head_parallelism == "column" else 1),
-    )
-    if architecture.soft_prompt_tokens:  # nothing else is trained
-        layers = tuple(layer if layer.kind == "prompt" else _frozen(layer) for layer in layers)
-    return LayerPlan(layers, architecture, padded_vocab_size)
+    norm = _norm(architecture, "norm" if architecture.embedding_norm else None)
+    return LayerEntry(0, "embedding", (words, *positions, *token_type_parameters(architecture), *norm))
 
 
 def _prompt(architecture: Architecture) -> LayerEntry:
-    if not (tokens := architecture.soft_prompt_tokens):
+    """Return layer 1: a soft prompt, or nothing."""
+    if not architecture.soft_prompt_tokens:
         return LayerEntry(1, "identity")
-    shape = (tokens, architecture.hidden_size)
+    shape = (architecture.soft_prompt_tokens, architecture.hidden_size)
     return LayerEntry(1, "prompt", (ParameterSpec("soft_embedding_weight", shape, init="prompt"),))
 
 
-def _frozen(layer: LayerEntry) -> LayerEntry:
-    return replace(layer, parameters=tuple(replace(p, trained=False) for p in layer.parameters))
+def _blocks(architecture: Architecture) -> list[LayerEntry]:
+    """Return the blocks. The first one with parameters that blocks share owns them, and the others share its."""
+    shared = set(POSITIONS[architecture.positions].shared(architecture))
+    owner: int | None = None
+    blocks = []
+    for index, (attention, mlp) in enumerate(zip(architecture.attention, architecture.mlp, strict=True), BLOCK_OFFSET):
+        parameters = _block_parameters(architecture, attention, mlp)
+        holds_shared = not shared.isdisjoint(parameters)
+        if holds_shared and owner is not None:
+            parameters = _sharing(parameters, shared, owner)
+        elif holds_shared:
+            owner = index
+        blocks.append(LayerEntry(index, "block", parameters))
+    return blocks
 
 
-def _heads(architecture: Architecture, words: ParameterSpec, index: int, dim: int) -> tuple[LayerEntry, ...]:
-    """Return the head and, of a bidirectional network that has it, the sentence head after it."""
-    tied = 0 if architecture.tie_word_embeddings else None
-    rows = words.shape[0]
-    if architecture.bidirectional:
-        head = LayerEntry(index, "masked_lm_head", masked_lm_head_parameters(architecture, rows), tied)
-        if not architecture.sentence_head:
-            return (head,)
-        return head, LayerEntry(index + 1, "sentence_head", sentence_head_parameters(architecture))
-    own: tuple[ParameterSpec, ...] = (replace(words, name="final_linear.weight", partition_dim=dim),)
+def _sharing(
+    parameters: tuple[ParameterSpec, ...], shared: set[ParameterSpec], owner: int
+) -> tuple[ParameterSpec, ...]:
+    """Return the parameters of a block whose shared ones belong to the layer `owner`."""
+    result = []
+    for spec in parameters:
+        if spec in shared:
+            result.append(replace(spec, shared_with=owner))
+        else:
+            result.append(spec)
+    return tuple(result)
+
+
+def _final_norm(architecture: Architecture, index: int) -> LayerEntry:
+    """Return the norm before the head, or nothing if blocks end with a norm."""
+    if architecture.residual == "post_norm":
+        return LayerEntry(index, "identity")
+    return LayerEntry(index, "norm", norm_parameters(architecture, "norm"))
+
+
+def _head(architecture: Architecture, rows: int, index: int, parallelism: Literal["row", "column"]) -> LayerEntry:
+    """Return the head of a causal network: tied to the embedding, or with a weight of its own."""
+    if architecture.tie_word_embeddings:
+        return LayerEntry(index, "head", tied_to=0)
+    split_dim = 0 if parallelism == "column" else 1
+    parameters = [ParameterSpec("final_linear.weight", (rows, architecture.hidden_size), split_dim)]
     if architecture.head_bias:
-        own += (ParameterSpec("final_linear.bias", (rows,), 0, init="zeros"),)
-    return (LayerEntry(index, "head", () if tied is not None else own, tied),)
+        parameters.append(ParameterSpec("final_linear.bias", (rows,), 0, init="zeros"))
+    return LayerEntry(index, "head", tuple(parameters))
+
+
+def _encoder_heads(architecture: Architecture, rows: int, index: int) -> list[LayerEntry]:
+    """Return the head of a bidirectional network, and the sentence head after it if it has one."""
+    tied_to = 0 if architecture.tie_word_embeddings else None
+    heads = [LayerEntry(index, "masked_lm_head", masked_lm_head_parameters(architecture, rows), tied_to)]
+    if architecture.sentence_head:
+        heads.append(LayerEntry(index + 1, "sentence_head", sentence_head_parameters(architecture)))
+    return heads
+
+
+def _freeze_all_but_prompt(layers: list[LayerEntry]) -> None:
+    """Replace layers by ones whose parameters are not trained."""
+    for index, layer in enumerate(layers):
+        if layer.kind != "prompt":
+            frozen = tuple(replace(spec, trained=False) for spec in layer.parameters)
+            layers[index] = replace(layer, parameters=frozen)
 
 
 def _block_parameters(architecture: Architecture, attention: str, mlp: str) -> tuple[ParameterSpec, ...]:
+    """Return the parameters of a block, in the order of its sublayers."""
     if attention in GATED_KINDS:
         return gated_block_parameters(architecture, attention)
     norms = BLOCK_NORMS[architecture.residual]
     shared = POSITIONS[architecture.positions].shared(architecture)
     return (
-        *_slot_parameters(architecture, norms.before_attention),
+        *_norm(architecture, norms.before_attention),
         *ATTENTION[attention].parameters(architecture),
         *shared,
-        *_slot_parameters(architecture, norms.after_attention),
-        *_slot_parameters(architecture, norms.before_mlp),
+        *_norm(architecture, norms.after_attention),
+        *_norm(architecture, norms.before_mlp),
         *MLPS[mlp].parameters(architecture),
-        *_slot_parameters(architecture, norms.after_mlp),
+        *_norm(architecture, norms.after_mlp),
     )
 
 
-def _slot_parameters(architecture: Architecture, norm: str | None) -> tuple[ParameterSpec, ...]:
-    if norm is None:
+def _norm(architecture: Architecture, module: str | None) -> tuple[ParameterSpec, ...]:
+    """Return the parameters of a norm with the name of its module; none for None."""
+    if module is None:
         return ()
-    return norm_parameters(architecture, norm)
+    return norm_parameters(architecture, module)

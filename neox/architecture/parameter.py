@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -18,7 +19,7 @@ class ParameterSpec:
     Attributes:
         name: Name inside its layer, as in NeoX's layer files (`attention.query_key_value.weight`).
         shape: Full (unsplit) shape.
-        partition_dim: Dimension split over tensor ranks; None where every tensor rank holds the same copy.
+        partition_dim: Dimension split over tensor ranks; None if every tensor rank holds the same copy.
         init: Initial values.
         summed_in_neox: In gpt-neox's own files the full value is the sum of the tensor ranks' values (row-parallel
             biases under `gpt_j_residual`). Here there is one value, written on rank 0 with zeros elsewhere.
@@ -26,8 +27,8 @@ class ParameterSpec:
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
         of_norm: It scales or shifts elements, whatever its shape.
-        shared_with: Index of the layer that owns it, where this layer uses another one's parameter: one parameter of
-            the network, of which every pipeline stage and every layer's file holds a copy.
+        shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
+            and every layer's file holds a copy.
     """
 
     name: str
@@ -51,20 +52,22 @@ class ParameterSpec:
         """Number of elements over all tensor ranks."""
         return prod(self.shape)
 
-    def shard_numel(self, tp_size: int) -> int:
-        """Return the number of elements on one of `tp_size` tensor ranks."""
-        return self.numel if self.partition_dim is None else self.numel // tp_size
-
     @property
     def is_matrix(self) -> bool:
         """Whether it is a matrix of a product, to which weight decay applies."""
         return len(self.shape) > 1 and not self.of_norm
 
     def is_divisible(self, tp_size: int) -> bool:
-        """Whether every one of `tp_size` tensor ranks gets an equal part, of each section."""
+        """Return whether every one of `tp_size` tensor ranks gets an equal part, of each section."""
         if self.partition_dim is None:
             return True
-        return all(size % tp_size == 0 for size in self.sections or (self.shape[self.partition_dim],))
+        return all(size % tp_size == 0 for size in self._split_sizes)
+
+    @property
+    def _split_sizes(self) -> tuple[int, ...]:
+        """Sizes along `partition_dim` of the parts that are split separately."""
+        assert self.partition_dim is not None, self
+        return self.sections or (self.shape[self.partition_dim],)
 
     def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
         """Return (start, length) along `partition_dim` of what a tensor rank holds, one after another.
@@ -72,19 +75,32 @@ class ParameterSpec:
         Raises:
             ValueError: The parameter cannot be divided over so many ranks.
         """
-        assert self.partition_dim is not None, self
         if not self.is_divisible(tp_size):
-            sizes = " + ".join(str(n) for n in self.sections or (self.shape[self.partition_dim],))
+            sizes = " + ".join(map(str, self._split_sizes))
             raise ValueError(f"{self.name} ({sizes}) is not divisible by the tensor-parallel degree ({tp_size})")
-        found, first = [], 0
-        for size in self.sections or (self.shape[self.partition_dim],):
-            part = size // tp_size
-            found.append((first + tp_rank * part, part))
-            first += size
+        found = []
+        section_start = 0
+        for size in self._split_sizes:
+            length = size // tp_size
+            found.append((section_start + tp_rank * length, length))
+            section_start += size
         return found
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Return the shape on one of `tp_size` tensor ranks."""
         if self.partition_dim is None:
             return self.shape
-        return tuple(n // tp_size if dim == self.partition_dim else n for dim, n in enumerate(self.shape))
+        shape = list(self.shape)
+        shape[self.partition_dim] //= tp_size
+        return tuple(shape)
+
+    def shard_numel(self, tp_size: int) -> int:
+        """Return the number of elements on one of `tp_size` tensor ranks."""
+        if self.partition_dim is None:
+            return self.numel
+        return self.numel // tp_size
+
+
+def in_module(module: str, parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+    """Return parameters with the name of their module in front of their own."""
+    return tuple(replace(spec, name=f"{module}.{spec.name}") for spec in parameters)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture.architecture import Pairs
+from neox.architecture.architecture import Pairs, without_none
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,47 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = MappingProxyType(
 
 def rope_scaling_of(given: Mapping[str, Any] | None) -> Pairs:
     """Return a dictionary in its normal form: `rope_type` for the older `type`, without None; () for no scaling."""
-    settings = {("rope_type" if k == "type" else k): v for k, v in (given or {}).items() if v is not None}
-    return () if settings.get("rope_type", "default") == "default" else tuple(sorted(settings.items()))
+    settings = without_none(given or {})
+    if "type" in settings:
+        settings["rope_type"] = settings.pop("type")
+    if settings.get("rope_type", "default") == "default":
+        return ()
+    return tuple(sorted(settings.items()))
 
 
 def rope_scaling_problem(given: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a dictionary, or None."""
-    settings = {key: value for key, value in given.items() if value is not None}
-    kind = settings.pop("rope_type", settings.pop("type", "default"))
+    settings = without_none(given)
+    older_name = settings.pop("type", "default")
+    kind = settings.pop("rope_type", older_name)
     if kind not in ROPE_SCALINGS:
-        reason = ": its frequencies change with the length of each sequence" if kind in ("dynamic", "longrope") else ""
+        reason = ""
+        if kind in ("dynamic", "longrope"):
+            reason = ": its frequencies change with the length of each sequence"
         return f"has rope_type {kind!r}, which is not supported{reason}; use one of {', '.join(ROPE_SCALINGS)}"
-    settings.pop("type", None)
     scaling = ROPE_SCALINGS[kind]
-    if missing := [name for name in scaling.required if name not in settings]:
+    known = (*scaling.required, *scaling.optional)
+    missing = [name for name in scaling.required if name not in settings]
+    if missing:
         return f"of type {kind} lacks {', '.join(missing)}"
-    if unknown := sorted(set(settings) - {*scaling.required, *scaling.optional}):
-        known = ", ".join((*scaling.required, *scaling.optional)) or "none"
-        return f"of type {kind} has no setting {', '.join(unknown)}; known: {known}"
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        return f"of type {kind} has no setting {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
     for name, value in settings.items():
-        wanted = bool if name == "truncate" else (int, float)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and name != "truncate"):
-            return f"has {name}: {value!r}, which should be {'true or false' if name == 'truncate' else 'a number'}"
-        if name != "truncate" and value <= 0:
-            return f"has {name}: {value!r}, which should be above 0"
+        problem = _value_problem(name, value)
+        if problem is not None:
+            return problem
     if kind == "llama3" and settings["high_freq_factor"] <= settings["low_freq_factor"]:
         return "needs a high_freq_factor above low_freq_factor"
+    return None
+
+
+def _value_problem(name: str, value: Any) -> str | None:
+    """Return what is wrong with the value of one setting, or None."""
+    if name == "truncate":
+        return None if isinstance(value, bool) else f"has {name}: {value!r}, which should be true or false"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"has {name}: {value!r}, which should be a number"
+    if value <= 0:
+        return f"has {name}: {value!r}, which should be above 0"
     return None

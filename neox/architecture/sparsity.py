@@ -7,11 +7,11 @@ arXiv:2007.14062, Longformer: arXiv:2004.05150.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture.architecture import Pairs, frozen
+from neox.architecture.architecture import Pairs, frozen, without_none
 
 _BLOCKS = {"block": 16}
 _HEADS = {**_BLOCKS, "different_layout_per_head": False}
@@ -43,14 +43,16 @@ def sparsity_of(kinds: set[str], given: Mapping[str, Any]) -> Pairs:
         kinds: Attention kinds of the blocks.
         given: `sparsity_config`; None stands for a default.
     """
-    given = {key: frozen(value) for key, value in given.items() if value is not None}
-    if "num_sliding_window_blocks" in given:  # `local` takes either
-        given = {"local.num_local_blocks": given["num_sliding_window_blocks"], **given}
-    return tuple(
-        (f"{kind}.{key}", given.get(key, given.get(f"{kind}.{key}", default)))
-        for kind in sorted(kinds & set(SPARSITY))
-        for key, default in SPARSITY[kind].items()
-    )
+    settings = without_none(given)
+    if "num_sliding_window_blocks" in settings:
+        settings.setdefault("local.num_local_blocks", settings["num_sliding_window_blocks"])  # `local` takes either
+    pairs = []
+    for kind in sorted(kinds & SPARSITY.keys()):
+        for key, default in SPARSITY[kind].items():
+            name = f"{kind}.{key}"
+            value = settings.get(key, settings.get(name, default))
+            pairs.append((name, frozen(value)))
+    return tuple(pairs)
 
 
 def settings_of(kind: str, sparsity: Pairs) -> dict[str, Any]:
@@ -60,14 +62,27 @@ def settings_of(kind: str, sparsity: Pairs) -> dict[str, Any]:
 
 def sparsity_problem(kind: str, settings: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the settings of one kind, or None."""
-    starts, ends = settings.get("global_block_indices", ()), settings.get("global_block_end_indices")
-    if ends is not None and (len(ends) != len(starts) or any(e <= s for s, e in zip(starts, ends, strict=True))):
+    starts = settings.get("global_block_indices", ())
+    ends = settings.get("global_block_end_indices")
+    if ends is not None and not _are_ranges(starts, ends):
         return "`global_block_end_indices` needs one larger number for each of `global_block_indices`"
     if min(settings.get("local_window_blocks", ()), default=1) < 1 or min(starts, default=0) < 0:
         return "`local_window_blocks` must be above 0, and `global_block_indices` not below"
-    if kind != "sparse_fixed":
-        return None
-    window, width = settings["num_local_blocks"], settings["num_global_blocks"]
+    if kind == "sparse_fixed":
+        return _fixed_pattern_problem(settings)
+    return None
+
+
+def _are_ranges(starts: Sequence[int], ends: Sequence[int]) -> bool:
+    if len(starts) != len(ends):
+        return False
+    return all(start < end for start, end in zip(starts, ends, strict=True))
+
+
+def _fixed_pattern_problem(settings: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the settings of `sparse_fixed`, or None."""
+    window = settings["num_local_blocks"]
+    width = settings["num_global_blocks"]
     patterns = settings["num_different_global_patterns"]
     if window % width:
         return f"`num_local_blocks` {window} is not a multiple of `num_global_blocks` {width}"

@@ -9,7 +9,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from neox.architecture import ACTIVATIONS, NORMS, SPARSITY
-from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS, ActivationName, NormName, PositionsName
+from neox.architecture.choices import (
+    TRANSFORMER_ENGINE_NORMS,
+    ActivationName,
+    NormName,
+    PositionsName,
+    QueryKeyNormName,
+)
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires
 from neox.config.sections.numbers import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
@@ -34,7 +40,8 @@ _MASKED = OnlyWith("objective", ("masked_lm",))
 _NEEDS_MASKED = Requires("objective", ("masked_lm",), advice="remove it, or set objective: masked_lm")
 _GELU = Requires("activation", tuple(name for name in ACTIVATIONS if name.startswith("gelu")))
 _GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.width_factor != 1)
-_SIMPLE_NORMS = ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm")
+_NORMS_BY_NAME = {**NORMS, **{name: NORMS[norm] for name, norm in TRANSFORMER_ENGINE_NORMS.items()}}
+_NORMS_OF_HEADS = tuple(name for name, norm in _NORMS_BY_NAME.items() if norm.of_heads)
 
 
 def _not_masked(reason: str, *, when: tuple[Any, ...] = (), advice: str = "remove it") -> Excludes:
@@ -43,8 +50,7 @@ def _not_masked(reason: str, *, when: tuple[Any, ...] = (), advice: str = "remov
 
 
 def _norms_of(epsilon_key: str) -> OnlyWith:
-    names = {**{name: name for name in NORMS}, **TRANSFORMER_ENGINE_NORMS}
-    return OnlyWith("norm", tuple(name for name, norm in names.items() if NORMS[norm].epsilon_key == epsilon_key))
+    return OnlyWith("norm", tuple(name for name, norm in _NORMS_BY_NAME.items() if norm.epsilon_key == epsilon_key))
 
 
 class SparsityConfig(Section):
@@ -256,13 +262,13 @@ class ModelConfig(Section):
     use_qk_layernorm: Annotated[
         bool,
         Excludes("qk_norm", ("head", "full"), reason="these are two norms of the same vectors"),
-        Requires("norm", _SIMPLE_NORMS, advice="use norm layernorm or rmsnorm"),
+        Requires("norm", _NORMS_OF_HEADS, advice="use norm layernorm or rmsnorm"),
     ] = False
     """Normalise queries and keys as later gpt-neox does: with the network's norm, over the dimensions of each head for
     rmsnorm and of all heads for layernorm. Queries and keys share one scale with a number for every dimension of every
     head."""
 
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: QueryKeyNormName = "none"
     """Normalise queries and keys. `head`: RMSNorm over the dimensions of each head, with one scale for all heads of
     queries and one for all heads of keys (Qwen3). `full`: RMSNorm over the dimensions of all heads (OLMo-2)."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from torch import nn
 
 from neox import architecture, model, ops
 from neox.architecture import NORMS
+from neox.architecture.choices import QUERY_KEY_NORMS, TRANSFORMER_ENGINE_NORMS
+from neox.config.sections.model import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,19 @@ from neox.architecture import NORMS
 )
 def test_the_same_names(on_paper, implemented):
     assert on_paper.keys() == implemented.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "on_paper"),
+    [
+        ("activation", architecture.ACTIVATIONS.keys()),
+        ("norm", architecture.NORMS.keys() | TRANSFORMER_ENGINE_NORMS.keys()),
+        ("pos_emb", architecture.POSITIONS.keys()),
+        ("qk_norm", QUERY_KEY_NORMS.keys() - {"neox"}),
+    ],
+)
+def test_keys_take_the_names_on_paper(key, on_paper):
+    assert set(get_args(ModelConfig.model_fields[key].annotation)) == on_paper
 
 
 @pytest.mark.parametrize("name", NORMS)
