@@ -67,7 +67,15 @@ def main() -> None:
     files = args.config_file or [saved_config(checkpoint_at(Path(args.input_dir)))]
     config = config_from_files(files, overrides=args.set)
     if args.adapter:
-        print(write_peft_adapter(args.input_dir, config, args.output_dir, base=args.adapter, overwrite=args.overwrite))
+        written = write_peft_adapter(
+            args.input_dir,
+            config,
+            args.output_dir,
+            base=args.adapter,
+            overwrite=args.overwrite,
+            hf_architecture=args.hf_architecture,
+        )
+        print(written)
         return
     result = to_hf(
         args.input_dir,

@@ -26,7 +26,7 @@ from neox.convert.hf_directory import CONFIG, read_json
 from neox.convert.hf_tokenizer import import_tokenizer
 from neox.convert.hf_weights import HFWeights
 from neox.convert.layouts import from_hf_layout, to_hf_layout
-from neox.convert.peft_adapter import read_peft_adapter
+from neox.convert.read_peft import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping

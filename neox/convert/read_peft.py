@@ -1,0 +1,299 @@
+"""Import of LoRA adapters that the package `peft` has written.
+
+Modules that peft has adapted one by one may be one linear layer here. Then their adapters become one with all rows of
+their A, of rank r1 + r2 + r3, whose B has zeros where a module does not use another one's rows:
+
+    [A1]      [B1  0   0 ]
+    [A2]      [0   B2  0 ]
+    [A3]      [0   0   B3]
+
+Modules with the same A, as our exports have them, share its rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neox.architecture import ADAPTER, LayerPlan, Lora
+from neox.convert.hf_directory import read_json
+from neox.convert.layouts import from_hf_layout, to_hf_layout
+from neox.convert.peft_names import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    adaptable_weights,
+    layout_of_b,
+    modules_of,
+    target_of,
+    tensor_key,
+)
+from neox.errors import ConversionError
+from neox.families import Family, TensorMapping
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+
+_KEY = re.compile(rf"^{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight$")
+_PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False}
+"""Settings of which only one value is supported."""
+_EMPTY = ("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices")
+"""Settings that must not be given."""
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Beginnings of values of `init_lora_weights` with which the adapter belongs to other weights than the base model's."""
+
+
+class _Product(NamedTuple):
+    """One adapter: scale * B A.
+
+    Attributes:
+        a: A [rank, inputs].
+        b: B [outputs, rank].
+        scale: The scale.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter that peft has written, in our form.
+
+    Attributes:
+        lora: Rank, alpha and targets.
+        dropout: Dropout probability of its inputs.
+        tensors: Layer index -> our name -> A or B.
+    """
+
+    lora: Lora
+    dropout: float
+    tensors: Mapping[int, Mapping[str, Tensor]]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The YAML's `lora`."""
+        return {
+            "r": self.lora.rank,
+            "alpha": self.lora.alpha,
+            "dropout": self.dropout,
+            "target": list(self.lora.targets),
+        }
+
+
+def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> PeftAdapter:
+    """Read an adapter that `peft` has written, for a model with these layers.
+
+    All adapters of ours have one rank and one scale. It is the largest one that a layer needs, and smaller adapters get
+    rows of A that start as those of a new adapter, with columns of zeros in B.
+
+    Args:
+        directory: Directory of the adapter.
+        layers: Layers of the model, without adapters.
+        family: Family of the model.
+
+    Raises:
+        ConversionError: For settings that are not supported, each by name, and for missing or unknown tensors.
+    """
+    settings = read_json(directory / CONFIG)
+    _check_settings(directory / CONFIG, settings)
+    weights = list(adaptable_weights(layers, family))
+    products = _read_products(directory / WEIGHTS, settings, weights)
+    joined: dict[TensorMapping, _Product] = {}
+    for mapping in weights:
+        theirs = [products.get(module) for module in modules_of(mapping)]
+        if any(theirs):
+            joined[mapping] = _join(theirs, mapping, layers, directory / WEIGHTS)
+    if not joined:
+        raise ConversionError(f"{directory / WEIGHTS}: holds no adapters")
+    _refuse_missing(directory / WEIGHTS, settings, products, weights)
+    targets = tuple(sorted(set(map(target_of, joined))))
+    rank = max(len(product.a) for product in joined.values())
+    scale = max(product.scale for product in joined.values())
+    tensors: dict[int, dict[str, Tensor]] = {}
+    for mapping, product in joined.items():
+        padded = _pad(product, rank, scale, seed=mapping.layer)
+        adapter = mapping.name.removesuffix(".weight") + ADAPTER
+        state = tensors.setdefault(mapping.layer, {})
+        state[f"{adapter}lora_A"] = padded.a
+        state[f"{adapter}lora_B"] = padded.b
+    ranks = {len(product.a) for product in products.values()}
+    if ranks != {rank}:
+        _log.info("adapters of rank %s became products of rank %d", ", ".join(map(str, sorted(ranks))), rank)
+    return PeftAdapter(Lora(rank, scale * rank, targets), float(settings.get("lora_dropout") or 0.0), tensors)
+
+
+def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ConversionError for settings with which the adapter is another function, each by name."""
+    problems = []
+    for key, value in _PLAIN.items():
+        if settings.get(key, value) != value:
+            problems.append(f"{key}: {settings[key]}")
+    for key in _EMPTY:
+        if settings.get(key):
+            problems.append(f"{key}: {settings[key]}")
+    if str(settings.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        problems.append(f"init_lora_weights: {settings['init_lora_weights']}")
+    for key in ("r", "lora_alpha"):
+        value = settings.get(key)
+        if not isinstance(value, int | float) or value <= 0:
+            problems.append(f"{key}: {value}")
+    if problems:
+        raise ConversionError(f"{file}: {'; '.join(problems)} is not supported")
+
+
+def _read_products(file: Path, settings: Mapping[str, Any], weights: Sequence[TensorMapping]) -> dict[str, _Product]:
+    """Return the adapter of each Hugging Face module. Raises ConversionError for missing and unknown tensors."""
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise ConversionError(f"{file} does not exist; save the adapter with safe_serialization=True")
+    stored = load_file(file)
+    known: set[str] = set()
+    for mapping in weights:
+        known.update(modules_of(mapping))
+    products: dict[str, _Product] = {}
+    unknown = []
+    for key in stored:
+        match = _KEY.match(key)
+        if match is None or match[1] not in known:
+            unknown.append(key)
+        elif match[1] not in products:
+            products[match[1]] = _product_of(file, settings, match[1], stored)
+    if unknown:
+        raise ConversionError(
+            f"{file}: unknown tensors {', '.join(sorted(unknown)[:5])}; adapters of "
+            f"{', '.join(sorted(_ends(known)))} are supported"
+        )
+    return products
+
+
+def _ends(modules: set[str]) -> set[str]:
+    """Return the last words of modules' names."""
+    return {module.rpartition(".")[2] for module in modules}
+
+
+def _read_setting(settings: Mapping[str, Any], key: str, patterns: str, module: str) -> Any:
+    """Return a setting of peft's that may differ by module: the value of the first pattern that fits its name."""
+    for pattern, value in (settings.get(patterns) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return settings[key]
+
+
+def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Mapping[str, Tensor]) -> _Product:
+    """Return the adapter of one Hugging Face module. Raises ConversionError for missing tensors and other ranks."""
+    for part in ("A", "B"):
+        if tensor_key(module, part) not in stored:
+            raise ConversionError(f"{file}: {tensor_key(module, part)} is missing")
+    a = stored[tensor_key(module, "A")]
+    b = stored[tensor_key(module, "B")]
+    rank = int(_read_setting(settings, "r", "rank_pattern", module))
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise ConversionError(
+            f"{file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}, but its rank in {CONFIG} "
+            f"is {rank}"
+        )
+    divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
+    alpha = float(_read_setting(settings, "lora_alpha", "alpha_pattern", module))
+    return _Product(a, b, alpha / divisor)
+
+
+def _refuse_missing(
+    file: Path, settings: Mapping[str, Any], products: Mapping[str, _Product], weights: Sequence[TensorMapping]
+) -> None:
+    """Raise ConversionError if a kind of module that has adapters misses some, or all."""
+    targets = settings.get("target_modules")
+    if isinstance(targets, list):
+        for target in targets:
+            if not any(f".{module}".endswith(f".{target}") for module in products):
+                raise ConversionError(f"{file}: target_modules: {target} has no tensors")
+    in_some_block: set[str] = set()
+    lacking: list[tuple[str, str]] = []  # kind of module, module
+    for mapping in weights:
+        for kind, module in zip(mapping.source.modules, modules_of(mapping), strict=True):
+            if module in products:
+                in_some_block.add(kind)
+            else:
+                lacking.append((kind, module))
+    for kind, module in lacking:
+        if kind in in_some_block:
+            raise ConversionError(f"{file}: {tensor_key(module, 'A')} is missing, which other blocks have")
+
+
+def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: LayerPlan, file: Path) -> _Product:
+    """Return the adapter of one linear layer of ours.
+
+    Args:
+        products: Adapters of the Hugging Face modules that it consists of; None for a module without one.
+        mapping: Weight of the layer.
+        layers: Layers of the model.
+        file: File of the adapters, for messages.
+
+    Raises:
+        ConversionError: If a tensor has another shape than the model's.
+    """
+    shape = next(spec.shape for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
+    source = layout_of_b(mapping.source)
+    shapes = [part.shape for part in to_hf_layout(torch.empty(shape, device="meta"), source, layers.architecture)]
+    different: list[Tensor] = []
+    columns: list[slice] = []  # of each module in B
+    for product, wanted, module in zip(products, shapes, modules_of(mapping), strict=True):
+        if product is None:
+            columns.append(slice(0, 0))
+            continue
+        found = (product.b.shape[0], product.a.shape[1])
+        if found != wanted:
+            raise ConversionError(
+                f"{file}: the adapter of {module} is for a weight of shape {list(found)}, but this model's has "
+                f"{list(wanted)}"
+            )
+        columns.append(_place(product.a, different))
+    a = torch.cat(different)
+    scale = max(product.scale for product in products if product)
+    rows = []
+    for product, wanted, here in zip(products, shapes, columns, strict=True):
+        b = torch.zeros(wanted[0], len(a), dtype=a.dtype)
+        if product is not None:
+            b[:, here] = product.b * (product.scale / scale)
+        rows.append(b)
+    return _Product(a, from_hf_layout(rows, source, layers.architecture), scale)
+
+
+def _place(a: Tensor, different: list[Tensor]) -> slice:
+    """Return the rows of a matrix A among matrices that stand below each other. If it is not there, append it."""
+    first = 0
+    for other in different:
+        if torch.equal(other, a):
+            return slice(first, first + len(a))
+        first += len(other)
+    different.append(a)
+    return slice(first, first + len(a))
+
+
+def _pad(product: _Product, rank: int, scale: float, seed: int) -> _Product:
+    """Return the same product with another rank and scale.
+
+    Args:
+        product: The product, of at most that rank.
+        rank: Rank of the result. New rows of A start as those of a new adapter, new columns of B are zeros.
+        scale: Scale of the result.
+        seed: Seed of the new rows.
+    """
+    b = product.b * (product.scale / scale)
+    missing = rank - len(product.a)
+    if missing == 0:
+        return _Product(product.a, b, scale)
+    inputs = product.a.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    new_rows = (2 * torch.rand(missing, inputs, generator=generator) - 1) / math.sqrt(inputs)
+    a = torch.cat([product.a, new_rows.to(product.a.dtype)])
+    return _Product(a, torch.cat([b, torch.zeros(len(b), missing, dtype=b.dtype)], dim=1), scale)
