@@ -10,6 +10,7 @@ number of hosts, the host's name and the first host's name. The first command th
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -53,11 +54,9 @@ def parser() -> ScriptParser:
     return made
 
 
-def main() -> int:
-    """Run the tool."""
-    args = parser().parse_args()
-    hosts = named_hosts(args.hosts)
-    container = Container(
+def container_of(args: argparse.Namespace) -> Container:
+    """Return the container of the flags. Raises ConfigError if a flag is wrong."""
+    return Container(
         engine=args.engine or _installed_engine(dry_run=args.dry_run),
         image=args.image,
         source=args.src.absolute(),
@@ -70,6 +69,13 @@ def main() -> int:
         rdma=args.rdma,
         shm_size=args.shm_size,
     )
+
+
+def main() -> int:
+    """Run the tool."""
+    args = parser().parse_args()
+    hosts = named_hosts(args.hosts)
+    container = container_of(args)
     environment = child_environment()
     options = split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
     if container.is_apptainer:

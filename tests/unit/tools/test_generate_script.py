@@ -57,7 +57,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_model_is_loaded(tmp_p
     (tmp_path / "file").touch()
     code, said = generate(monkeypatch, capsys, "-o", tmp_path / "file" / "out.jsonl")
     assert code == 1
-    assert "out.jsonl: nothing can be written in" in said
+    assert f"sample_output_file {tmp_path / 'file' / 'out.jsonl'}: " in said
     assert "weights of" not in said
 
 

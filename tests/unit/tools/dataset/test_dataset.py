@@ -10,6 +10,7 @@ import pytest
 from neox.corpus import Document, read_documents, write_documents
 from neox.data import IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, TokenizerError
+from tests.errors import raises_naming
 from tools.dataset.command import parser
 
 ROOT = Path(__file__).parents[4]
@@ -48,9 +49,10 @@ def described(tmp_path):
 def test_info_counts(tool, described):
     code, text = tool("info", DATA, described)
     assert code == 0
-    assert "1,648 documents, 205,143 tokens, 410,286 bytes of uint16, mmap layout" in text
-    assert "2 to 6,183, median 48" in text
-    assert "HFTokenizer, 50 ids, largest here 49" in text
+    for figure in ("1,648 documents", "205,143 tokens", "410,286 bytes", "uint16", "2 to 6,183", "median 48"):
+        assert figure in text
+    for figure in ("HFTokenizer", "50 ids", "largest here 49"):
+        assert figure in text
     facts = json.loads(tool("info", DATA, "--json")[1])
     assert sum(row["documents"] for row in facts["histogram"]) == 1648
     assert sum(row["tokens"] for row in facts["histogram"]) == 205143
@@ -72,7 +74,7 @@ def test_show_documents_and_samples(tool):
     text = tool("show", DATA, "--samples", "0", "--seq-length", 128, "--num-samples", 240)[1]
     assert len(text.splitlines()[1].split()) == 129
     for bad in ("1648", "x", "5-4", ""):
-        with pytest.raises(DataError, match=r"not a list|do not exist"):
+        with raises_naming(DataError, repr(bad or ",")):
             tool("show", DATA, "--documents", bad or ",")
 
 
@@ -80,22 +82,25 @@ def test_verify_good_data(tool, described):
     code, text = tool("verify", DATA, "--eod", 0, *VOCAB)
     assert code == 0
     assert ": good" in text
-    assert "6 end-of-document ids are inside documents" in text
-    assert tool("verify", described) == (0, f"{described}: good, 40 documents, 155 tokens\n")
+    assert "6 end-of-document ids" in text
+    code, text = tool("verify", described)
+    assert code == 0
+    assert {f"{described}: good", "40 documents", "155 tokens"} == {*text.strip().split(", ")}
 
 
 def test_verify_says_all_that_is_wrong(tool, described):
     code, text = tool("verify", described, "--vocab-size", 40, "--eod", 7)
     assert code == 1
-    assert "are outside 0 to 39, the first, 40, in document" in text
-    assert "documents do not end with the end-of-document id 7, the first is document 0" in text
+    assert len(text.splitlines()) == 4  # the state; ids, ends, and a smaller id at an end inside
+    assert "outside 0 to 39, the first, 40," in text
+    assert "end-of-document id 7" in text
     raw = bytearray(Path(f"{described}.bin").read_bytes())
     raw[0:2] = (60000).to_bytes(2, "little")
     Path(f"{described}.bin").write_bytes(raw)
     code, text = tool("verify", described, *VOCAB)
     assert code == 1
-    assert "the .json has 49 as its largest id, the files have 60,000" in text
-    assert "1 ids are outside 0 to 999, the first, 60000, in document 0" in text
+    assert "49 as its largest id" in text
+    assert "outside 0 to 999, the first, 60000," in text
     assert "made with another tokenizer" in text
     Path(f"{described}.bin").write_bytes(raw[:-2])
     code, text = tool("verify", described, DATA)
@@ -134,12 +139,14 @@ def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
         assert tool("verify", f"{out}_{name}")[0] == 0
     assert sorted(seen) == list(range(40))
     assert seen[:24] == sorted(seen[:24])
-    with pytest.raises(DataError, match="already exists"):
+    with raises_naming(DataError, f"{out}_train.idx", "--output-prefix"):
         tool("split", described, "--output-prefix", out)
     tool("split", described, "--output-prefix", f"{out}2", "--split", "6,3,1", "--seed", 5)
     assert Path(f"{out}2_valid.bin").read_bytes() == Path(f"{out}_valid.bin").read_bytes()
     tool("merge", f"{out}_train", f"{out}_valid", f"{out}_test", "--output-prefix", tmp_path / "all")
-    assert tool("verify", tmp_path / "all") == (0, f"{tmp_path / 'all'}: good, 40 documents, 155 tokens\n")
+    assert tool("verify", tmp_path / "all")[0] == 0
+    merged = IndexedDataset(tmp_path / "all")
+    assert (merged.num_documents, merged.num_tokens) == (40, 155)
     tool("merge", described, DATA, "--output-prefix", tmp_path / "mixed")
     assert read_sidecar(tmp_path / "mixed") is None
 
@@ -148,7 +155,7 @@ def test_merging_data_of_two_tokenizers_is_refused(tool, described, tmp_path):
     with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
         builder.add_document([1])
     write_sidecar(tmp_path / "other", Sidecar("HFTokenizer", "def", 50, 0, True, 1, 1, 1))
-    with pytest.raises(DataError, match="different tokenizers"):
+    with raises_naming(DataError, "HFTokenizer abc", "HFTokenizer def"):
         tool("merge", described, tmp_path / "other", "--output-prefix", tmp_path / "out")
     assert not (tmp_path / "out.idx").exists()
 
@@ -168,10 +175,10 @@ def test_documents_are_divided_before_tokenizing(tool, tmp_path):
         found += part
     assert sorted(found) == texts
     assert counts[0] > 6 * counts[1] > 0
-    with pytest.raises(DataError, match="already exists"):
+    with raises_naming(DataError, f"{out}_train.jsonl.zst", "--output-prefix"):
         tool("split", source, "--output-prefix", out)
     (tmp_path / "bad.jsonl.zst").write_bytes(source.read_bytes()[:5000])
-    with pytest.raises(DataError, match=r"bad\.jsonl\.zst"):
+    with raises_naming(DataError, "bad.jsonl.zst"):
         tool("split", tmp_path / "bad.jsonl.zst", "--output-prefix", tmp_path / "y")
     assert not list(tmp_path.glob("y_*"))
 
@@ -180,7 +187,7 @@ def test_an_output_that_cannot_be_written_is_said(tool, tmp_path):
     (tmp_path / "file").write_text("x")
     out = tmp_path / "file" / "out"
     for command in (["split", GOLDEN / "small.jsonl.zst"], ["split", DATA], ["merge", DATA]):
-        with pytest.raises(DataError, match="cannot be written"):
+        with raises_naming(DataError, out):
             tool(*command, "--output-prefix", out)
 
 
@@ -195,7 +202,7 @@ def test_count_names_sources(tool, tmp_path):
         ["1", "documents", "2", "bytes", "of", "text", "(unnamed)"],
     ]
     assert json.loads(tool("count", tmp_path / "x.jsonl.zst", "--json")[1])["Books"]["documents"] == 2
-    with pytest.raises(DataError, match="neither a file nor a directory"):
+    with raises_naming(DataError, tmp_path / "missing"):
         tool("count", tmp_path / "missing")
 
 
@@ -225,7 +232,7 @@ def test_labels_are_shown_verified_and_split_as_their_tokens_are(tool, described
         assert tokens.sizes.tolist() == labels.sizes.tolist()
         counted = labels.tokens >= 0
         assert (tokens.tokens[counted] == labels.tokens[counted]).all()
-    with pytest.raises(DataError, match="are not the labels"):
+    with raises_naming(DataError, DATA, prefix):
         tool("show", DATA, "--labels", prefix)
 
 
@@ -234,16 +241,16 @@ def test_sentences_are_shown_as_those_of_their_documents(tool, tmp_path):
     with IndexedDatasetBuilder(prefix, np.uint16, sentences=True) as builder:
         builder.add_documents(np.arange(10, 21), [2, 3, 1, 5], [3, 0, 1])
     out = tool("info", prefix)[1]
-    assert "3 documents, 4 sentences, 11 tokens" in out
-    assert "tokens in a sentence: 1 to 5" in out
+    for figure in ("3 documents", "4 sentences", "11 tokens", "1 to 5"):
+        assert figure in out
     found = tool("show", prefix, "--documents", "0-2")[1].splitlines()
     assert found[::2] == [
         *(f"--- document 0, sentence {n}: {size} tokens" for n, size in enumerate([2, 3, 1])),
         "--- document 2, sentence 0: 5 tokens",
     ]
     assert found[-1] == "16 17 18 19 20"
-    with pytest.raises(DataError, match="there are 3"):
+    with raises_naming(DataError, "'3'"):
         tool("show", prefix, "--documents", "3")
-    with pytest.raises(DataError, match="sentences"):
+    with raises_naming(DataError, prefix, "--samples"):
         tool("show", prefix, "--samples", "0")
     assert tool("verify", prefix)[0] == 0

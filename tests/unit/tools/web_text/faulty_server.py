@@ -20,6 +20,9 @@ def head(status: str = "200 OK", *headers: str) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status}", *headers, "Connection: close", "", ""]).encode()
 
 
+HTML = "Content-Type: text/html; charset=utf-8"
+
+
 class Server:
     """Pages by path; `requests` counts them."""
 
@@ -48,62 +51,60 @@ class Server:
             writer.close()
 
     async def answer(self, path: str, writer: asyncio.StreamWriter) -> None:
-        page, kind = html(path), "Content-Type: text/html; charset=utf-8"
         name, _, number = path.partition("/")
-        if name == "robots.txt":
-            writer.write(head("200 OK", "Content-Type: text/plain") + self.robots)
-        elif name == "slow":
-            writer.write(head("200 OK", kind, "Content-Length: 100000"))
+        if name == "slow":
+            writer.write(head("200 OK", HTML, "Content-Length: 100000"))
             for _ in range(1000):
                 writer.write(b"x")
                 await writer.drain()
                 await asyncio.sleep(0.05)
         elif name == "endless":
-            writer.write(head("200 OK", kind))
+            writer.write(head("200 OK", HTML))
             while True:
                 writer.write(b"<p>more</p>" * 5000)
                 await writer.drain()
-        elif name == "declared":
-            writer.write(head("200 OK", kind, "Content-Length: 99999999"))
-        elif name == "cut":
-            writer.write(head("200 OK", kind, "Content-Length: 100000") + page)
-        elif name == "garbage":
-            writer.write(b"\x00\x01 this is not HTTP\r\n\r\n")
-        elif name == "loop":
-            writer.write(head("302 Found", "Location: /loop2", "Content-Length: 0"))
-        elif name == "loop2":
-            writer.write(head("302 Found", "Location: /loop", "Content-Length: 0"))
-        elif name == "chain":
-            target = f"/chain/{int(number) - 1}" if int(number) else "/page/end"
-            writer.write(head("301 Moved", f"Location: {target}", "Content-Length: 0"))
-        elif name == "to":  # to another host
-            writer.write(head("307 Temporary", f"Location: http://{unquote(number)}", "Content-Length: 0"))
-        elif name == "image":
-            writer.write(head("200 OK", "Content-Type: image/png") + b"\x89PNG")
-        elif name == "binary":
-            writer.write(head("200 OK", kind) + b"\x00\x01\x02" * 500)
-        elif name == "gzip":
-            writer.write(head("200 OK", kind, "Content-Encoding: gzip") + gzip.compress(page))
-        elif name == "deflate":
-            raw = zlib.compressobj(wbits=-15)
-            writer.write(head("200 OK", kind, "Content-Encoding: deflate") + raw.compress(page) + raw.flush())
-        elif name == "bomb":
-            writer.write(head("200 OK", kind, "Content-Encoding: gzip") + self.bomb)
-        elif name == "badgzip":
-            writer.write(head("200 OK", kind, "Content-Encoding: gzip") + gzip.compress(page)[:-12])
-        elif name == "brotli":
-            writer.write(head("200 OK", kind, "Content-Encoding: br") + page)
-        elif name == "busy":  # for the first time
-            status = "503 Busy" if self.requests[path] == 1 else "200 OK"
-            writer.write(head(status, kind) + page)
-        elif name == "missing":
-            writer.write(head("404 Not Found", kind) + page)
-        elif name == "latin":
-            writer.write(
-                head("200 OK", "Content-Type: text/html; charset=iso-8859-1") + "<p>naïve</p>".encode("latin-1")
-            )
         else:
-            writer.write(head("200 OK", kind) + page)
+            writer.write(self.response(path, name, number))
+
+    def response(self, path: str, name: str, number: str) -> bytes:
+        """The whole response to a path: its first part says what is wrong with it."""
+        page = html(path)
+        if name == "robots.txt":
+            return head("200 OK", "Content-Type: text/plain") + self.robots
+        if name == "chain":
+            return redirect("301 Moved", f"/chain/{int(number) - 1}" if int(number) else "/page/end")
+        if name == "to":  # to another host
+            return redirect("307 Temporary", f"http://{unquote(number)}")
+        if name == "bomb":
+            return head("200 OK", HTML, "Content-Encoding: gzip") + self.bomb
+        if name == "busy":  # for the first time
+            return head("503 Busy" if self.requests[path] == 1 else "200 OK", HTML) + page
+        return fixed_responses(page).get(name, head("200 OK", HTML) + page)
+
+
+def redirect(status: str, target: str) -> bytes:
+    return head(status, f"Location: {target}", "Content-Length: 0")
+
+
+def fixed_responses(page: bytes) -> dict[str, bytes]:
+    """Responses that depend on nothing but the page."""
+    raw = zlib.compressobj(wbits=-15)
+    latin = "<p>naïve</p>".encode("latin-1")
+    return {
+        "declared": head("200 OK", HTML, "Content-Length: 99999999"),
+        "cut": head("200 OK", HTML, "Content-Length: 100000") + page,
+        "garbage": b"\x00\x01 this is not HTTP\r\n\r\n",
+        "loop": redirect("302 Found", "/loop2"),
+        "loop2": redirect("302 Found", "/loop"),
+        "image": head("200 OK", "Content-Type: image/png") + b"\x89PNG",
+        "binary": head("200 OK", HTML) + b"\x00\x01\x02" * 500,
+        "gzip": head("200 OK", HTML, "Content-Encoding: gzip") + gzip.compress(page),
+        "deflate": head("200 OK", HTML, "Content-Encoding: deflate") + raw.compress(page) + raw.flush(),
+        "badgzip": head("200 OK", HTML, "Content-Encoding: gzip") + gzip.compress(page)[:-12],
+        "brotli": head("200 OK", HTML, "Content-Encoding: br") + page,
+        "missing": head("404 Not Found", HTML) + page,
+        "latin": head("200 OK", "Content-Type: text/html; charset=iso-8859-1") + latin,
+    }
 
 
 @contextmanager

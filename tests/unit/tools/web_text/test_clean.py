@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text import run_step
 from tools.web_text.clean import CLEAN, CleanSettings, build_clean
 from tools.web_text.rules import c4_lines, gopher_quality, gopher_repetition
@@ -137,7 +138,7 @@ def test_fasttext_where_installed(tmp_path: Path) -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'xx' is no ISO 639-1 code"):
+    with raises_naming(ConfigError, "'xx'", "ISO 639-1"):
         clean(ENGLISH, language="xx")
 
 

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text import run_step
 from tools.web_text.decontaminate import DECONTAMINATE, DecontaminateSettings, EvaluationGrams, cut_intervals
 
@@ -79,7 +78,7 @@ def test_short_evaluation_texts_match_whole_or_not_at_all(tmp_path: Path) -> Non
     nine, seven = " ".join(QUESTION.split()[:9]), " ".join(QUESTION.split()[:7])
     text = f"{sentences(9, 1)} {QUESTION} {sentences(9, 2)}"
     assert run(tmp_path, [text], nine)[0]["changed"] == {"cut: task.jsonl": 1}
-    with pytest.raises(ConfigError, match="8 words"):
+    with raises_naming(ConfigError, "decontaminate:", "8 words"):
         run(tmp_path, [text], seven)
 
 

@@ -13,6 +13,7 @@ import pytest
 from warcio.archiveiterator import ArchiveIterator
 
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text import run_step
 from tools.web_text.addresses import may_contact
 from tools.web_text.download import DOWNLOAD, DownloadSettings
@@ -153,7 +154,7 @@ def test_warc_records_are_those_of_the_pages(server: Any, tmp_path: Path) -> Non
 
 
 def test_other_outputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pages\.html must end with"):
+    with raises_naming(ConfigError, "pages.html", ".warc.gz"):
         download(tmp_path, ["http://example.com/"], "pages.html")
 
 

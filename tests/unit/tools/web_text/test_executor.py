@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text import STEPS, read_recipe, run_step
 from tools.web_text.document_index import ChunkRows
 from tools.web_text.executor import ShardTask, pipelines, run_recipe
@@ -124,5 +125,5 @@ def test_slurm_pipelines_are_chained(tmp_path: Path) -> None:
     made = [made for _, made in pipelines(recipe, "slurm", 4, {"time": "1:00:00", "partition": "cpu"})]
     assert [executor.tasks for executor in made] == [4, 1, 4, 1, 4, 1]
     assert [executor.depends for executor in made] == [None, *made[:-1]]
-    with pytest.raises(ConfigError, match="slurm"):
+    with raises_naming(ConfigError, "--executor slurm"):
         list(pipelines(recipe, "slurm", 4, {"no_such_option": 1}))

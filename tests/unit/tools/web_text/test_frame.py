@@ -13,6 +13,7 @@ import pytest
 
 from neox.corpus import read_documents
 from neox.errors import ConfigError, DataError
+from tests.errors import raises_naming
 from tools.web_text import STEPS, read_recipe, run_step
 from tools.web_text.run import sidecar_path
 
@@ -62,7 +63,7 @@ def test_same_bytes_for_any_number_of_workers_and_after_a_kill(tmp_path: Path, m
     kills.write_text("xx")  # a worker is replaced once
     settings = {"workers": 2, "kill_at": str(kills)}
     several = tmp_path / "several.jsonl.zst"
-    with pytest.raises(DataError, match="signal 9"):
+    with raises_naming(DataError, "signal 9", "--workers"):
         upper(source, several, **settings)
     assert (tmp_path / "several.jsonl.zst.work" / "state.progress.json").exists()
     assert upper(source, several, **settings)["documents_in"] == 5000
@@ -89,50 +90,52 @@ def test_an_input_that_was_changed_after_its_step_is_refused(tmp_path: Path) -> 
     upper(source, middle)
     upper(middle, tmp_path / "out.jsonl")
     middle.write_text('{"text": "another"}\n')
-    with pytest.raises(DataError, match=r"middle\.jsonl is not what the step upper wrote"):
+    with raises_naming(DataError, "middle.jsonl", "upper", "middle.jsonl.step.json"):
         upper(middle, tmp_path / "out.jsonl")
     sidecar_path(middle).unlink()
     assert upper(middle, tmp_path / "out.jsonl")["documents_in"] == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "names"),
     [
-        (b'{"text": "good"}\n{"text": "\xff"}\n', r"in\.jsonl:2 \(byte 17\): not UTF-8"),
+        (b'{"text": "good"}\n{"text": "\xff"}\n', ("in.jsonl:2 (byte 17)", "UTF-8")),
         (
             b'{"text": "' + b"x" * (2 << 20) + b'"}\n{"text": "good"}\n',
-            r"in\.jsonl:1 .*: the line has 2,097,.*--max-line-mb",
+            ("in.jsonl:1 ", "2,097,", "--max-line-mb"),
         ),
-        (b"", "the file is empty"),
-        (b'{"text": "good"}\n{"other": 1}\n', r"in\.jsonl:2 .*: no key 'text'"),
+        (b"", ("in.jsonl: ", "empty")),
+        (b'{"text": "good"}\n{"other": 1}\n', ("in.jsonl:2 ", "'text'")),
     ],
 )
 @pytest.mark.parametrize("step", ["upper", "shuffle"])
-def test_bad_inputs_are_named_or_skipped(tmp_path: Path, content: bytes, reason: str, step: str) -> None:
+def test_bad_inputs_are_named_or_skipped(tmp_path: Path, content: bytes, names: tuple[str, ...], step: str) -> None:
     source, chosen = tmp_path / "in.jsonl", toy.UPPER if step == "upper" else STEPS[step]
     source.write_bytes(content)
     values = {"input": (source,), "output": tmp_path / "out.jsonl", "max_line_mb": 1}
-    with pytest.raises(DataError, match=reason):
+    with raises_naming(DataError, *names):
         run_step(chosen, chosen.settings(**values))
     assert not (tmp_path / "out.jsonl").exists()
     report = run_step(chosen, chosen.settings(**values, skip_bad=1))
     assert report["bad"] == len(report["bad_examples"]) == 1
     assert report["documents_out"] == content.count(b"good")
-    with pytest.raises(DataError, match="--skip-bad 1"):  # the complete output lacks what may not be skipped now
+    with raises_naming(DataError, "--skip-bad 1"):  # the complete output lacks what may not be skipped now
         run_step(chosen, chosen.settings(**values))
 
 
 @pytest.mark.parametrize(
     ("step", "values", "unused"),
     [
-        ("extract", {"method": "bs4", "favor": "recall"}, "--favor .*--method"),
-        ("extract", {"method": "raw", "tables": False}, "--tables .*--method"),
-        ("dedup", {"exact": True, "threshold": 0.8}, "--threshold .*--exact"),
+        ("extract", {"method": "bs4", "favor": "recall"}, ("--favor", "--method")),
+        ("extract", {"method": "raw", "tables": False}, ("--tables", "--method")),
+        ("dedup", {"exact": True, "threshold": 0.8}, ("--threshold", "--exact")),
     ],
 )
-def test_settings_without_effect_are_refused(tmp_path: Path, step: str, values: dict[str, Any], unused: str) -> None:
+def test_settings_without_effect_are_refused(
+    tmp_path: Path, step: str, values: dict[str, Any], unused: tuple[str, str]
+) -> None:
     paths = {"input": (tmp_path / "in.jsonl",), "output": tmp_path / "out.jsonl"}
-    with pytest.raises(ConfigError, match=unused):
+    with raises_naming(ConfigError, *unused):
         STEPS[step].make_settings({**paths, **values}, lambda name: f"--{name.replace('_', '-')}")
 
 
@@ -161,17 +164,14 @@ def test_recipes_chain_steps_and_name_mistakes(tmp_path: Path) -> None:
     assert second.input == (first.output,)
     assert first.output.name == "01-shuffle.jsonl.zst"
     assert (first.seed, second.seed) == (3, 3)
-    for body, problem in (
-        ("  - shuffle:\n      input: a\n      sede: 1\n", r"recipe\.yml:6: `sede` of step shuffle"),
-        (
-            "  - shuffle:\n      input: a\n      memory_mb: many\n",
-            r"recipe\.yml:6: `memory_mb` of step shuffle: .*integer",
-        ),
-        ("  - shuffle\n", r"recipe\.yml.*`input` of step shuffle: field required"),
-        ("  - polish\n", r"`polish` is no step; they are "),
+    for body, place, key in (
+        ("  - shuffle:\n      input: a\n      sede: 1\n", "recipe.yml:6:", "`sede` of step shuffle"),
+        ("  - shuffle:\n      input: a\n      memory_mb: many\n", "recipe.yml:6:", "`memory_mb` of step shuffle"),
+        ("  - shuffle\n", "recipe.yml:", "`input` of step shuffle"),
+        ("  - polish\n", "recipe.yml:", "`polish`"),
     ):
         path.write_text(head + body)
-        with pytest.raises(ConfigError, match=problem):
+        with raises_naming(ConfigError, place, key):
             read_recipe(path, STEPS)
 
 
@@ -182,24 +182,24 @@ def test_every_setting_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("values", "names"),
     [
-        ({"report": "in.jsonl"}, r"in\.jsonl.*--report"),
-        ({"report": "out.jsonl"}, r"out\.jsonl.*--report"),
-        ({"input": ("dropped/out.jsonl",)}, r"dropped/out\.jsonl.*--output"),
-        ({"output": "out.jsonl.gz"}, r"out\.jsonl\.gz must end with"),
-        ({"output": ""}, "names no file"),
-        ({"input": ("\udcff.jsonl",)}, "not UTF-8"),
+        ({"report": "in.jsonl"}, ("in.jsonl", "--report")),
+        ({"report": "out.jsonl"}, ("out.jsonl", "--report")),
+        ({"input": ("dropped/out.jsonl",)}, ("dropped/out.jsonl", "--output")),
+        ({"output": "out.jsonl.gz"}, ("out.jsonl.gz", ".jsonl.zst")),
+        ({"output": ""}, ("'.'",)),
+        ({"input": ("\udcff.jsonl",)}, ("UTF-8",)),
     ],
 )
 def test_no_output_replaces_an_input_or_has_a_name_of_another_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("dropped").mkdir()
     for name in ("in.jsonl", "dropped/out.jsonl", "\udcff.jsonl"):
         documents(Path(name), 2)
-    with pytest.raises(ConfigError, match=reason):
+    with raises_naming(ConfigError, *names):
         run_step(toy.UPPER, toy.UpperSettings(**{"input": ("in.jsonl",), "output": "out.jsonl", **values}))
     assert Path("in.jsonl").read_bytes() == Path("dropped/out.jsonl").read_bytes()
     assert not Path("out.jsonl").exists()
@@ -211,35 +211,38 @@ def test_a_damaged_sidecar_is_named(tmp_path: Path, content: str) -> None:
     sidecar_path(out).write_text(content)
     assert upper(source, out)["fresh"]
     sidecar_path(out).write_text(content)
-    with pytest.raises(DataError, match=r"out\.jsonl\.step\.json cannot be read"):
+    with raises_naming(DataError, "out.jsonl.step.json"):
         upper(out, tmp_path / "next.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "reason"),
+    ("recipe", "names"),
     [
-        ("directory: d\nsteps:\n  - shuffle: {input: a.jsonl}\n  - 5\n", "r.yml:4"),
-        ("directory: d\nsteps:\n  - shuffle\n", "r.yml:3: `input`"),
-        ("directory: d\nworkers: x\nsteps:\n  - shuffle: {input: a.jsonl}\n", "r.yml:2: `workers`"),
-        ("directory: d\nsteps:\n  - split:\n      input: a.jsonl\n      output: b.txt\n", "r.yml:5: `output`"),
-        ("directory: d\nsteps:\n  - clean: {input: a.jsonl, min-tokens: 1, min_tokens: 2}\n", "r.yml:3: .*given twice"),
+        ("directory: d\nsteps:\n  - shuffle: {input: a.jsonl}\n  - 5\n", ("r.yml:4",)),
+        ("directory: d\nsteps:\n  - shuffle\n", ("r.yml:3: `input`",)),
+        ("directory: d\nworkers: x\nsteps:\n  - shuffle: {input: a.jsonl}\n", ("r.yml:2: `workers`",)),
+        ("directory: d\nsteps:\n  - split:\n      input: a.jsonl\n      output: b.txt\n", ("r.yml:5: `output`",)),
+        (
+            "directory: d\nsteps:\n  - clean: {input: a.jsonl, min-tokens: 1, min_tokens: 2}\n",
+            ("r.yml:3: ", "min_tokens"),
+        ),
         (
             "directory: d\nsteps:\n"
             + "".join(f"  - shuffle: {{input: {name}.jsonl, output: d/x.jsonl}}\n" for name in "ab"),
-            "r.yml:4: `output`.*written by the step shuffle",
+            ("r.yml:4: `output`", "shuffle"),
         ),
         (
             "directory: d\nsteps:\n  - tokenize: {input: [a/x.jsonl, b/x.jsonl], tokenizer_type: A, each: true}\n",
-            "r.yml:3: `tokenizer_type`",
+            ("r.yml:3: `tokenizer_type`",),
         ),
         (
             "directory: d\nsteps:\n"
             "  - tokenize: {input: [a/x.jsonl, b/x.jsonl], tokenizer_type: HFTokenizer, each: true}\n",
-            "a/x.jsonl and b/x.jsonl",
+            ("a/x.jsonl", "b/x.jsonl"),
         ),
     ],
 )
-def test_mistakes_in_recipes_are_named_with_their_line(tmp_path: Path, recipe: str, reason: str) -> None:
+def test_mistakes_in_recipes_are_named_with_their_line(tmp_path: Path, recipe: str, names: tuple[str, ...]) -> None:
     (tmp_path / "r.yml").write_text(recipe)
-    with pytest.raises(ConfigError, match=reason):
+    with raises_naming(ConfigError, *names):
         read_recipe(tmp_path / "r.yml", STEPS)

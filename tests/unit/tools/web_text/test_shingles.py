@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text.minhash import OLD_BANDS, Bands, band_hashes, bands_for
 from tools.web_text.shingles import SIMILARITIES, narrow_set, shingles_of_texts, similarity, wide_set
 
@@ -71,5 +72,5 @@ def test_bands_find_nearly_all_pairs_at_the_threshold(threshold: float) -> None:
 def test_old_bands_and_thresholds_that_are_too_low() -> None:
     assert OLD_BANDS.recall(0.9) == pytest.approx(0.986, abs=5e-4)
     assert OLD_BANDS.recall(0.7) == pytest.approx(0.249, abs=5e-4)
-    with pytest.raises(ConfigError, match="threshold"):
+    with raises_naming(ConfigError, "--threshold"):
         bands_for(0.01)

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from neox.errors import ConfigError
+from tests.errors import raises_naming
 from tools.web_text import run_step
 from tools.web_text.shingles import similarity
 from tools.web_text.split import SPLIT, SplitSettings
@@ -78,7 +77,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     source = real.write(tmp_path / "in.jsonl", ["text"])
-    with pytest.raises(ConfigError, match="nothing to train on"):
+    with raises_naming(ConfigError, "--test-percent", "--dev-percent"):
         split(source, tmp_path / "out.jsonl", test_percent=60, dev_percent=40)
-    with pytest.raises(ConfigError, match=r"jsonl\.zst"):
+    with raises_naming(ConfigError, ".jsonl.zst"):
         split(source, tmp_path / "out")

@@ -12,6 +12,7 @@ import pytest
 
 from neox.corpus import Position
 from neox.errors import DataError
+from tests.errors import raises_naming
 from tools.web_text import run_step
 from tools.web_text.wikipedia import WIKIPEDIA, WikipediaSettings, read_dump
 
@@ -118,7 +119,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.xml.bz2").write_bytes(whole.read_bytes()[:-100])
     (tmp_path / "cut.xml").write_bytes(bz2.decompress(whole.read_bytes())[:-300])
     for name in ("cut.xml.bz2", "cut.xml"):
-        with pytest.raises(DataError, match=r"cut\.xml.*the rest of the dump is damaged"):
+        with raises_naming(DataError, "cut.xml"):
             articles(tmp_path / name, tmp_path / "out.jsonl")
     assert len(articles(tmp_path / "cut.xml", tmp_path / "out.jsonl", skip_bad=1)[1]) == 4
     assert articles(
