@@ -63,9 +63,7 @@ def train_and_compute_logits(plan, tokens, go_on=None):
     engine = open_engine(plan, grid, device)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
     assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
-    engine.deepspeed_engine.eval()
-    with torch.no_grad():
-        logits = engine.deepspeed_engine.logits(torch.from_numpy(tokens))
+    logits = engine.logits(torch.from_numpy(tokens))
     if go_on is not None:
         resumed = open_engine(go_on, grid, device)
         assert resumed.iteration == engine.iteration == 30
