@@ -45,14 +45,10 @@ class Source:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Source:
         """Return the source that `to_json` encoded."""
-        earlier = data.get("replaces")
-        return cls(
-            SourceKind(data["kind"]),
-            data.get("file", ""),
-            data.get("line", 0),
-            None if earlier is None else cls.from_json(earlier),
-            data.get("rule", ""),
-        )
+        values = {**data, "kind": SourceKind(data["kind"])}
+        if "replaces" in data:
+            values["replaces"] = cls.from_json(data["replaces"])
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the source as JSON values, without empty ones."""
@@ -101,7 +97,9 @@ class Source:
             return "default"
         if self.kind is SourceKind.CODE:
             return "given"
-        return f"{self.file}:{self.line}" if self.line else self.file
+        if not self.line:
+            return self.file
+        return f"{self.file}:{self.line}"
 
 
 COMMAND_LINE = Source(SourceKind.COMMAND_LINE)
@@ -131,7 +129,9 @@ class Finding:
         return any(_overlap(key, path) for key in self.keys for path in paths)
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.message}" if self.source.is_place else self.message
+        if not self.source.is_place:
+            return self.message
+        return f"{self.source}: {self.message}"
 
 
 class Problem(Finding):

@@ -61,35 +61,44 @@ def load_config(
         apply_override(override, flat)
     flat.spread_extra_args()
     config, problems = NeoXConfig.parse(flat.values, flat.sources)
-    problems = [*flat.problems, *problems]
-    if config is not None and not problems:
+    flat.problems += problems
+    if config is not None and not flat.problems:
         return LoadedConfig(config)
-    doubtful = {key for problem in problems for key in problem.keys}
-    doubtful |= {name for name, alias in ALIASES.items() if alias.target in doubtful}
-    config, more = NeoXConfig.parse(without(flat.values, doubtful), flat.sources)
-    if config is None:  # a block misses what it needs, now that a wrong value is left out
-        doubtful |= {key for problem in more for key in problem.keys}
+    return _load_valid_keys(flat)
+
+
+def _load_valid_keys(flat: FlatKeys) -> LoadedConfig:
+    """Return the configuration of the keys without problems, with the problems of the others."""
+    doubtful = _keys_of(flat.problems)
+    for name, alias in ALIASES.items():
+        if alias.target in doubtful:
+            doubtful.add(name)
+    config, problems = NeoXConfig.parse(without(flat.values, doubtful), flat.sources)
+    if config is None:  # a block lacks what it needs, because a wrong value was left out
+        doubtful |= _keys_of(problems)
         config = NeoXConfig.from_flat(without(flat.values, doubtful), flat.sources)
-    return LoadedConfig(config, tuple(in_file_order(problems)), frozenset(doubtful))
+    return LoadedConfig(config, tuple(in_file_order(flat.problems)), frozenset(doubtful))
+
+
+def _keys_of(problems: Iterable[Problem]) -> set[str]:
+    return {key for problem in problems for key in problem.keys}
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
     """Return the path of a configuration file.
 
     Raises:
-        ConfigError: There is none; with what was tried and what the directory holds.
+        ConfigError: There is none; with a hint at the file that may have been meant.
     """
-    path = Path(conf_dir) / file if conf_dir is not None else Path(file)
-    if path.suffix in _SUFFIXES and path.exists():
-        return path
-    tried = [path] if path.suffix in _SUFFIXES else [path.with_name(path.name + s) for s in _SUFFIXES]
-    for candidate in tried:
+    path = Path(file) if conf_dir is None else Path(conf_dir, file)
+    candidates = [path]
+    if path.suffix not in _SUFFIXES:
+        candidates = [*(path.with_name(path.name + suffix) for suffix in _SUFFIXES), path]
+    for candidate in candidates:
         if candidate.exists():
             return candidate
-    if path.exists():
-        return path
     message = f"no such file{_where_else(path, Path(file))}"
-    raise ConfigError(Problem((), message, Source.in_file(str(tried[0]))))
+    raise ConfigError(Problem((), message, Source.in_file(str(candidates[0]))))
 
 
 def _where_else(path: Path, file: Path) -> str:
@@ -105,7 +114,9 @@ def _where_else(path: Path, file: Path) -> str:
         return f"; {directory} has it: did you forget `-d {directory}`?"
     if not path.parent.is_dir():
         return f"; there is no directory {path.parent}"
-    return f"; {path.parent} has {', '.join(there[:40])}" if there else ""
+    if not there:
+        return ""
+    return f"; {path.parent} has {', '.join(there[:40])}"
 
 
 def _shipped_directory(file: Path) -> str:

@@ -6,15 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neox.config import LoadedConfig, NeoXConfig, load_config
+from neox.config.keys import TOKENIZER_KEYS
 from neox.errors import ConfigError
 from neox.plan.resolve import resolve
 from neox.plan.rules import static_problems
 from neox.problems import Problem, in_file_order
 
+# Keys that decide the number of ranks, the degrees of parallelism, or the vocabulary.
 _DECIDING = frozenset(
     {
-        *("pipe_parallel_size", "model_parallel_size", "global_num_gpus", "num_gpus", "num_nodes", "hostfile"),
-        *("include", "exclude", "launcher", "tokenizer_type", "vocab_file", "merge_file", "padded_vocab_size"),
+        "pipe_parallel_size",
+        "model_parallel_size",
+        "global_num_gpus",
+        "num_gpus",
+        "num_nodes",
+        "hostfile",
+        "include",
+        "exclude",
+        "launcher",
+        *TOKENIZER_KEYS,
+        "padded_vocab_size",
     }
 )
 

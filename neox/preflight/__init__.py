@@ -1,6 +1,6 @@
 """Preflight: the command `deepy.py`, which plans a run, checks it, and shows or starts it.
 
-It asks data, tokenizer, generation and evaluation what they would refuse, before ranks start; without torch.
+Before ranks start, it asks data, tokenizer, generation and evaluation what they would refuse. It never imports torch.
 """
 
 from neox.preflight.command import main

@@ -41,8 +41,9 @@ def test_a_plan_with_the_published_parameters_or_a_refusal_by_name(name: str) ->
     file = FILES[name]
     world = file["keys"].get("model_parallel_size", 1)
     if "refused" in file:
-        with pytest.raises(ConfigError, match=file["refused"]):
+        with pytest.raises(ConfigError) as caught:
             resolve(keys_of(name), world, file["ids"])
+        assert file["refused"] in str(caught.value)
         return
     plan = resolve(keys_of(name, **file.get("with", {})), world, file["ids"])
     assert plan.layers.numel == file.get("parameters", plan.layers.numel)

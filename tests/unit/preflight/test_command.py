@@ -42,7 +42,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "run" / "config.yml").read_text())["train_iters"] == 2
     assert (tmp_path / "run" / "command.txt").read_text().endswith("launch 'a b'\n# on here\nagent\n")
     (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match="log_dir"):
+    with pytest.raises(LaunchError):
         write_run_directory(tmp_path / "file", plan, gpu_device(plan), commands)
 
 
@@ -109,5 +109,5 @@ def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
     rate, batch = _curves(plan, 10)
     assert [schedule_of(plan.config).lr(step) for step in rate.at] == rate.values
     assert (batch.values[0], batch.values[-1]) == (2, 8)
-    with pytest.raises(ConfigError, match="--plot"):
+    with pytest.raises(ConfigError):
         draw_schedules(plan, tmp_path / "plot.png" / "plot.png")
