@@ -17,6 +17,7 @@ from neox.checkpoint.staging import (
     stage_directory,
     staging_path,
 )
+from neox.checkpoint.superseded import SUPERSEDED, supersede_after, supersede_all
 from neox.checkpoint.tensor_files import (
     WRITE_BYTES,
     load_file,
@@ -26,11 +27,13 @@ from neox.checkpoint.tensor_files import (
     write_config,
     write_full_layer,
     write_layer,
+    write_run,
 )
 
 __all__ = [
     "CONFIG",
     "ORDER",
+    "SUPERSEDED",
     "WRITER",
     "WRITE_BYTES",
     "CheckpointReader",
@@ -64,10 +67,13 @@ __all__ = [
     "stage_directory",
     "staging_path",
     "summarize",
+    "supersede_after",
+    "supersede_all",
     "tensor_stats",
     "why_incomplete",
     "write_client_state",
     "write_config",
     "write_full_layer",
     "write_layer",
+    "write_run",
 ]

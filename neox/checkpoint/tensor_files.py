@@ -20,6 +20,7 @@ from neox.architecture import LayerEntry
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
 from neox.checkpoint.reshard import neox_shard
 from neox.errors import CheckpointError, os_errors
+from neox.plan.run_identity import RUN_FILE, RunIdentity, identity_text
 
 WRITE_BYTES = 128 << 10
 """Bytes of one write.
@@ -208,4 +209,16 @@ def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
     with os_errors(CheckpointError, f"{path}: cannot be written"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(json.loads(json.dumps(flat)), sort_keys=True), encoding="utf-8")
+    return path
+
+
+def write_run(directory: Path, identity: RunIdentity) -> Path:
+    """Write the identity of a run into a checkpoint.
+
+    Raises:
+        CheckpointError: If the disk refuses.
+    """
+    path = directory / RUN_FILE
+    with os_errors(CheckpointError, f"{path}: cannot be written"):
+        path.write_text(identity_text(identity), encoding="utf-8")
     return path

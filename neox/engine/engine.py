@@ -21,6 +21,7 @@ from neox.objectives import Batch, Objective
 from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 from neox.plan import RunPlan
+from neox.plan.run_identity import run_identity
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Engine:
         deepspeed_engine: DeepSpeed's engine, which holds the model.
         schedule: Schedule of the learning rate.
         iteration: Number of completed steps, skipped ones included.
+        run: Identity of the run, which its checkpoints carry.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         self.schedule = LRSchedule(plan, optimizer)
         self.deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
+        self.run = run_identity(plan.config)
         self._steps = steps
         self._timers = timers
         self._noise_scale = _noise_scale(plan, optimizer)

@@ -47,6 +47,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     if start.new_prompt:
         _initialize_prompt(model, plan)
     engine = build_engine(plan, grid, device, objective, model)
+    engine.run = start.run
     _load_state(engine, start)
     return engine
 
@@ -95,7 +96,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: St
             # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
             read_weights_fp32(model, plan.layers, grid, path)
         else:
-            read_weights(model, plan.layers, grid, path, finetune=plan.config.checkpoint.finetune)
+            read_weights(model, plan.layers, grid, path, finetune=start.finetune)
 
     all_succeeded(read, f"loading {path}")
 

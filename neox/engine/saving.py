@@ -29,6 +29,7 @@ from neox.checkpoint import (
     staging_path,
     write_config,
     write_layer,
+    write_run,
 )
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
@@ -137,6 +138,7 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
             write_weights(deepspeed_engine.module, plan.layers, grid, put_layer)
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
+                write_run(staged, engine.run)
         except CheckpointError as error:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:

@@ -19,6 +19,8 @@ from neox.checkpoint import (
     find_checkpoint,
     padding_note,
     saved_layout,
+    supersede_after,
+    supersede_all,
     why_incomplete,
 )
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
@@ -27,6 +29,14 @@ from neox.engine.saving import layout_of
 from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.plan import RunPlan
+from neox.plan.run_identity import (
+    RunIdentity,
+    find_run,
+    other_run_message,
+    read_identity,
+    resumes_own_directory,
+    run_identity,
+)
 
 _log = get_logger(__name__)
 
@@ -41,13 +51,17 @@ class Start:
         with_optimizer: Whether the optimizer's state is loaded too.
         changed: What differs between the saved layout and this run's: (saved value, value here) by name.
         new_prompt: Whether a soft prompt has its initial values.
+        finetune: Whether positions, attention and head may differ from the checkpoint's.
+        run: Identity of the run, which its checkpoints carry.
     """
 
+    run: RunIdentity
     checkpoint: Path | None = None
     iteration: int = 0
     with_optimizer: bool = False
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     new_prompt: bool = True
+    finetune: bool = False
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -61,35 +75,70 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         CheckpointError: If there is no complete checkpoint, or it belongs to another model.
     """
     keys = plan.config.checkpoint
+    run = run_identity(plan.config)
+    finetune = keys.finetune
     if load is None:
-        if keys.load is None:
-            return Start()
-        load = Path(keys.load)
-    is_own_directory = keys.save is not None and load.absolute() == Path(keys.save).absolute()
+        own = _run_in_save(plan)
+        if own is not None:
+            load = own
+            finetune = False
+        elif keys.load is None:
+            return Start(run)
+        else:
+            load = Path(keys.load)
+    is_own_directory = keys.save is not None and load.resolve() == Path(keys.save).resolve()
     if is_own_directory and _is_empty(load):
         _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
-        return Start()
+        return Start(run)
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
-    reader = CheckpointReader(path, plan.layers, finetune=keys.finetune)
-    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=keys.finetune).items():
+    reader = CheckpointReader(path, plan.layers, finetune=finetune)
+    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
-    check_same_adapters(path, reader.args, plan, finetune=keys.finetune)
+    check_same_adapters(path, reader.args, plan, finetune=finetune)
+    if is_own_directory:
+        run = read_identity(path) or run
+        supersede_after(load, path)
     note = padding_note(reader.args, plan)
     if note:
         _log.warning("%s", note)
-    if keys.finetune:
+    if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return Start(path, new_prompt=bool(reader.new_layers))
+        return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True)
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return Start(path, reader.iteration, new_prompt=False)
+        return Start(run, path, reader.iteration, new_prompt=False)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if "optimizer" in changed and not goes_on(*changed["optimizer"]):
         raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
     if changed:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
-    return Start(path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
+    return Start(run, path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
+
+
+def _run_in_save(plan: RunPlan) -> Path | None:
+    """Return `save` if it holds checkpoints of this run, which are resumed; None if it holds none.
+
+    With `overwrite` checkpoints that are there are moved away.
+
+    Raises:
+        CheckpointError: If it holds checkpoints of another run.
+    """
+    config = plan.config
+    keys = config.checkpoint
+    if keys.save is None or resumes_own_directory(config):
+        return None
+    save = Path(keys.save)
+    if keys.overwrite:
+        supersede_all(save)
+        return None
+    found = find_run(save)
+    if found is None:
+        return None
+    if found.identity is None or found.identity.run_id != run_identity(config).run_id:
+        raise CheckpointError(other_run_message(config, found))
+    _log.info("%s holds this run at iteration %d: it is resumed instead of `load`", save, found.iteration)
+    return save
 
 
 def _is_empty(load: Path) -> bool:

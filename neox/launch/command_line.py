@@ -67,6 +67,11 @@ def _build_parser() -> ScriptParser:
     parser.add_argument("-d", "--conf_dir", help="directory of the configuration files")
     add_overrides(parser)
     _add_dry_run_flags(parser)
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew; checkpoints in `save` move to superseded/",
+    )
     add_host_flags(parser)
     _add_inference_flags(parser)
     parser.add_argument("--wandb_group", help="wandb group")
@@ -160,6 +165,8 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
             texts.append(f"{key}={value}")
         elif value is not None:
             texts.append(f"{key}={json.dumps(value)}")
+    if arguments.overwrite:
+        texts.append("overwrite=true")
     return texts + list(arguments.set)
 
 

@@ -17,7 +17,7 @@ _NORMALIZATION = "loss_normalization"
 
 @dataclass(frozen=True)
 class DecidedConfig:
-    """A configuration with the settings that its training data decides.
+    """A configuration with settings that were decided by what is on disk.
 
     Attributes:
         config: The configuration; the given one if there was nothing to decide.

@@ -35,6 +35,7 @@ from neox.preflight.checks import (
 )
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
+from neox.preflight.own_run import with_own_run
 from neox.preflight.tokenizer_checks import Vocabulary, read_vocabulary
 from neox.problems import Problem, in_file_order
 
@@ -127,8 +128,13 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
     Raises:
         ConfigError: The configuration cannot be resolved; for a launch with what else is missing.
     """
+    own = DecidedConfig(config)
+    if job.trains:
+        own = with_own_run(config)
+        config = own.config
     vocabulary = read_vocabulary(config)
     problems = [
+        *own.problems,
         *_vocabulary_problems(vocabulary, job),
         *_rank_problems(config, job.placement),
         *_needs_of_script(config, job, vocabulary),
@@ -149,7 +155,7 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
     device = device_of_ranks(plan, job.placement, training=job.trains, dry_run=job.dry_run)
     problems += _capacity_problems(plan, job, device)
     if job.trains:
-        notes = (*plan.notes, *decided.notes, *finetune_notes(plan.config))
+        notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
     return PlannedJob(plan, device, tuple(problems))
 

@@ -166,6 +166,10 @@ class CheckpointConfig(Section):
     finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
 
+    overwrite: Annotated[bool, OnlyWith("save")] = False
+    """Start anew in a `save` directory that holds checkpoints: they are moved to its directory `superseded`. Without
+    it the checkpoints of this same run are resumed, and those of another run are refused."""
+
     checkpoint_verify: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = True
     """Compare the sha256 of every file when loading; if false, only file sizes."""
 

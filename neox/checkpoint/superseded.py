@@ -1,0 +1,74 @@
+"""Checkpoints that a run leaves behind: those after the step to which it goes back, and those that it starts anew over.
+
+They move to the directory `superseded`, so that they neither mix with the new history nor get lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from neox.checkpoint.names import LATEST, parse_step_directory
+from neox.checkpoint.staging import PENDING, checkpoint_directories
+from neox.errors import CheckpointError, os_errors
+from neox.files import write_text
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+SUPERSEDED = "superseded"
+"""Name of the directory next to the checkpoints."""
+
+
+def supersede_after(save: Path, kept: Path) -> list[Path]:
+    """Move the checkpoints of later steps than `kept` to `superseded`, and let `latest` name `kept`. One rank calls it.
+
+    Returns:
+        Their new paths.
+
+    Raises:
+        CheckpointError: If the disk refuses.
+    """
+    step = parse_step_directory(kept.name)
+    assert step is not None, kept
+    later = [path for path in checkpoint_directories(save) if (parse_step_directory(path.name) or 0) > step]
+    if not later:
+        return []
+    with os_errors(CheckpointError, f"{save}: `latest` cannot be written"):
+        write_text(save / LATEST, kept.name)
+    return _move(save, later)
+
+
+def supersede_all(save: Path) -> list[Path]:
+    """Move all checkpoints to `superseded`, and remove `latest`. One rank calls it.
+
+    Returns:
+        Their new paths.
+
+    Raises:
+        CheckpointError: If the disk refuses.
+    """
+    if not save.is_dir():
+        return []
+    with os_errors(CheckpointError, f"{save}: `latest` cannot be removed"):
+        (save / LATEST).unlink(missing_ok=True)
+    return _move(save, checkpoint_directories(save))
+
+
+def _move(save: Path, paths: Iterable[Path]) -> list[Path]:
+    """Move checkpoints; one whose name is taken gets a number."""
+    directory = save / SUPERSEDED
+    moved = []
+    with os_errors(CheckpointError, f"{save}: checkpoints cannot be moved to {SUPERSEDED}/"):
+        (save / PENDING).unlink(missing_ok=True)
+        for path in paths:
+            directory.mkdir(exist_ok=True)
+            target = directory / path.name
+            number = 2
+            while target.exists():
+                target = directory / f"{path.name}.{number}"
+                number += 1
+            os.rename(path, target)
+            _log.warning("moved %s to %s: this run goes on from an earlier step", path, target)
+            moved.append(target)
+    return moved

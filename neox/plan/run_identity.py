@@ -1,0 +1,162 @@
+"""Identity of a run: its network and its start. Checkpoints carry it, so that no run replaces another one's.
+
+A run is the same if its network is the same and it starts from the same weights: initial ones of the same seed, or the
+weights of the same `load`. Data, schedule, batch and degrees may change while a run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from neox.config.neox_config import NeoXConfig
+from neox.config.yaml_file import read_file
+from neox.errors import ConfigError
+from neox.plan.architecture import architecture_of
+from neox.plan.precision import newest_checkpoint
+
+RUN_FILE = "run.json"
+"""Name of the file in a checkpoint that holds the identity of its run."""
+
+_STEP = "global_step"
+# What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
+_LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
+_BATCH_KEYS = ("train_batch_size", "gradient_clipping")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes a run this run.
+
+    Attributes:
+        run_id: Hash of network and start, 16 hexadecimal digits.
+        start: The start in words, for messages.
+    """
+
+    run_id: str
+    start: str
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """The run whose checkpoints a directory holds.
+
+    Attributes:
+        checkpoint: The newest checkpoint, or the one that `latest` names.
+        iteration: Number of steps that it has seen.
+        identity: Its run; None if another program or an older version wrote it.
+    """
+
+    checkpoint: Path
+    iteration: int
+    identity: RunIdentity | None
+
+
+def run_identity(config: NeoXConfig) -> RunIdentity:
+    """Return the identity of the run that a configuration starts."""
+    network = architecture_of(config).to_dict()
+    network.pop("max_positions", None)  # a longer context goes on with the same weights
+    lora = config.training.lora
+    start = _start_of(config)
+    described: dict[str, Any] = {
+        "network": network,
+        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "start": start,
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=list).encode()).hexdigest()
+    return RunIdentity(digest[:16], start)
+
+
+def _start_of(config: NeoXConfig) -> str:
+    """Return the start of a run in words."""
+    keys = config.checkpoint
+    if keys.load is None or resumes_own_directory(config):
+        return f"initial weights of seed {config.training.seed}"
+    source = str(Path(keys.load).resolve())
+    if keys.iteration is not None:
+        source += f", iteration {keys.iteration}"
+    if keys.finetune:
+        return f"the weights of {source} (finetune)"
+    return f"a continuation of {source}"
+
+
+def resumes_own_directory(config: NeoXConfig) -> bool:
+    """Return whether `load` and `save` are the same directory."""
+    keys = config.checkpoint
+    if keys.load is None or keys.save is None:
+        return False
+    return Path(keys.load).resolve() == Path(keys.save).resolve()
+
+
+def find_run(save: Path) -> FoundRun | None:
+    """Return the run whose checkpoints a directory holds; None if it holds no checkpoint."""
+    if not save.is_dir():
+        return None
+    steps = {}
+    for path in save.glob(f"{_STEP}*"):
+        number = path.name.removeprefix(_STEP)
+        if path.is_dir() and number.isdecimal():
+            steps[int(number)] = path
+    if not steps:
+        return None
+    named = newest_checkpoint(save)
+    for step, path in steps.items():
+        if path == named:
+            return FoundRun(path, step, read_identity(path))
+    newest = max(steps)
+    return FoundRun(steps[newest], newest, read_identity(steps[newest]))
+
+
+def read_identity(checkpoint: Path) -> RunIdentity | None:
+    """Return the identity that a checkpoint carries; None if it has none."""
+    try:
+        fields = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
+        return RunIdentity(str(fields["run_id"]), str(fields["start"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def identity_text(identity: RunIdentity) -> str:
+    """Return the content of `RUN_FILE`."""
+    return json.dumps(asdict(identity), indent=2) + "\n"
+
+
+def other_run_message(config: NeoXConfig, found: FoundRun) -> str:
+    """Return why a run must not write into a directory that holds another one's checkpoints, and the ways out."""
+    save = config.checkpoint.save
+    if found.identity is None:
+        theirs = "whose run is not recorded"
+    else:
+        theirs = f"of another run, which starts from {found.identity.start}"
+    ours = run_identity(config).start
+    resume = f"`load: {save}` without finetune to resume it"
+    return (
+        f"{save} holds {found.checkpoint.name} {theirs}; this one starts from {ours}. Give another `save`, {resume}, "
+        "or --overwrite to move its checkpoints to superseded/"
+    )
+
+
+def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
+    """Yield the keys that change what is learned, if they differ from the checkpoint's, with both values."""
+    try:
+        saved = NeoXConfig.from_flat(read_file(found.checkpoint / "configs" / "config.yml").values)
+    except ConfigError:
+        return
+    before = saved.to_flat()
+    now = config.to_flat()
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and _is_learning_key(key):
+            yield f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
+
+
+def _is_learning_key(key: str) -> bool:
+    if key in _BATCH_KEYS:
+        return True
+    return any(
+        key in NeoXConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+        for section in _LEARNING_SECTIONS
+    )

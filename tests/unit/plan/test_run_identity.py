@@ -1,0 +1,81 @@
+"""Identity of runs: which changes make another run, and what a `save` directory says before a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neox.config import NeoXConfig
+from neox.plan.run_identity import RUN_FILE, find_run, identity_text, run_identity
+from neox.preflight.own_run import with_own_run
+from tests.plans import SMALL
+
+
+def make_config(**keys: Any) -> NeoXConfig:
+    return NeoXConfig.from_flat({**SMALL, **keys})
+
+
+def put_checkpoint(save: Path, step: int, config: NeoXConfig) -> None:
+    directory = save / f"global_step{step}"
+    directory.mkdir(parents=True)
+    (directory / RUN_FILE).write_text(identity_text(run_identity(config)))
+    (save / "latest").write_text(directory.name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "same"),
+    [
+        ({"train_iters": 99}, True),
+        ({"train_micro_batch_size_per_gpu": 1}, True),
+        ({"data_path": "other"}, True),
+        ({"save": "elsewhere"}, True),
+        ({"seq_length": 8}, True),
+        ({"seed": 5}, False),
+        ({"num_layers": 3}, False),
+        ({"norm": "rmsnorm"}, False),
+        ({"load": "base", "finetune": True}, False),
+        ({"load": "base"}, False),
+        ({"lora": {"r": 2}}, False),
+    ],
+)
+def test_what_makes_another_run(keys: dict[str, Any], same: bool) -> None:
+    assert (run_identity(make_config()).run_id == run_identity(make_config(**keys)).run_id) is same
+
+
+def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
+    config = make_config(save=str(tmp_path), load="base", finetune=True)
+    assert with_own_run(config).config == config
+    put_checkpoint(tmp_path, 4, config)
+    decided = with_own_run(config)
+    resumed = decided.config
+    assert decided.problems == ()
+    assert resumed.checkpoint.load == str(tmp_path)
+    assert not resumed.checkpoint.finetune
+    assert len(decided.notes) == 1
+
+
+def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
+    put_checkpoint(tmp_path, 4, make_config(seed=2))
+    config = make_config(save=str(tmp_path))
+    assert [problem.keys for problem in with_own_run(config).problems] == [("save",)]
+    assert with_own_run(make_config(save=str(tmp_path), overwrite=True)).problems == ()
+
+
+def test_checkpoints_without_an_identity_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "global_step3").mkdir()
+    found = find_run(tmp_path)
+    assert found is not None
+    assert (found.iteration, found.identity) == (3, None)
+    assert with_own_run(make_config(save=str(tmp_path))).problems != ()
+    assert with_own_run(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
+
+
+def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
+    config = make_config(save=str(tmp_path))
+    put_checkpoint(tmp_path, 4, config)
+    put_checkpoint(tmp_path, 2, config)
+    found = find_run(tmp_path)
+    assert found is not None
+    assert found.iteration == 2
