@@ -85,9 +85,9 @@ def _start_of(config: NeoXConfig) -> str:
 
 
 def resumes_own_directory(config: NeoXConfig) -> bool:
-    """Return whether `load` and `save` are the same directory."""
+    """Return whether a run asks to go on from its `save` directory: `load` is the same, and it is no fine-tuning."""
     keys = config.checkpoint
-    if keys.load is None or keys.save is None:
+    if keys.load is None or keys.save is None or keys.finetune:
         return False
     return Path(keys.load).resolve() == Path(keys.save).resolve()
 
