@@ -26,7 +26,7 @@ class CausalLM:
     per_token = ("lm_loss",)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens [B, S], and where each token's document starts in its row [B, S], if the batch says so."""
+        """Return tokens [B, S] and, if the batch has them, the starts of the tokens' documents [B, S]."""
         return {name: batch[name] for name in ("tokens", "document_starts") if name in batch}
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from neox.model import NetworkOutput
 class MaskedLM:
     """Weighted sum of the cross entropies of masked tokens, plus that of whether sentences follow each other.
 
-    A batch holds what `MaskedLMBatch` names. Masked tokens alone go through the head.
+    A batch holds what `MaskedLMBatch` names. Only masked tokens go through the head.
 
     Attributes:
         sentences: Whether the network has a sentence head.
@@ -33,11 +33,13 @@ class MaskedLM:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the sum's name, the masked tokens' loss and what the sentence head adds."""
-        return ("loss", "lm_loss", "sentence_loss", "sentence_accuracy") if self.sentences else ("lm_loss",)
+        """Names of the scores. With a sentence head, the sum of both losses comes first."""
+        if not self.sentences:
+            return ("lm_loss",)
+        return ("loss", "lm_loss", "sentence_loss", "sentence_accuracy")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens and token types [B, S], and lengths without padding [B]."""
+        """Return tokens and token types [B, S], and the lengths of samples without padding [B]."""
         return {name: batch[name] for name in ("tokens", "token_types", "lengths")}
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -46,11 +48,12 @@ class MaskedLM:
         return given.masked_positions, given.masked_ids, given.masked_weights, given.next_sentence
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the losses' sum and each of them, and the sentences' accuracy; without a sentence head one loss.
+        """Return the scores of a micro batch, [1], or [4] with a sentence head.
 
-        The masked tokens' loss is 0 where a batch has none.
+        The loss of masked tokens is 0 if a batch has none.
         """
-        hidden, head = output.hidden, output.head
+        hidden = output.hidden
+        head = output.head
         positions, ids, weights, follows = targets
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, P, H]
         masked = head.cross_entropy(picked, ids, weights)
@@ -58,4 +61,5 @@ class MaskedLM:
             return masked.unsqueeze(0)
         logits = head.sentences(hidden).float()  # [B, 2]
         loss = F.cross_entropy(logits, follows)
-        return torch.stack((masked + loss, masked, loss, (logits.argmax(-1) == follows).float().mean()))
+        accuracy = (logits.argmax(-1) == follows).float().mean()
+        return torch.stack((masked + loss, masked, loss, accuracy))

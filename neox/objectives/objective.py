@@ -109,7 +109,9 @@ class WithBlockLosses:
 def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: masked language modelling for a bidirectional network, else causal."""
     network = plan.architecture
-    objective: Objective = MaskedLM(network.sentence_head) if network.bidirectional else CausalLM()
+    objective: Objective = CausalLM()
+    if network.bidirectional:
+        objective = MaskedLM(network.sentence_head)
     losses = block_losses(network)
     if losses:
         objective = WithBlockLosses(objective, losses)

@@ -1,4 +1,4 @@
-"""Low-rank adapter of a linear layer that is split over tensor ranks.
+"""Low-rank adapters of linear layers that are split over tensor ranks.
 
 Legend: I input features, O output features, R rank of the adapter.
 """
@@ -15,41 +15,49 @@ from neox.parallel.token_shares import TokenShares
 
 
 class Adapter(TokenShares):
-    """The summand scale * B A dropout(x) of a linear layer (LoRA, arXiv:2106.09685).
+    """Summand scale * B A dropout(x) of a linear layer (LoRA, arXiv:2106.09685).
 
     Args:
-        weight: The layer's weight on this rank, for sizes, device and type.
+        weight: The layer's weight on this rank, which gives sizes, device and type.
         grid: Process groups.
-        rank: R.
+        rank: Rank of the product, R.
         scale: Factor of the product.
         dropout: Probability of dropping an input in training.
-        split_outputs: Whether tensor ranks divide the outputs (column-parallel) or the inputs (row-parallel).
+        split_outputs: Whether tensor ranks divide the outputs (column-parallel); otherwise the inputs (row-parallel).
     """
 
     def __init__(
         self, weight: Tensor, grid: ParallelGrid, rank: int, scale: float, dropout: float, *, split_outputs: bool
     ) -> None:
         super().__init__()
-        self.grid, self.scale, self.dropout, self.split_outputs = grid, scale, dropout, split_outputs
+        self.grid = grid
+        self.scale = scale
+        self.dropout = dropout
+        self.split_outputs = split_outputs
         outputs, inputs = weight.shape
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=weight.device, dtype=weight.dtype))
         self.lora_B = nn.Parameter(torch.empty(outputs, rank, device=weight.device, dtype=weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the summand of this rank: [..., I] -> [..., O/tp], or [..., I/tp] -> a part of the sum [..., O].
+        """Return this rank's result: [..., I] -> [..., O/tp], or [..., I/tp] -> a summand of [..., O].
 
-        What is whole on every rank, A x or B, has a gradient of which each rank computes a part. [..., I] may be of a
-        share of the tokens; the result is of all.
+        Every rank holds all of A x or of B, and computes a part of its gradient. With sequence parallelism the inputs
+        [..., I] are a share of the tokens; the result is for all tokens.
         """
-        x, up = F.linear(self._dropped(x), self.lora_A), self.lora_B
-        if self.split_outputs:
-            copied = copy_tokens_to_tensor_ranks if self.shares > 1 else copy_to_tensor_ranks
-            return self.scale * F.linear(copied(x, self.grid), up)
-        return self.scale * F.linear(x, copy_to_tensor_ranks(up, self.grid))
+        inner = F.linear(self._dropped(x), self.lora_A)
+        if not self.split_outputs:
+            return self.scale * F.linear(inner, copy_to_tensor_ranks(self.lora_B, self.grid))
+        if self.shares > 1:
+            inner = copy_tokens_to_tensor_ranks(inner, self.grid)
+        else:
+            inner = copy_to_tensor_ranks(inner, self.grid)
+        return self.scale * F.linear(inner, self.lora_B)
 
     def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
-        """Return A, where it multiplies a share of the tokens."""
-        return (self.lora_A,) if self.split_outputs else ()
+        """Return A, if it multiplies a share of the tokens."""
+        if self.split_outputs:
+            return (self.lora_A,)
+        return ()
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:

@@ -1,10 +1,11 @@
-"""Tensor-group communication with its gradient: each function does nothing for one tensor rank.
+"""Communication of tensor ranks with its gradient. For one tensor rank, each function does nothing.
 
-torch's functional collectives, which write into no argument: torch.compile traces them, so that a compiled block is one
-graph with tensor ranks too.
+They use torch's functional collectives, which change no argument. torch.compile traces them, so that a compiled block
+is one graph with several tensor ranks, too.
 
-Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks. A rank's share of tokens [B, S, ...] is the rank's
-of T equal runs of the rows one after the other, in the shape [B, S/T, ...]: so joining shares moves nothing in memory.
+Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks. To divide tokens [B, S, ...], their rows are put
+one after another and cut into T equal runs. Each rank's share is one run, in the shape [B, S/T, ...]. So joining shares
+moves nothing in memory.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ def start_gather(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def start_scattered_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
-    """Begin to sum x over tensor ranks, of which each gets a part of the first dim; `wait` returns it. No gradient."""
+    """Begin to sum x over tensor ranks; each gets a part of the first dim, which `wait` returns. No gradient passes."""
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", grid.tp_size, grid.tp_name)
 
 
 def wait(x: Tensor) -> Tensor:
-    """Return the result of a collective that has begun; on a GPU the stream waits, not the caller."""
+    """Return the result of a collective that has begun. On a GPU the stream waits, and the caller goes on."""
     return _ops.wait_tensor(x)
 
 
@@ -138,14 +139,18 @@ def _reduced_share(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def _exchanged(x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
-    """Return what one exchange makes of x; another one makes its gradient of the result's."""
-    return x if grid.tp_size == 1 else _WithGradient.apply(x, grid, forward, backward)
+    """Return an exchange of x. Another exchange turns the gradient of the result into that of x."""
+    if grid.tp_size == 1:
+        return x
+    exchanged: Tensor = _WithGradient.apply(x, grid, forward, backward)
+    return exchanged
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
-        ctx.grid, ctx.exchange = grid, backward
+        ctx.grid = grid
+        ctx.exchange = backward
         return forward(x, grid)
 
     @staticmethod

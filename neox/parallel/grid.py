@@ -13,10 +13,18 @@ from neox.plan.topology import Topology
 
 @dataclass(frozen=True)
 class ParallelGrid:
-    """One rank of a `Topology`, built once and passed as an argument.
+    """One rank of a `Topology`. It is built once and passed as an argument.
 
-    Groups are None where they would hold this rank alone and nothing was initialised (`single`); code that communicates
-    asks for the size first. model_group: the ranks of one whole model (pipe x tensor).
+    Groups are None if torch.distributed is not initialised (`single`). Code that communicates asks for the size first.
+
+    Attributes:
+        topology: Degrees of parallelism.
+        rank: Global rank.
+        tp_group: Tensor ranks that share the same layers and samples.
+        dp_group: Data-parallel ranks with the same weights.
+        pp_group: Stages of one pipeline.
+        model_group: Ranks of one whole model, of all stages and tensor ranks.
+        rng: Random streams of this rank.
     """
 
     topology: Topology
@@ -82,7 +90,7 @@ class ParallelGrid:
     @property
     def tp_name(self) -> str:
         """Name of the group of tensor ranks, as functional collectives take it."""
-        assert self.tp_group is not None, "one tensor rank has nobody to communicate with"
+        assert self.tp_group is not None, "a single tensor rank has nobody to communicate with"
         return self.tp_group.group_name
 
     @property
@@ -101,16 +109,17 @@ class ParallelGrid:
         return self.topology.coordinates(self.rank)[2]
 
     def seed(self, seed: int) -> None:
-        """Seed torch's default streams and the tracker's.
+        """Seed torch's default stream and the tracker's. Initial weights use neither.
 
-        Default stream: equal over tensor ranks (dropout of replicated tensors), different over stages and data ranks.
-        Tracker's stream (`rng.fork`): different on every rank (dropout of split tensors). Initial weights use neither.
-        Where tensor ranks divide tokens no dropout is of a replicated tensor: the default stream differs on every rank.
+        The default stream is for dropout of replicated tensors: it is equal on all tensor ranks, and different on
+        stages and data ranks. With sequence parallelism such tensors do not exist, and it differs on every rank. The
+        tracker's stream (`rng.fork`) is for dropout of split tensors, and differs on every rank.
         """
         coordinates = (self.pp_rank, self.dp_rank)
-        own = (self.tp_rank,) if self.topology.sequence_parallel else ()
-        default = derive_seed(seed, "default", *coordinates, *own)
-        # torch.manual_seed also queues calls for accelerators that are absent, every time.
+        default = derive_seed(seed, "default", *coordinates)
+        if self.topology.sequence_parallel:
+            default = derive_seed(seed, "default", *coordinates, self.tp_rank)
+        # torch.manual_seed would also queue a call for each kind of accelerator, even if it is absent.
         torch.default_generator.manual_seed(default)
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(default)

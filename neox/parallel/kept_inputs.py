@@ -15,12 +15,12 @@ from neox.parallel.grid import ParallelGrid
 
 @dataclass(frozen=True)
 class KeptInputs:
-    """How tensors that autograd keeps are kept: DeepSpeed's partitioned and CPU-checkpointed activations.
+    """How autograd keeps tensors until the backward pass: DeepSpeed's partitioned and CPU-checkpointed activations.
 
     Attributes:
         grid: Tensor ranks, which all hold the same tensors.
-        divided: Each tensor rank keeps its part of the last dim, and all are gathered in the backward pass.
-        on_cpu: They are moved to CPU memory, and back in the backward pass.
+        divided: Whether each tensor rank keeps a part of the last dim; all parts are gathered in the backward pass.
+        on_cpu: Whether they are moved to CPU memory, and back in the backward pass.
     """
 
     grid: ParallelGrid
@@ -28,16 +28,18 @@ class KeptInputs:
     on_cpu: bool = False
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Return a context; recomputation inside it keeps nothing but the inputs of what it runs."""
+        """Return a context in which recomputation keeps its inputs in this way."""
         if not (self.divided or self.on_cpu):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> tuple[torch.device, Tensor]:
-        """Return the device of a tensor [..., H], and what is kept of it."""
-        kept = scatter_last_dim(x.detach(), self.grid) if self.divided else x
+        """Return the device of a tensor [..., H], and the tensor that is kept."""
+        kept = x
+        if self.divided:
+            kept = scatter_last_dim(x.detach(), self.grid)
         if self.on_cpu and x.is_cuda:
-            # Of the stream that copies back, so that neither copy has to be waited for.
+            # The same stream copies back, so that the host waits for neither copy.
             host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             kept = host.copy_(kept, non_blocking=True)
         return x.device, kept
@@ -46,4 +48,6 @@ class KeptInputs:
         """Return the tensor [..., H] again."""
         device, kept = packed
         kept = kept.to(device, non_blocking=True)
-        return gather_last_dim(kept, self.grid) if self.divided else kept
+        if self.divided:
+            kept = gather_last_dim(kept, self.grid)
+        return kept

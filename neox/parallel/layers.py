@@ -1,9 +1,12 @@
-"""Layers split over tensor ranks: linear by output features (column) or input features (row), and the embedding.
+"""Layers that are split over tensor ranks (arXiv:1909.08053, section 3).
 
-Legend: I input features, O output features, V vocabulary. Weights are [O, I] as in `nn.Linear`, held as this rank's
-part; constructors leave them uninitialised (`neox.model` draws all weights). arXiv:1909.08053, section 3. Where tokens
-are divided (`TokenShares`), what is replicated here is this rank's share: it is gathered before a product that splits
-outputs, and what follows a product that splits inputs is summed and divided in one step.
+Linear layers are split by output features (column) or input features (row), the embedding by vocabulary. Each rank
+holds its part of a weight [O, I]. Constructors leave weights uninitialised; `neox.model` draws them.
+
+With sequence parallelism (`TokenShares`) each rank holds a share of the tokens. A column-parallel layer gathers the
+shares before its product; a row-parallel layer sums and divides its results in one step.
+
+Legend: I input features, O output features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ from neox.parallel.grid import ParallelGrid
 from neox.parallel.token_shares import TokenShares
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x [..., I], weight [O, I], bias [O] or None) -> [..., O]: `F.linear`, or an equal of it."""
+"""(x [..., I], weight [O, I], bias [O] or None) -> [..., O]: `F.linear`, or another function with the same result."""
 
 
 class TensorOptions(TypedDict, total=False):
-    """Where parameters are made, and of which type: torch's defaults where left out."""
+    """Device and type of new parameters; torch's defaults for those left out."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
 def mark_split(parameter: nn.Parameter, split: bool) -> nn.Parameter:
-    """Mark whether a parameter is one of several tensor ranks' parts, and return it.
+    """Mark whether a parameter is this tensor rank's part of a larger one, and return it.
 
     DeepSpeed's gradient norm counts unmarked parameters on the first tensor rank only.
     """
@@ -50,25 +53,25 @@ def mark_split(parameter: nn.Parameter, split: bool) -> nn.Parameter:
 
 
 def mark_decay(parameter: nn.Parameter, decays: bool) -> nn.Parameter:
-    """Mark whether weight decay applies to a parameter, and return it; without a mark it does to matrices."""
+    """Mark whether weight decay applies to a parameter, and return it. Without a mark it applies to matrices."""
     parameter.decays = decays  # type: ignore[attr-defined]
     return parameter
 
 
 def mark_hidden(parameter: nn.Parameter, hidden: bool) -> nn.Parameter:
-    """Mark whether a parameter is a matrix between hidden states, and return it; without a mark it is not."""
+    """Mark whether a parameter is a matrix between hidden states, and return it. Without a mark it is not."""
     parameter.hidden = hidden  # type: ignore[attr-defined]
     return parameter
 
 
 def mark_lr_factor(parameter: nn.Parameter, factor: float) -> nn.Parameter:
-    """Mark a parameter with a factor of the learning rate, and return it; 1 without a mark."""
+    """Mark a parameter with a factor of the learning rate, and return it. Without a mark the factor is 1."""
     parameter.lr_factor = factor  # type: ignore[attr-defined]
     return parameter
 
 
 def shard_size(total: int, tp_size: int, what: str) -> int:
-    """Return total / tp_size. Raises ValueError if it does not divide."""
+    """Return total / tp_size; ValueError if there is a remainder."""
     if total % tp_size:
         raise ValueError(f"{what} ({total}) is not divisible by the tensor-parallel degree ({tp_size})")
     return total // tp_size
@@ -80,13 +83,15 @@ def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tens
     Replicated parameters are whole on every rank. `neox.checkpoint.reshard.merge` is the inverse.
 
     Raises:
-        ValueError: If the split dimension does not divide by `tp_size`.
+        ValueError: If the split dimension is not divisible by `tp_size`.
     """
     if spec.partition_dim is None or tp_size == 1:
         return full
     dim = spec.partition_dim
     parts = [full.narrow(dim, start, length) for start, length in spec.ranges(tp_rank, tp_size)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim)
 
 
 class Summand(NamedTuple):
@@ -105,16 +110,16 @@ class ColumnParallelLinear(TokenShares):
     """y = x W^T + b with the outputs split: [..., I] replicated -> [..., O/tp].
 
     Args:
-        in_features: I.
-        out_features: O, over all tensor ranks.
+        in_features: Number of input features I.
+        out_features: Number of output features O over all tensor ranks.
         grid: Process groups.
         bias: Whether there is a bias.
-        multiply: Computes the product.
+        multiply: Function that computes the product.
         **options: Device and type of the parameters.
 
     Attributes:
-        products: What is computed instead in training with several tensor ranks: products of inputs, and of output
-            gradients with weights or inputs. They need no gradient of their own.
+        products: Functions that replace `multiply` in training with several tensor ranks. The first multiplies inputs
+            and weights, the second the gradient of the output and one of these. They record no gradient.
 
     Raises:
         ValueError: O cannot be divided over the tensor ranks.
@@ -131,11 +136,15 @@ class ColumnParallelLinear(TokenShares):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.grid, self.multiply, split = grid, multiply, grid.tp_size > 1
+        self.grid = grid
+        self.multiply = multiply
         self.products = (multiply, multiply)
+        split = grid.tp_size > 1
         here = shard_size(out_features, grid.tp_size, "output features")
         self.weight = mark_split(nn.Parameter(torch.empty(here, in_features, **options)), split)
-        self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split) if bias else None
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split)
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ class ColumnParallelLinear(TokenShares):
             y = _ColumnLinear.apply(x, self.weight, self.bias, self.products, self.grid, divided)
         else:
             y = self.multiply(x, self.weight, self.bias)
-        return y if self.adapter is None else y + self.adapter(x)
+        return _with_adapter(y, x, self.adapter)
 
     def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
         """Add a low-rank adapter, uninitialised."""
@@ -153,9 +162,10 @@ class ColumnParallelLinear(TokenShares):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A product whose input gradient is summed over tensor ranks while the weight's gradient is computed.
+    """A product whose input gradient is summed over tensor ranks while the gradient of the weight is computed.
 
-    A divided input [B, S/tp, I] is kept as it is, and gathered again while its gradient is computed.
+    With sequence parallelism only this rank's share of the input [B, S/tp, I] is kept. The shares are gathered again
+    while the input's gradient is computed.
     """
 
     @staticmethod
@@ -170,7 +180,9 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         product, ctx.of_gradient = products
-        ctx.grid, ctx.has_bias, ctx.divided = grid, bias is not None, divided
+        ctx.grid = grid
+        ctx.has_bias = bias is not None
+        ctx.divided = divided
         if divided:
             x = all_shares(x, grid)
         return product(x, weight, bias)
@@ -178,17 +190,24 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = grad.flatten(0, -2)
-        grad_x = grad_weight = grad_bias = None
-        gathers, start = ctx.divided and ctx.needs_input_grad[1], start_scattered_sum if ctx.divided else start_sum
-        # As rows: torch.compile would join this with the same in the forward pass, and keep its result.
-        whole = start_gather(x.flatten(0, -2), ctx.grid) if gathers else x
-        if ctx.needs_input_grad[0]:
+        grad_x = None
+        grad_weight = None
+        grad_bias = None
+        gathers = ctx.divided and needs_weight
+        whole = x
+        if gathers:
+            # As rows: otherwise torch.compile joins this with the gathering of the forward pass, and keeps its result.
+            whole = start_gather(x.flatten(0, -2), ctx.grid)
+        if needs_x:
+            start = start_scattered_sum if ctx.divided else start_sum
             grad_x = start(ctx.of_gradient(rows, weight.t(), None), ctx.grid)
-        if ctx.needs_input_grad[1]:
-            whole = wait(whole) if gathers else whole
+        if needs_weight:
+            if gathers:
+                whole = wait(whole)
             grad_weight = ctx.of_gradient(rows.t(), whole.flatten(0, -2).t(), None)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.has_bias and needs_bias:
             grad_bias = rows.sum(0)
         if grad_x is not None:
             grad_x = wait(grad_x).view(x.shape)
@@ -198,8 +217,8 @@ class _ColumnLinear(torch.autograd.Function):
 class RowParallelLinear(TokenShares):
     """y = x W^T + b with the inputs split: [..., I/tp] -> [..., O] replicated.
 
-    There is one bias, replicated and added once after the sum over ranks. (gpt-neox holds one per tensor rank under
-    `gpt_j_residual`, whose sum is the model's bias.) Arguments as for `ColumnParallelLinear`, but I is divided.
+    All ranks hold the same bias, which is added once, after the sum over ranks. (gpt-neox's tensor ranks hold summands
+    of it with `gpt_j_residual`.) Arguments are those of `ColumnParallelLinear`, but I is divided.
     """
 
     def __init__(
@@ -213,48 +232,64 @@ class RowParallelLinear(TokenShares):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.grid, self.multiply = grid, multiply
+        self.grid = grid
+        self.multiply = multiply
         here = shard_size(in_features, grid.tp_size, "input features")
         self.weight = mark_split(nn.Parameter(torch.empty(out_features, here, **options)), grid.tp_size > 1)
-        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, **options))
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and reduce: [..., I/tp] -> [..., O]."""
         if self.grid.tp_size == 1:
             y = self.multiply(x, self.weight, self.bias)
-            return y if self.adapter is None else y + self.adapter(x)
+            return _with_adapter(y, x, self.adapter)
         y = self.reduced(self.partial(x))
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def summand(self, x: Tensor) -> Summand:
         """Return this rank's part of what `forward` sums: the caller adds several and reduces them together."""
         return Summand(self.partial(x), self.bias)
 
     def reduced(self, partial: Tensor) -> Tensor:
-        """Sum what `partial` returned over tensor ranks; where tokens are divided, the sum is of this rank's share."""
-        return (reduce_scatter_tokens if self.shares > 1 else reduce_over_tensor_ranks)(partial, self.grid)
+        """Sum results of `partial` over tensor ranks; with sequence parallelism, return this rank's share."""
+        if self.shares > 1:
+            return reduce_scatter_tokens(partial, self.grid)
+        return reduce_over_tensor_ranks(partial, self.grid)
 
     def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
         """Return the bias, which is added after the sum."""
-        return () if self.bias is None else (self.bias,)
+        if self.bias is None:
+            return ()
+        return (self.bias,)
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's summand [..., O], without the bias."""
         y = self.multiply(x, self.weight, None)
-        return y if self.adapter is None else y + self.adapter(x)
+        return _with_adapter(y, x, self.adapter)
 
     def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
         """Add a low-rank adapter, uninitialised."""
         self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=False)
 
 
+def _with_adapter(y: Tensor, x: Tensor, adapter: Adapter | None) -> Tensor:
+    """Return a layer's output y with that of its adapter for the input x, if it has one."""
+    if adapter is None:
+        return y
+    return y + adapter(x)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with rows [V/tp, H] on each rank: tokens [B, S] -> [B, S, H] replicated.
 
     Args:
-        num_embeddings: V, a multiple of the tensor-parallel degree.
-        embedding_dim: H.
+        num_embeddings: Size of the vocabulary V, a multiple of the tensor-parallel degree.
+        embedding_dim: Hidden size H.
         grid: Process groups.
         **options: Device and type of the weight.
     """

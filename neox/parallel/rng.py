@@ -1,8 +1,8 @@
 """Random streams of tensor-parallel ranks, and recomputation that replays them.
 
-torch's default generator is seeded alike on all tensor ranks, so that dropout of a replicated tensor agrees; inside
-`RNGTracker.fork` a second stream is in place, different on each tensor rank, for tensors that are split.
-(The idea: Megatron-LM, arXiv:1909.08053, section 3.)
+torch's default generator has the same seed on all tensor ranks, so that they drop the same elements of replicated
+tensors. Inside `RNGTracker.fork` a second stream replaces it, which differs on each tensor rank, for tensors that are
+split. See Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on all parts, equal on every machine and Python."""
+    """Return a 63-bit seed that depends on all parts, and is the same on every machine and in every Python."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class RNGTracker:
-    """The second random stream: one generator state per device.
+    """The second random stream: one generator state for each device.
 
-    enabled: False with one tensor rank, where the default stream serves everything and `fork` does nothing.
+    Attributes:
+        enabled: Whether there is a second stream. With one tensor rank the default stream serves everything, and `fork`
+            does nothing.
     """
 
     def __init__(self, enabled: bool = False, seed: int = 0) -> None:
@@ -40,7 +42,9 @@ class RNGTracker:
 
     def fork(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which torch's default generator of `device` is the tracker's stream."""
-        return self._forked(device) if self.enabled else nullcontext()
+        if not self.enabled:
+            return nullcontext()
+        return self._forked(device)
 
     @contextmanager
     def _forked(self, device: torch.device) -> Iterator[None]:
@@ -58,7 +62,7 @@ class RNGTracker:
             generator.set_state(outside)
 
     def get_states(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: the seed, and the generator state of each device used so far."""
+        """Return the seed, and the generator state of each device used so far: what a checkpoint must hold."""
         return {"seed": self._seed, "states": dict(self._states)}
 
     def set_states(self, states: dict[str, Any]) -> None:
@@ -67,10 +71,9 @@ class RNGTracker:
         self._states = dict(states["states"])
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` keeping only the inputs; its activations are computed again in the backward pass.
+        """Call `function(*args)`, keeping only the inputs; its activations are computed again in the backward pass.
 
-        Dropout repeats: torch's own streams and the tracker's are replayed. The signature fits DeepSpeed's
-        `activation_checkpoint_func`.
+        Dropout drops the same elements again, because torch's own streams and the tracker's are replayed.
         """
         if not self.enabled:
             return torch_checkpoint(function, *args, use_reentrant=False)
@@ -81,7 +84,7 @@ class RNGTracker:
 
     @contextmanager
     def _replay(self, states: dict[str, Any]) -> Iterator[None]:
-        """Run a recomputation from `states`, then go on as if it had not happened."""
+        """Run a recomputation from `states`, and then restore the streams as they are now."""
         now = self.get_states()
         self.set_states(states)
         try:
@@ -95,6 +98,8 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     raise ValueError(f"no random stream for device {device}: cpu and cuda are known")
