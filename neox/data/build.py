@@ -12,6 +12,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import Blend, DataConfig
 from neox.data.batches import BatchIterator, MaskedBatchIterator
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.fill_in_middle import FillInMiddle
 from neox.data.gpt_dataset import GPTDataset, split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.masking import MaskingVocabulary
@@ -74,6 +75,7 @@ def build_datasets(
     tokenizer_hash: str | None = None,
     cache_dir: str | Path | None = None,
     masking: Masking | None = None,
+    fill_in_middle: Sequence[FillInMiddle | None] = (),
 ) -> Datasets:
     """Open and check the data of a run: `data_path` divided by `split`, or blends of the `*_data_paths`.
 
@@ -86,11 +88,12 @@ def build_datasets(
         tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out this comparison.
         cache_dir: Directory of the index maps (default: `index_maps/` next to the data).
         masking: Settings of masked language modelling; None for causal language modelling.
+        fill_in_middle: Rearrangement of the documents of each training dataset. By default there is none.
 
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer.
     """
-    factory = _DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking)
+    factory = _DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking, fill_in_middle)
     if data.train_data_paths is not None:
         datasets = [factory.blend(blend, count) for blend, count in zip(data.blends, counts, strict=True)]
     elif data.data_path is not None:
@@ -164,6 +167,7 @@ def _datasets_of_run(plan: RunPlan, train_iters: int, tokenizer: Tokenizer, cach
         tokenizer_hash=tokenizer.content_hash,
         cache_dir=cache_dir,
         masking=_masking(config, tokenizer),
+        fill_in_middle=[FillInMiddle.of(config.data, rate, tokenizer, training.seed) for rate in config.data.fim_rates],
     )
 
 
@@ -224,6 +228,7 @@ class _DatasetFactory:
     tokenizer_hash: str | None
     cache_dir: str | Path | None
     masking: Masking | None
+    fill_in_middle: Sequence[FillInMiddle | None]
 
     def open(self, prefix: str) -> IndexedDataset:
         """Open a token dataset and check that it fits the run."""
@@ -234,7 +239,12 @@ class _DatasetFactory:
         return indexed
 
     def samples(
-        self, indexed: IndexedDataset, documents: range, num_samples: int, label_prefix: str | None = None
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        num_samples: int,
+        label_prefix: str | None = None,
+        fill_in_middle: FillInMiddle | None = None,
     ) -> Samples:
         """Return the samples of documents of a token dataset."""
         cache_dir = self.index_cache(indexed.prefix)
@@ -255,7 +265,14 @@ class _DatasetFactory:
             cache_dir,
             packing=packing,
             labels=labels,
+            fill_in_middle=fill_in_middle,
         )
+
+    def rearrangements(self, split: str, datasets: int) -> Sequence[FillInMiddle | None]:
+        """Return the rearrangement of each dataset of a split. Only training has any."""
+        if split == "train" and self.fill_in_middle:
+            return self.fill_in_middle
+        return [None] * datasets
 
     def num_documents(self, indexed: IndexedDataset) -> int:
         """Return the number of documents. For causal language modelling each sequence is one, as in gpt-neox."""
@@ -275,7 +292,8 @@ class _DatasetFactory:
         parts = split_documents(split, total)
         for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
             if num_samples and documents:
-                result.append(self.samples(indexed, documents, num_samples))
+                (fill_in_middle,) = self.rearrangements(name, 1)
+                result.append(self.samples(indexed, documents, num_samples, fill_in_middle=fill_in_middle))
                 continue
             result.append(None)
             if num_samples:
@@ -291,10 +309,13 @@ class _DatasetFactory:
             return None
         parts = [self.open(path) for path in blend.paths]
         shares = self.shares(blend, parts)
+        counts = samples_of_each(shares, num_samples)
         labels: Sequence[str | None] = blend.labels or [None] * len(parts)
+        rearrangements = self.rearrangements(blend.split, len(parts))
         datasets = []
-        for part, count, label in zip(parts, samples_of_each(shares, num_samples), labels, strict=True):
-            datasets.append(self.samples(part, range(self.num_documents(part)), count, label))
+        for part, count, label, fill_in_middle in zip(parts, counts, labels, rearrangements, strict=True):
+            documents = range(self.num_documents(part))
+            datasets.append(self.samples(part, documents, count, label, fill_in_middle))
         listed = ", ".join(f"{path} {100 * share:.2f} %" for path, share in zip(blend.paths, shares, strict=True))
         _log.info("%s: %s", blend.split, listed)
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))

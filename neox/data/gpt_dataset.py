@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from neox.config.sections.data import split_shares
+from neox.data.fill_in_middle import FillInMiddle
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.packing import Packing, build_padded_maps, padded_rows, usable_documents
@@ -45,6 +47,7 @@ class GPTDataset:
         labels: Labels of its tokens with the same sequences, IGNORED for a token that is not predicted. None if each
             token is its own label.
         packing: The way documents become samples.
+        fill_in_middle: Rearrangement of documents; None leaves them in their order.
         seq_length: Number of tokens of a sample's input.
         num_samples: Number of samples that can be read.
         maps: Index maps.
@@ -61,6 +64,7 @@ class GPTDataset:
         *,
         packing: Packing | None = None,
         labels: IndexedDataset | None = None,
+        fill_in_middle: FillInMiddle | None = None,
     ) -> None:
         """Build or load the index maps.
 
@@ -73,6 +77,7 @@ class GPTDataset:
             cache_dir: Directory that keeps the maps between runs; None builds them in memory.
             packing: The way documents become samples (default: joined and cut).
             labels: Labels of the tokens, with the same sequences. By default each token is its own label.
+            fill_in_middle: Rearrangement of documents. It needs joined documents without labels.
 
         Raises:
             DataError: If the documents do not exist, or hold less than one sample.
@@ -82,6 +87,8 @@ class GPTDataset:
         self.indexed = indexed
         self.labels = labels
         self.packing = packing or Packing()
+        self.fill_in_middle = fill_in_middle
+        assert fill_in_middle is None or not self.has_labels
         self.seq_length = seq_length
         self.maps = self._maps(documents, num_samples, seed, cache_dir)
         self.num_samples = len(self.maps.shuffle_map)
@@ -121,7 +128,9 @@ class GPTDataset:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the rows of `read`."""
-        return self.indexed.dtype
+        if self.fill_in_middle is None:
+            return self.indexed.dtype
+        return np.result_type(self.indexed.dtype, np.min_scalar_type(max(self.fill_in_middle.tokens)))
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return one sample, int64 [seq_length + 1]."""
@@ -133,8 +142,8 @@ class GPTDataset:
         return self.labels is not None or self.packing.is_padded
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the token ids of samples [len(indices), seq_length + 1], in the dtype of the file. Padding is 0."""
-        return self._rows(self.indexed, indices, padding=0, dtype=self.indexed.dtype)
+        """Return the token ids of samples [len(indices), seq_length + 1]. Padding is 0."""
+        return self._rows(self.indexed, indices, padding=0, dtype=self.dtype)
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the label of each token of samples, IGNORED for a token that is not predicted.
@@ -143,7 +152,7 @@ class GPTDataset:
             Labels, int32 or int64 [len(indices), seq_length + 1].
         """
         source = self.indexed if self.labels is None else self.labels
-        return self._rows(source, indices, padding=IGNORED, dtype=np.result_type(source.dtype, np.int32))
+        return self._rows(source, indices, padding=IGNORED, dtype=np.result_type(self.dtype, source.dtype, np.int32))
 
     def _rows(
         self, source: IndexedDataset, indices: Sequence[int] | np.ndarray, *, padding: int, dtype: np.dtype
@@ -151,13 +160,51 @@ class GPTDataset:
         samples = self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)
         if self.packing.is_padded:
             return padded_rows(source, self.maps, samples, self.row_width, padding, dtype)
-        return joined_rows(source, self.maps, samples, self.row_width).astype(dtype, copy=False)
+        pieces = locate_pieces(source, self.maps, samples)
+        if self.fill_in_middle is None:
+            rows = joined_rows(source, pieces, self.row_width)
+        elif self.fill_in_middle.level == "document":
+            parts = self._rearranged_parts(pieces, self.fill_in_middle)
+            rows = np.concatenate(parts).reshape(len(samples), self.row_width)
+        else:
+            rows = joined_rows(source, pieces, self.row_width)
+            rows = self.fill_in_middle.samples(rows, samples)
+        return rows.astype(dtype, copy=False)
+
+    def _rearranged_parts(self, pieces: Pieces, fill_in_middle: FillInMiddle) -> list[np.ndarray]:
+        """Return the tokens of pieces of documents, of which those that fit into a sample may be rearranged."""
+        documents = self.maps.document_map[pieces.entries]
+        starts = self.indexed.starts(documents).tolist()
+        sizes = self.indexed.sizes[documents].tolist()
+        parts = []
+        for entry, start, size, begin, end in zip(
+            pieces.entries.tolist(), starts, sizes, pieces.begins, pieces.ends, strict=True
+        ):
+            ids = self.indexed.tokens[start : start + size]
+            if size <= self.row_width:
+                ids = fill_in_middle.document(ids, entry)
+            parts.append(ids[begin - start : end - start])
+        return parts
 
 
-def joined_rows(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, width: int) -> np.ndarray:
-    """Return samples of the stream of joined documents.
+class Pieces(NamedTuple):
+    """Pieces of documents that make samples.
 
-    A sample consists of pieces, one for each document that it touches. All pieces of all samples are located at once:
+    Attributes:
+        entries: Entry of the document of each piece in `document_map` [pieces].
+        begins: First token of each piece in the file [pieces].
+        ends: Token after the last one of each piece in the file [pieces].
+    """
+
+    entries: np.ndarray
+    begins: list[int]
+    ends: list[int]
+
+
+def locate_pieces(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray) -> Pieces:
+    """Locate the pieces of samples in the stream of joined documents.
+
+    A sample consists of one piece of each document that it touches. All pieces of all samples are located at once:
 
         | document 7 |     document 2     |   document 9   |
                |-------------- sample -------------|
@@ -166,11 +213,7 @@ def joined_rows(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, wi
     Args:
         source: Tokens, or their labels.
         maps: Index maps.
-        samples: Numbers of the samples in the stream [n].
-        width: Number of tokens of a sample.
-
-    Returns:
-        Rows [n, width] in the dtype of `source`.
+        samples: Numbers of the samples in the stream.
     """
     first_entries, first_offsets = maps.sample_map[samples].T
     last_entries, last_offsets = maps.sample_map[samples + 1].T
@@ -184,6 +227,11 @@ def joined_rows(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, wi
     ends = begins + source.sizes[documents]
     ends[last_pieces] = begins[last_pieces] + last_offsets + 1
     begins[first_pieces] += first_offsets
+    return Pieces(entries, begins.tolist(), ends.tolist())
+
+
+def joined_rows(source: IndexedDataset, pieces: Pieces, width: int) -> np.ndarray:
+    """Return samples of `width` tokens [samples, width], in the dtype of `source`."""
     tokens = source.tokens
-    parts = [tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    return np.concatenate(parts).reshape(len(samples), width)
+    parts = [tokens[begin:end] for begin, end in zip(pieces.begins, pieces.ends, strict=True)]
+    return np.concatenate(parts).reshape(-1, width)

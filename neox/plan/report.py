@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.plan.data_lines import data_lines
 from neox.plan.device import Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import flash_advice, memory_problem
@@ -148,6 +149,7 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     found = figures(plan, device)
     yield f"loss      mean over {_LOSS_MEANS[plan.loss_normalization]} (loss_normalization)"
+    yield from data_lines(plan.config.data)
     step = f"{found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token"
     if plan.grid.pp_size > 1:
         step += f", pipeline bubble {100 * found.bubble:.1f} %"

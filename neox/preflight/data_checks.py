@@ -62,7 +62,20 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         problems.append(config.problem_about(f"{key}: {problem}", key))
     if _is_masked(config) and not found:
         problems += _masking_problems(config, tokenizer, prefixes)
+    if any(config.data.fim_rates):
+        problems += _fim_problems(config, tokenizer)
     return problems
+
+
+def _fim_problems(config: NeoXConfig, tokenizer: Tokenizer) -> list[Problem]:
+    """Return why the tokenizer does not serve `fim_rate`."""
+    from neox.data.fill_in_middle import FillInMiddle
+
+    try:
+        FillInMiddle.of(config.data, max(config.data.fim_rates), tokenizer, config.training.seed)
+    except DataError as error:
+        return [config.problem("fim_rate", f"does not go with the tokenizer: {error}", "fim_tokens", "fim_split")]
+    return []
 
 
 def _is_masked(config: NeoXConfig) -> bool:

@@ -14,11 +14,13 @@ from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
 SentencePairs = Literal["nsp", "sop"]
+FimLevel = Literal["document", "sample"]
 Weights = tuple[NonNegativeFloat, ...] | None
 SPLITS = ("train", "valid", "test")
 _MASKED = OnlyWith("objective", ("masked_lm",))
 _NO_LABELS = Excludes("objective", ("masked_lm",), reason="only masked tokens are in its loss")
 _PAIRS = Excludes("objective", ("masked_lm",), reason="its samples are pairs of sentences")
+_FIM = OnlyWith("fim_rate")
 _ONE_WEIGHTING = Excludes("weight_by_num_documents", reason="both set weights")
 
 
@@ -78,6 +80,32 @@ class DataConfig(Section):
     allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
     """Cut a document that is longer than a sample at its end; otherwise it is left out."""
 
+    fim_rate: Annotated[
+        Fraction | tuple[Fraction, ...],
+        _PAIRS,
+        Excludes("pack_impl", ("pack_until_overflow", "unpacked"), reason="whole documents leave no room"),
+        Excludes("train_label_data_paths", reason="labels belong to tokens in their order"),
+    ] = 0.0
+    """Fraction of the training documents that are rearranged for fill in the middle: one number, or one for each of
+    train_data_paths. A document keeps its number of tokens; the end of its suffix makes room for special tokens. The
+    files are not changed, and evaluation reads documents in their order."""
+
+    fim_spm_rate: Annotated[Fraction, _FIM] = 0.5
+    """Fraction of the rearranged documents in the order suffix, prefix, middle (SPM). The others are in the order
+    prefix, suffix, middle (PSM)."""
+
+    fim_level: Annotated[FimLevel, _FIM] = "sample"
+    """What is rearranged. `sample`: the part of each document in a sample. `document`: whole documents that fit into a
+    sample, before documents are joined and cut."""
+
+    fim_split: Annotated[Literal["characters", "tokens"], _FIM] = "characters"
+    """Where documents are divided. `characters` divides between two characters and encodes the three parts, so that a
+    model can fill in parts of words. `tokens` divides between two tokens, and needs no time."""
+
+    fim_tokens: Annotated[tuple[str, str, str] | None, _FIM] = None
+    """Tokens of the vocabulary before the prefix, the middle and the suffix, in this order. By default those of
+    StarCoder, SantaCoder, Qwen, CodeGemma, DeepSeek, Code Llama or GLM, whichever the vocabulary has."""
+
     mask_prob: Annotated[float, _MASKED] = Field(0.15, gt=0, lt=1)
     """Fraction of the tokens of a sample that are masked, up to max_preds_per_seq. The name is Megatron-LM's."""
 
@@ -131,6 +159,13 @@ class DataConfig(Section):
         Excludes("soft_prompt_tuning.enabled", reason="each document would need the prompt"),
     ] = False
     """Restart attention and positions after each end of a document, so that no token attends to another document."""
+
+    @property
+    def fim_rates(self) -> tuple[float, ...]:
+        """The value of `fim_rate` for each training dataset."""
+        if isinstance(self.fim_rate, tuple):
+            return self.fim_rate
+        return (self.fim_rate,) * len(self.train_data_paths or (self.data_path,))
 
     @property
     def blends(self) -> tuple[Blend, ...]:

@@ -249,6 +249,18 @@ def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
     assert "none.bin" in problem.message
 
 
+def test_a_tokenizer_without_tokens_for_fill_in_the_middle(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_document([1, 2, 3])
+    tokenizer = build_tokenizer("HFTokenizer", Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json")
+    keys = {"data_path": str(tmp_path / "x"), "train_iters": 1}
+    (problem,) = data_problems(config(**keys, fim_rate=0.5), tokenizer, dry_run=True)
+    assert problem.keys[0] == "fim_rate"
+    assert "fim_tokens" in problem.message
+    named = ["<|endoftext|>", "<|padding|>", "the"]
+    assert data_problems(config(**keys, fim_rate=0.5, fim_tokens=named), tokenizer, dry_run=True) == []
+
+
 def test_finetuning_may_depart_from_its_checkpoint_and_says_where(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 5)
     keys = {"load": str(tmp_path), "finetune": True}
