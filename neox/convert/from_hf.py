@@ -104,7 +104,8 @@ def from_hf(
     except BaseException:
         discard(staged)
         raise
-    header = f"# Imported from {source.name}, {rows} embedding rows. Add data, batch and optimizer keys to train.\n"
+    keys["padded_vocab_size"] = rows  # so that training and exports keep the rows of the embedding
+    header = f"# Imported from {source.name}. Add data, batch and optimizer keys to train.\n"
     return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
 
 
@@ -153,9 +154,10 @@ def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[st
         for field, theirs, ours in differences:
             lines.append(f"  {field}: {theirs} in the Hugging Face model, only {ours} is supported")
         raise ConversionError("\n".join(lines))
+    if not architecture.tie_word_embeddings:
+        keys["output_layer_parallelism"] = "column"
     return {
         **keys,
-        "output_layer_parallelism": "column",
         "attention_dropout": settings.attention_dropout,
         "hidden_dropout": settings.hidden_dropout,
         "precision": settings.dtype,

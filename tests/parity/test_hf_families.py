@@ -21,6 +21,7 @@ from neox.convert.verification import hf_logits, load_reference_model, single_ra
 from neox.errors import ConfigError
 from neox.families import FAMILIES, ModelSettings
 from neox.plan import architecture_of, config_from_files
+from neox.plan.rules import notes_without_effect
 from tests.errors import raises_naming
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -173,6 +174,8 @@ def check_both_ways(directory: Path, model_type: str, tp_size: int = 1, **config
     loaded = config_from_files([imported.config_file])
     reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, COMMON["vocab_size"]).layers)
     assert imported.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert loaded.tokenizer.padded_vocab_size == COMMON["vocab_size"]
+    assert notes_without_effect(loaded) == []
     with torch.inference_mode():
         ours = load_reference_model(reader, loaded)(TOKENS)
     bound = 1e-5 * max(1.0, wanted.abs().max().item())

@@ -15,7 +15,7 @@ from neox.convert import from_hf, to_hf
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES
-from neox.plan import config_from_files
+from neox.plan import config_from_files, resolve
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
@@ -81,6 +81,16 @@ def test_precision(exported, tmp_path):
     directory, layers, weights = exported
     reader = CheckpointReader(from_hf(directory, tmp_path / "back", precision="fp32").checkpoint, layers)
     assert torch.equal(reader.full(0, "word_embeddings.weight"), weights[0, "word_embeddings.weight"].float())
+
+
+def test_a_run_keeps_the_rows_of_the_vocabulary(exported, tmp_path):
+    """Without the key, 96 rows would be padded to 128."""
+    directory, _, _ = exported
+    config = config_from_files([from_hf(directory, tmp_path / "back").config_file])
+    batch = {"train_micro_batch_size_per_gpu": 1}
+    assert resolve(config.updated(batch), 1, vocab_size=90).padded_vocab_size == 96
+    without = config.updated(batch, without=("padded_vocab_size",))
+    assert resolve(without, 1, vocab_size=90).padded_vocab_size == 128
 
 
 def test_what_cannot_be_expressed_is_named(exported, tmp_path):
