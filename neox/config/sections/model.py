@@ -135,7 +135,7 @@ class ModelConfig(Section):
     bert_binary_head: Annotated[bool, _MASKED] = True
     """Also predict from the first token whether the second sentence follows the first. The name is Megatron-LM's."""
 
-    num_tokentypes: Annotated[int | None, _NEEDS_MASKED] = Field(None, ge=0, le=1_000)
+    num_tokentypes: Annotated[int | None, _MASKED] = Field(None, ge=0, le=1_000)
     """Rows of the table of token types, which tell the sentences of a pair apart. By default 2 with bert_binary_head,
     else 0. The name is Megatron-LM's."""
 

@@ -136,7 +136,7 @@ class CurriculumSchedule(Section):
 
 def _needed_by(key: str, *types: str) -> Requires:
     """Return the marker of types of growth that need a key of `schedule_config`."""
-    return Requires(f".schedule_config.{key}", when=types, advice="give it")
+    return Requires(f".schedule_config.{key}", when=types, advice="give every number of this growth")
 
 
 class CurriculumSettings(Section):
@@ -148,8 +148,8 @@ class CurriculumSettings(Section):
     enabled: Annotated[
         bool,
         Excludes("objective", ("masked_lm",), reason="it cuts samples, which would lose sentences"),
-        Requires(".min_difficulty", when=(True,), advice="give the first length"),
-        Requires(".max_difficulty", when=(True,), advice="give the last length"),
+        Requires(".min_difficulty", when=(True,), advice="give the first and the last length"),
+        Requires(".max_difficulty", when=(True,), advice="give the first and the last length"),
     ] = False
     """Whether lengths change."""
 

@@ -19,6 +19,9 @@ def encoder_problems(config: NeoXConfig) -> Iterator[Problem]:
     if config.model.objective == "masked_lm":
         yield from _attention(config)
         yield from _lengths(config)
+    elif config.model.num_tokentypes:  # Megatron-LM's 0 means that there are none
+        objective = config.describe_setting(_KEY)
+        yield config.problem("num_tokentypes", f"does not exist with {objective}; remove it", _KEY)
 
 
 def _attention(config: NeoXConfig) -> Iterator[Problem]:

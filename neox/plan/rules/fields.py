@@ -40,10 +40,11 @@ class _Given:
     is_default: bool
 
     def is_on(self, when: Values) -> bool:
-        """Whether its value is one of some values; without any, whether it switches something on."""
+        """Whether its value is one of some values; without any, whether it asks for something beyond the default."""
         if when:
             return self.value in when
-        return bool(self.value) and not self.is_default
+        is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        return not self.is_default and (is_number or bool(self.value))
 
 
 def field_problems(config: NeoXConfig) -> Iterator[Problem]:
@@ -74,14 +75,18 @@ def _refusals(config: NeoXConfig, given: _Given) -> Iterator[Problem]:
 
 
 def _requirements(config: NeoXConfig, given: _Given) -> Iterator[Problem]:
+    """Yield one problem for all missing keys that have the same remedy."""
+    missing: dict[str, list[Requires]] = {}
     for needed in markers(given.info, Requires):
-        if not given.is_on(needed.when) or _is_on(config, needed, given.path):
-            continue
-        key = needed.path(given.path)
-        rule = f"needs {needed}"
-        if config.given(key):
-            rule += f", not {config.describe_setting(key)}"
-        yield config.problem(given.path, f"{rule}; {needed.advice}", key)
+        if given.is_on(needed.when) and not _is_on(config, needed, given.path):
+            missing.setdefault(needed.advice, []).append(needed)
+    for advice, needs in missing.items():
+        keys = [needed.path(given.path) for needed in needs]
+        rule = f"needs {' and '.join(map(str, needs))}"
+        stated = [config.describe_setting(key) for key in keys if config.given(key)]
+        if stated:
+            rule += f", not {' and '.join(stated)}"
+        yield config.problem(given.path, f"{rule}; {advice}", *keys)
 
 
 def _exclusions(config: NeoXConfig, given: _Given) -> Iterator[Problem]:

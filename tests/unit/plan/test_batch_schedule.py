@@ -107,6 +107,9 @@ def test_what_a_curriculum_lacks_is_said_with_its_file_and_line():
     in_block = Source.in_file("lengths.yml", 1)
     assert found == {
         (f"{BLOCK}.enabled", f"{BLOCK}.min_difficulty"): place,
-        (f"{BLOCK}.schedule_type", f"{BLOCK}.schedule_config.total_curriculum_step"): in_block,
-        (f"{BLOCK}.schedule_type", f"{BLOCK}.schedule_config.difficulty_step"): in_block,
+        (
+            f"{BLOCK}.schedule_type",
+            f"{BLOCK}.schedule_config.total_curriculum_step",
+            f"{BLOCK}.schedule_config.difficulty_step",
+        ): in_block,
     }

@@ -92,6 +92,11 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("hidden_size", ("pos_emb",), {"pos_emb": "sinusoidal", "hidden_size": 65, "num_attention_heads": 5}),
     ("rpe_max_distance", ("rpe_num_buckets",), {"pos_emb": "rpe", "rpe_num_buckets": 32, "rpe_max_distance": 16}),
     ("activation", (), {"activation": "tanh"}),
+    (
+        "activation_memory_budget",
+        ("checkpoint_activations",),
+        {"activation_memory_budget": 0, "checkpoint_activations": True},
+    ),
     ("bias_gelu_fusion", ("activation",), {"activation": "relu", "bias_gelu_fusion": True}),
     ("num_kv_heads", ("num_attention_heads",), {"num_kv_heads": 3}),
     ("num_kv_heads", ("model_parallel_size",), {"num_kv_heads": 2, "model_parallel_size": 4}),
