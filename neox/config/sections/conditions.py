@@ -53,9 +53,11 @@ class Condition:
             return f"`{name}` above {self.above:g}"
         if self.values == (None,):
             return f"`{name}` unset"
-        if self.values:
-            return f"`{name}: {', '.join(map(str, self.values))}`"
-        return f"`{name}`"
+        if not self.values:
+            return f"`{name}`"
+        *others, last = map(str, self.values)
+        values = f"{', '.join(others)} or {last}" if others else last
+        return f"`{name}: {values}`"
 
 
 @dataclass(frozen=True)
