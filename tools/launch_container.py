@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import split
@@ -87,11 +88,14 @@ def main() -> int:
     name = f"neox-{new_run_id()}"
     commands = {}
     checks = {}
+    stops = {}
     stat = ["stat", "--printf=", "--", *container.paths()]  # docker would make a directory that is missing
     for number, host in enumerate(hosts):
         commands[host] = on_host(host, container.start(f"{name}-{number}", hosts, number))
         if is_this_machine(host) or not args.dry_run:
             checks[host] = on_host(host, stat)
+        if (stop := container.stop(f"{name}-{number}")) is not None:
+            stops[host] = on_host(host, stop)
     if status := run_on_hosts(checks, environment):
         if status != _STAT_FAILED:
             return status  # ssh failed
@@ -100,17 +104,15 @@ def main() -> int:
         print_commands(commands)
         return 0
 
-    def end_all() -> None:
-        for number, host in enumerate(hosts):
-            words = container.stop(f"{name}-{number}")
-            if words is None:
-                continue
-            with suppress(subprocess.TimeoutExpired):
-                stop = on_host(host, words)
-                subprocess.run(stop, env=environment, capture_output=True, timeout=_STOP_SECONDS, check=False)
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return run_on_hosts(commands, environment, end_all=end_all)
+    return run_on_hosts(commands, environment, end_all=lambda: _run_each(stops, environment))
+
+
+def _run_each(commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
+    """Run commands one after another; one that fails or hangs does not keep the next from running."""
+    for words in commands.values():
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(words, env=environment, capture_output=True, timeout=_STOP_SECONDS, check=False)
 
 
 def _installed_engine(*, dry_run: bool) -> str:
