@@ -19,7 +19,9 @@ _STORED_BY_ALL = "hidden_size"
 
 def architecture_keys(field: str) -> tuple[str, ...]:
     """Return the YAML keys that a field of `Architecture` follows from; none for one that no key decides."""
-    return FIELD_KEYS[field].keys if field in FIELD_KEYS else ()
+    if field not in FIELD_KEYS:
+        return ()
+    return FIELD_KEYS[field].keys
 
 
 def architecture_settings(config: NeoXConfig) -> dict[str, Any]:
@@ -27,7 +29,9 @@ def architecture_settings(config: NeoXConfig) -> dict[str, Any]:
     settings = {}
     for key in ARCHITECTURE_KEYS:
         value = config.value(key)
-        settings[key] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_none=True)
+        settings[key] = value
     return settings
 
 
@@ -71,7 +75,9 @@ def saved_architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _saved(settings: Mapping[str, Any], key: str) -> Any:
     """Return a checkpoint's value of a key; the default of one that did not exist yet when it was written."""
-    return settings[key] if key in settings else ModelConfig.model_fields[key].default
+    if key in settings:
+        return settings[key]
+    return ModelConfig.model_fields[key].default
 
 
 def setting_differences(
@@ -109,7 +115,9 @@ def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
 def with_adapters(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
     """Return the layers with the adapters that `lora` asks for."""
     keys = config.training.lora
-    return layers if keys is None else add_adapters(layers, Lora(keys.r, keys.alpha, keys.target))
+    if keys is None:
+        return layers
+    return add_adapters(layers, Lora(keys.r, keys.alpha, keys.target))
 
 
 def padded_vocabulary(config: NeoXConfig, vocab_size: int, tp_size: int) -> int:

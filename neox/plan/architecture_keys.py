@@ -52,9 +52,45 @@ def _copy(key: str) -> FieldKeys:
     return FieldKeys((key,), _same, lambda network: {key: getattr(network, key)})
 
 
+def _keys_if(condition: bool, **keys: Any) -> Keys:
+    """Return keys with their values if a condition holds, else nothing."""
+    return keys if condition else {}
+
+
 def _unless_default(key: str, value: Any, default: Any) -> Keys:
     """Return a key with its value, or nothing if that is the key's default."""
-    return {} if value == default else {key: value}
+    return _keys_if(value != default, **{key: value})
+
+
+def _if(condition: Callable[[Any], bool], absent: Any, read: Callable[..., Any] = _same) -> Callable[..., Any]:
+    """Return a function that reads a field which networks have only under a condition.
+
+    Args:
+        condition: Value of the first key -> whether the network has the field.
+        absent: Value of the field in other networks.
+        read: Values of the other keys -> the field's value.
+    """
+
+    def read_if(first: Any, *others: Any) -> Any:
+        return read(*others) if condition(first) else absent
+
+    return read_if
+
+
+def _is_rotary(positions: str) -> bool:
+    return positions == "rotary"
+
+
+def _is_learned(positions: str) -> bool:
+    return positions == "learned"
+
+
+def _is_relative(positions: str) -> bool:
+    return positions == "rpe"
+
+
+def _is_masked(objective: str) -> bool:
+    return objective == "masked_lm"
 
 
 # Widths.
@@ -83,12 +119,15 @@ _EPSILONS: Final = ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon"
 
 
 def _read_activation(name: str, fused: bool) -> str:
-    return "gelu_tanh" if fused and name == "gelu" else name
+    if fused and name == "gelu":
+        return "gelu_tanh"
+    return name
 
 
 def _write_activation(network: Architecture) -> Keys:
-    is_tanh = network.activation == "gelu_tanh"
-    return {"activation": "gelu" if is_tanh else network.activation, "bias_gelu_fusion": is_tanh}
+    if network.activation == "gelu_tanh":
+        return {"activation": "gelu", "bias_gelu_fusion": True}
+    return {"activation": network.activation, "bias_gelu_fusion": False}
 
 
 def _plain_norm(name: str) -> str:
@@ -105,8 +144,10 @@ def _write_epsilon(network: Architecture) -> Keys:
     return {NORMS[network.norm].epsilon_key: network.norm_epsilon}
 
 
-def _read_qk_norm(neox: bool, name: str) -> str:
-    return "neox" if neox else name
+def _read_qk_norm(is_neox: bool, name: str) -> str:
+    if is_neox:
+        return "neox"
+    return name
 
 
 def _write_qk_norm(network: Architecture) -> Keys:
@@ -119,7 +160,9 @@ def _write_qk_norm(network: Architecture) -> Keys:
 
 
 def _read_qkv_bias(of_attention: bool, of_qkv: bool | None) -> bool:
-    return of_attention if of_qkv is None else of_qkv
+    if of_qkv is None:
+        return of_attention
+    return of_qkv
 
 
 def _write_qkv_bias(network: Architecture) -> Keys:
@@ -129,36 +172,17 @@ def _write_qkv_bias(network: Architecture) -> Keys:
 # Positions.
 
 
-def rotated_dimensions(positions: str, rotary_pct: float, hidden_size: int, heads: int, head_dim: int | None) -> int:
-    """Return the dimensions of each head that are rotated: 0 without rotary positions."""
-    if positions != "rotary":
-        return 0
+def rotated_dimensions(rotary_pct: float, hidden_size: int, heads: int, head_dim: int | None) -> int:
+    """Return the dimensions of each head that rotary positions rotate."""
     return int(size_of_head(hidden_size, heads, head_dim) * rotary_pct)
 
 
-def _with_positions(kind: str, absent: Any = 0) -> Callable[[str, Any], Any]:
-    """Return a function that reads a number which only one kind of positions has."""
-
-    def read(positions: str, value: Any) -> Any:
-        return value if positions == kind else absent
-
-    return read
-
-
 def _write_rotary_fraction(network: Architecture) -> Keys:
-    return {"rotary_pct": network.rotary_fraction} if network.positions == "rotary" else {}
-
-
-def _read_rotary_base(positions: str, base: int) -> float:
-    return float(base) if positions == "rotary" else 0.0
+    return _keys_if(_is_rotary(network.positions), rotary_pct=network.rotary_fraction)
 
 
 def _write_rotary_base(network: Architecture) -> Keys:
-    return {"rotary_emb_base": int(network.rotary_base)} if network.positions == "rotary" else {}
-
-
-def _read_rope_scaling(positions: str, scaling: Keys | None) -> Pairs:
-    return rope_scaling_of(scaling) if positions == "rotary" else ()
+    return _keys_if(_is_rotary(network.positions), rotary_emb_base=int(network.rotary_base))
 
 
 def _read_max_positions(longest: int | None, seq_length: int) -> int:
@@ -173,9 +197,7 @@ def _write_max_positions(network: Architecture) -> Keys:
 
 
 def _write_attention(network: Architecture) -> Keys:
-    if set(network.attention) == {"global"}:
-        return {}
-    return {"attention_config": list(network.attention)}
+    return _keys_if(set(network.attention) != {"global"}, attention_config=list(network.attention))
 
 
 def _read_window(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> int:
@@ -193,28 +215,23 @@ def _write_sparsity(network: Architecture) -> Keys:
     for name, value in network.sparsity:
         setting = name.partition(".")[2]  # KIND.SETTING
         settings[setting] = value
-    return {"sparsity_config": settings} if settings else {}
+    return _unless_default("sparsity_config", settings, {})
 
 
 def _read_gmlp_width(width: int, attention_config: Sequence[Any] | None, num_layers: int) -> int:
-    return width if "amlp" in attention_kinds(attention_config, num_layers) else 0
+    has_attention = "amlp" in attention_kinds(attention_config, num_layers)
+    return width if has_attention else 0
 
 
 # Multipliers (muP). No Hugging Face model has them, so they are not written.
 
 
-def _read_attention_scale(mup: bool, temperature: float, hidden_size: int, heads: int, head_dim: int | None) -> float:
-    if not mup:
-        return 0.0
+def _attention_scale(temperature: float, hidden_size: int, heads: int, head_dim: int | None) -> float:
     return 1.0 / (size_of_head(hidden_size, heads, head_dim) * temperature)
 
 
-def _read_logit_multiplier(mup: bool, temperature: float, base_hidden_size: int, hidden_size: int) -> float:
-    return base_hidden_size / hidden_size / temperature if mup else 1.0
-
-
-def _read_multiplier(mup: bool, multiplier: float) -> float:
-    return multiplier if mup else 1.0
+def _logit_multiplier(temperature: float, base_hidden_size: int, hidden_size: int) -> float:
+    return base_hidden_size / hidden_size / temperature
 
 
 # Residuals.
@@ -244,34 +261,26 @@ def _write_residual(network: Architecture) -> Keys:
 # Bidirectional networks.
 
 
-def _is_masked(objective: str) -> bool:
-    return objective == "masked_lm"
-
-
-def _if_masked(objective: str, value: bool) -> bool:
-    return value and _is_masked(objective)
-
-
 def _write_bidirectional(network: Architecture) -> Keys:
-    return {"objective": "masked_lm"} if network.bidirectional else {}
+    return _keys_if(network.bidirectional, objective="masked_lm")
 
 
-def _read_token_types(objective: str, rows: int | None, sentence_head: bool) -> int:
-    if not _is_masked(objective):
-        return 0
+def _default_token_types(sentence_head: bool) -> int:
+    return 2 if sentence_head else 0
+
+
+def _token_types(rows: int | None, sentence_head: bool) -> int:
     if rows is None:
-        return 2 if sentence_head else 0
+        return _default_token_types(sentence_head)
     return rows
 
 
 def _write_token_types(network: Architecture) -> Keys:
-    default = 2 if network.sentence_head else 0
-    return _unless_default("num_tokentypes", network.token_types, default)
+    return _unless_default("num_tokentypes", network.token_types, _default_token_types(network.sentence_head))
 
 
 def _write_sentence_head(network: Architecture) -> Keys:
-    is_off = network.bidirectional and not network.sentence_head
-    return {"bert_binary_head": False} if is_off else {}
+    return _keys_if(network.bidirectional and not network.sentence_head, bert_binary_head=False)
 
 
 # Prompt.
@@ -279,12 +288,14 @@ def _write_sentence_head(network: Architecture) -> Keys:
 
 def _read_prompt_tokens(given: SoftPromptSettings | Keys | None) -> int:
     settings = SoftPromptSettings.model_validate(given or {"enabled": False})
-    return settings.num_tokens if settings.enabled else 0
+    if not settings.enabled:
+        return 0
+    return settings.num_tokens
 
 
 def _write_prompt_tokens(network: Architecture) -> Keys:
-    tokens = network.soft_prompt_tokens
-    return {"soft_prompt_tuning": {"enabled": True, "num_tokens": tokens}} if tokens else {}
+    settings = {"enabled": True, "num_tokens": network.soft_prompt_tokens}
+    return _keys_if(network.soft_prompt_tokens > 0, soft_prompt_tuning=settings)
 
 
 FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
@@ -328,29 +339,29 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         "positions": FieldKeys(("pos_emb",), _same, lambda network: {"pos_emb": network.positions}),
         "rotary_ndims": FieldKeys(
             ("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads", "head_dim"),
-            rotated_dimensions,
+            _if(_is_rotary, 0, rotated_dimensions),
             _write_rotary_fraction,
             later=("head_dim",),
         ),
-        "rotary_base": FieldKeys(("pos_emb", "rotary_emb_base"), _read_rotary_base, _write_rotary_base),
+        "rotary_base": FieldKeys(("pos_emb", "rotary_emb_base"), _if(_is_rotary, 0.0, float), _write_rotary_base),
         "rope_scaling": FieldKeys(
             ("pos_emb", "rope_scaling"),
-            _read_rope_scaling,
+            _if(_is_rotary, (), rope_scaling_of),
             lambda network: _unless_default("rope_scaling", dict(network.rope_scaling), {}),
         ),
         "learned_offset": FieldKeys(
             ("pos_emb", "opt_pos_emb_offset"),
-            _with_positions("learned"),
+            _if(_is_learned, 0),
             lambda network: _unless_default("opt_pos_emb_offset", network.learned_offset, 0),
         ),
         "rpe_buckets": FieldKeys(
             ("pos_emb", "rpe_num_buckets"),
-            _with_positions("rpe"),
+            _if(_is_relative, 0),
             lambda network: _unless_default("rpe_num_buckets", network.rpe_buckets, 0),
         ),
         "rpe_max_distance": FieldKeys(
             ("pos_emb", "rpe_max_distance"),
-            _with_positions("rpe"),
+            _if(_is_relative, 0),
             lambda network: _unless_default("rpe_max_distance", network.rpe_max_distance, 0),
         ),
         "max_positions": FieldKeys(
@@ -381,30 +392,30 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         ),
         "attention_scale": FieldKeys(
             ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
-            _read_attention_scale,
+            _if(bool, 0.0, _attention_scale),
             later=("head_dim",),
         ),
         "logit_multiplier": FieldKeys(
-            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), _read_logit_multiplier
+            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), _if(bool, 1.0, _logit_multiplier)
         ),
-        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), _read_multiplier),
-        "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), _read_multiplier),
+        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), _if(bool, 1.0)),
+        "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), _if(bool, 1.0)),
         "bidirectional": FieldKeys(("objective",), _is_masked, _write_bidirectional, later=("objective",)),
         "token_types": FieldKeys(
             ("objective", "num_tokentypes", "bert_binary_head"),
-            _read_token_types,
+            _if(_is_masked, 0, _token_types),
             _write_token_types,
             later=("objective", "num_tokentypes", "bert_binary_head"),
         ),
         "embedding_norm": FieldKeys(
             ("objective", "embed_layernorm"),
-            _if_masked,
+            _if(_is_masked, False),
             lambda network: _unless_default("embed_layernorm", network.embedding_norm, False),
             later=("objective", "embed_layernorm"),
         ),
         "sentence_head": FieldKeys(
             ("objective", "bert_binary_head"),
-            _if_masked,
+            _if(_is_masked, False),
             _write_sentence_head,
             later=("objective", "bert_binary_head"),
         ),

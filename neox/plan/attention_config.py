@@ -73,11 +73,11 @@ def paper_kinds(attention_config: Sequence[Any] | None, num_layers: int, width: 
         num_layers: Number of blocks.
         width: `sliding_window_width`; None or 0 for no window.
     """
-    flash = SLIDING_WINDOW if width else "global"
-    if attention_config is None:
-        return (flash,) * num_layers
-    kinds = attention_kinds(attention_config, num_layers)
-    return tuple(flash if kind == FLASH else kind for kind in kinds)
+    kinds: Sequence[str] = (FLASH,) * num_layers
+    if attention_config is not None:
+        kinds = attention_kinds(attention_config, num_layers)
+    names = {FLASH: SLIDING_WINDOW if width else "global"}
+    return tuple(names.get(kind, kind) for kind in kinds)
 
 
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
@@ -92,6 +92,9 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     on_paper = paper_kinds(model.attention_config, layers, model.sliding_window_width)
     impls: list[AttentionImpl] = []
     for kind, paper in zip(given, on_paper, strict=True):
-        needs_mask = paper in ATTENTION and paper != "global"  # a mask is a tensor, which no softmax kernel takes
-        impls.append(FLASH if kind == FLASH or needs_mask else softmax)
+        needs_mask = paper in ATTENTION and paper != "global"
+        if kind == FLASH or needs_mask:  # a mask is a tensor, which no softmax kernel takes
+            impls.append(FLASH)
+        else:
+            impls.append(softmax)
     return tuple(impls)

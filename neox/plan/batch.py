@@ -55,10 +55,10 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[Problem]
         return BatchPlan(micro * steps * dp_size, micro, steps)
     if micro is None:
         steps = steps or 1
-        micro = _third_size(config, total, STEPS, steps, dp_size, problems)
+        micro = _third_size(config, total, MICRO, STEPS, steps, dp_size, problems)
         return None if micro is None else BatchPlan(total, micro, steps)
     if steps is None:
-        steps = _third_size(config, total, MICRO, micro, dp_size, problems)
+        steps = _third_size(config, total, STEPS, MICRO, micro, dp_size, problems)
         return None if steps is None else BatchPlan(total, micro, steps)
     return _whole_batch(config, BatchPlan(total, micro, steps), dp_size, problems)
 
@@ -76,13 +76,14 @@ def _whole_batch(config: NeoXConfig, batch: BatchPlan, dp_size: int, problems: l
 
 
 def _third_size(
-    config: NeoXConfig, total: int, key: str, value: int, dp_size: int, problems: list[Problem]
+    config: NeoXConfig, total: int, missing: str, key: str, value: int, dp_size: int, problems: list[Problem]
 ) -> int | None:
     """Return the micro batch or the accumulation steps that follow from the total and the other one.
 
     Args:
         config: The batch keys.
         total: Value of `train_batch_size`.
+        missing: Key of the size to return.
         key: Key of the other one.
         value: Value of the other one.
         dp_size: Data-parallel ranks.
@@ -91,8 +92,9 @@ def _third_size(
     size, remainder = divmod(total, value * dp_size)
     if size and not remainder:
         return size
-    given = config.describe_setting(key) if config.given(key) else f"{key} {value}"
-    missing = MICRO if key == STEPS else STEPS
+    given = f"{key} {value}"
+    if config.given(key):
+        given = config.describe_setting(key)
     fits = _nearest(total, value * dp_size, missing)
     rule = f"is not a multiple of {given} x {dp_size} data-parallel ranks; use {fits}"
     problems.append(config.problem(TOTAL, rule, MICRO, STEPS))

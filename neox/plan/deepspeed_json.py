@@ -25,7 +25,7 @@ def deepspeed_json(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return DeepSpeed's configuration, and notes on what was translated or dropped.
 
-    A value that was not given is written where DeepSpeed's default may differ from NeoX's (`gradient_clipping`).
+    A value that was not given is written if DeepSpeed's default may differ from NeoX's (`gradient_clipping`).
     """
     notes: list[str] = []
     ds = config.deepspeed
@@ -36,18 +36,17 @@ def deepspeed_json(
         "gradient_clipping": ds.gradient_clipping,
         "steps_per_print": ds.steps_per_print,
         "wall_clock_breakdown": ds.wall_clock_breakdown,
+        **_optimizer(config),
+        "zero_optimization": _zero(config, grid, notes),
     }
-    if config.optimizer.model_fields_set & {"optimizer"}:
-        optimizer = config.optimizer.optimizer
-        given = optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
-        result["optimizer"] = {"type": optimizer.type, **given}
-    result["zero_optimization"] = _zero(config, grid, notes)
     if ds.zero_optimization.offloads_optimizer:
         result["zero_force_ds_cpu_optimizer"] = False  # the optimizer is ours, on the CPU too
     result |= _precision(config, precision, notes)
-    result |= {key: getattr(ds, key) for key in _UNCHANGED if config.given(key)}
+    for key in _UNCHANGED:
+        if config.given(key):
+            result[key] = getattr(ds, key)
     if grid.sequence_parallel and grid.pp_size > 1:
-        # DeepSpeed would take what stages pass on for equal on tensor ranks: send a part from each, and gather them.
+        # Tensor ranks pass different tokens on, which DeepSpeed would take for equal: it would send a part from each.
         result["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     communication = _communication(config, notes)
     if communication is not None:
@@ -59,20 +58,26 @@ def deepspeed_json(
     return result, notes
 
 
+def _optimizer(config: NeoXConfig) -> dict[str, Any]:
+    """Return the optimizer block, if one was given."""
+    if "optimizer" not in config.optimizer.model_fields_set:
+        return {}
+    optimizer = config.optimizer.optimizer
+    given = optimizer.model_dump(exclude_unset=True, exclude_none=True, mode="json")
+    return {"optimizer": {"type": optimizer.type, **given}}
+
+
 def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
     """Return the ZeRO block; offload keys with `none` are left out."""
     settings = config.deepspeed.zero_optimization
     block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=_LEFT_OUT) | _offload(config, notes)
-    notes.extend(
-        f"{config.describe_setting(f'zero_optimization.{key}')} changes nothing: checkpoints are this project's own"
-        for key in _CHECKPOINT_KEYS
-        if getattr(settings, key)
-    )
+    for key in _CHECKPOINT_KEYS:
+        if getattr(settings, key):
+            given = config.describe_setting(f"zero_optimization.{key}")
+            notes.append(f"{given} changes nothing: checkpoints are this project's own")
     if grid.pp_size > 1 and block.pop("overlap_comm", False):
-        notes.append(
-            f"{config.describe_setting('zero_optimization.overlap_comm')} is dropped: DeepSpeed's pipeline engine "
-            "cannot overlap reduction with the backward pass"
-        )
+        given = config.describe_setting("zero_optimization.overlap_comm")
+        notes.append(f"{given} is dropped: DeepSpeed's pipeline engine cannot overlap reduction with the backward pass")
     if settings.overlap_comm is False:
         block["overlap_comm"] = False
     if settings.states_directory is not None:
@@ -81,53 +86,73 @@ def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any
 
 
 def _offload(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
-    """Return the blocks of offload that are on."""
+    """Return the blocks of offload that are on.
+
+    The device is always `cpu`: to DeepSpeed, what is in our files is in host memory.
+    """
     settings = config.deepspeed.zero_optimization
-    on = {"offload_optimizer": settings.offloads_optimizer, "offload_param": settings.offloads_weights}
+    blocks = {}
     if settings.cpu_offload:
         given = config.describe_setting("zero_optimization.cpu_offload")
         notes.append(f"{given} is written as offload_optimizer: {{device: cpu}}, its name today")
     if settings.offloads_optimizer:
-        directory = settings.states_directory
-        place = "host memory" if directory is None else f"files of {directory}, of which host memory holds what it can"
-        notes.append(
-            f"offload_optimizer: optimizer states and fp32 weights are in {place}; torch's kernels update them on "
-            "the CPU, AdamW in about 1.6 ns for each parameter on two cores (DeepSpeed's CPUAdam: 1.9)"
-        )
-    blocks = {key: getattr(settings, key) for key, is_on in on.items() if is_on}
-    written = {
-        # `nvme` too: to DeepSpeed, what is in our files is in host memory.
-        key: {**({} if block is None else block.model_dump(exclude_none=True)), "device": "cpu"}
-        for key, block in blocks.items()
-    }
-    if settings.weights_directory is not None:
-        written["offload_param"]["pin_memory"] = False
-    return written
+        notes.append(_offload_note(settings))
+        given_block = settings.offload_optimizer
+        keys = {} if given_block is None else given_block.model_dump(exclude_none=True)
+        blocks["offload_optimizer"] = {**keys, "device": "cpu"}
+    if settings.offload_param is not None and settings.offloads_weights:
+        keys = settings.offload_param.model_dump(exclude_none=True)
+        blocks["offload_param"] = {**keys, "device": "cpu"}
+        if settings.weights_directory is not None:
+            blocks["offload_param"]["pin_memory"] = False
+    return blocks
+
+
+def _offload_note(settings: ZeroSettings) -> str:
+    place = "host memory"
+    if settings.states_directory is not None:
+        place = f"files of {settings.states_directory}, of which host memory holds what it can"
+    return (
+        f"offload_optimizer: optimizer states and fp32 weights are in {place}; torch's kernels update them on "
+        "the CPU, AdamW in about 1.6 ns for each parameter on two cores (DeepSpeed's CPUAdam: 1.9)"
+    )
 
 
 def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> dict[str, Any]:
     """Return the fp16, bf16 and data_types blocks."""
-    asked = config.deepspeed.data_types.grad_accum_dtype if config.deepspeed.data_types else None
-    accumulation = {"data_types": {"grad_accum_dtype": asked}} if asked else {}
+    data_types = config.deepspeed.data_types
+    accumulation: dict[str, Any] = {}
+    if data_types is not None and data_types.grad_accum_dtype is not None:
+        accumulation = {"data_types": {"grad_accum_dtype": data_types.grad_accum_dtype}}
     if precision == "fp16":
         return {"fp16": _fp16(config, notes), **accumulation}
     if precision == "bf16":
         _note_bf16(config, notes)
         _note_unused_fp16(config, precision, notes)
-        if asked is None and config.deepspeed.zero_optimization.stage >= 1:
-            # DeepSpeed would accumulate in bf16; with ZeRO-0 it does, and refuses the key.
-            accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
-            notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
-        elif asked is None and config.deepspeed.gradient_accumulation_steps not in (None, 1):
-            notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
-        immediate = config.deepspeed.bf16.immediate_grad_update if config.deepspeed.bf16 else True
+        if not accumulation:
+            accumulation = _bf16_accumulation(config, notes)
+        bf16 = config.deepspeed.bf16
+        immediate = bf16 is None or bf16.immediate_grad_update
         return {"bf16": {"enabled": True, "immediate_grad_update": immediate}, **accumulation}
     _note_unused_fp16(config, precision, notes)
     return accumulation
 
 
+def _bf16_accumulation(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
+    """Return the data_types block of bf16 if none was given.
+
+    DeepSpeed would accumulate in bf16. With ZeRO 0 it does so, and refuses the key.
+    """
+    if config.deepspeed.zero_optimization.stage >= 1:
+        notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
+        return {"data_types": {"grad_accum_dtype": "fp32"}}
+    if config.deepspeed.gradient_accumulation_steps not in (None, 1):
+        notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
+    return {}
+
+
 def _fp16(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
-    """Return DeepSpeed's fp16 block: v2.0's own keys translated to `enabled`."""
+    """Return DeepSpeed's fp16 block, with v2.0's own keys translated to `enabled`."""
     block = config.deepspeed.fp16
     if block is None:
         return {"enabled": True}
@@ -145,18 +170,17 @@ def _note_unused_fp16(config: NeoXConfig, precision: Precision, notes: list[str]
         return
     keys = [f"fp16.{key}" for key in block.model_dump(exclude_none=True)]
     if keys:
-        where = config.source(keys[0])
-        notes.append(
-            f"{', '.join(keys)} ({where}) changes nothing: training is in {precision}; fp16.enabled switches it on"
-        )
+        given = f"{', '.join(keys)} ({config.source(keys[0])})"
+        notes.append(f"{given} changes nothing: training is in {precision}; fp16.enabled switches it on")
 
 
 def _note_bf16(config: NeoXConfig, notes: list[str]) -> None:
+    """Note v2.0's way to ask for bf16."""
     block = config.deepspeed.fp16
     if block is not None and block.type in ("bfloat16", "bf16"):
+        given = config.describe_setting("fp16.type")
         notes.append(
-            f"{config.describe_setting('fp16.type')} is written as bf16.enabled; bf16 needs no loss scale, so the "
-            "other keys of fp16 are left out"
+            f"{given} is written as bf16.enabled; bf16 needs no loss scale, so the other keys of fp16 are left out"
         )
 
 

@@ -93,10 +93,13 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
         source = "not known"
     needs = [rank_bytes(plan, rank, training=training) for rank in ranks]
     free = size - len(needs) * PROCESS_BYTES
-    amount = "enough memory" if size == _UNKNOWN_SIZE else f"{size / GIB:.1f} GiB"
-    sharing = f", which {len(needs)} ranks share" if len(needs) > 1 else ""
+    name = f"{host} with {size / GIB:.1f} GiB"
+    if size == _UNKNOWN_SIZE:
+        name = f"{host} with enough memory"
+    if len(needs) > 1:
+        name += f", which {len(needs)} ranks share"
     return Device(
-        name=f"{host} with {amount}{sharing}",
+        name=name,
         size_key="host_memory_gib",
         source=f"host_memory_gib: {source}",
         size=size,

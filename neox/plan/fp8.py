@@ -1,4 +1,4 @@
-"""What multiplying in fp8 asks of a run's shapes and GPUs."""
+"""Requirements of matrix products in fp8: shapes of weights, and GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neox.problems import Problem
 
 
 def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]:
-    """Yield why the blocks of a bf16 plan cannot multiply in fp8 where it asks for it.
+    """Yield why the blocks of a bf16 plan cannot multiply in fp8 as it asks.
 
     Args:
         plan: The plan.
@@ -24,9 +24,9 @@ def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]
         yield config.problem("fp8", f"is not what {capabilities.devices} can multiply (an H100 can); remove it")
     uneven = {}
     for spec in fp8_matrices(plan.layers):
-        here = spec.shard_shape(plan.grid.tp_size)
-        if any(size % FP8_MULTIPLE for size in here):
-            uneven[spec.name] = f"{spec.name} is {here[0]:,} x {here[1]:,}"
+        rows, columns = spec.shard_shape(plan.grid.tp_size)
+        if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+            uneven[spec.name] = f"{spec.name} is {rows:,} x {columns:,}"
     if uneven:
         yield config.problem(
             "fp8",
@@ -37,9 +37,12 @@ def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]
 
 def fp8_matrices(layers: LayerPlan) -> Iterator[ParameterSpec]:
     """Yield the weights that are multiplied in fp8: of the linear layers of blocks that are split over tensor ranks."""
-    tables = {spec.name for spec in POSITIONS[layers.architecture.positions].shared(layers.architecture)}
+    network = layers.architecture
+    tables = {spec.name for spec in POSITIONS[network.positions].shared(network)}
     for layer in layers:
-        for spec in layer.parameters if layer.kind == "block" else ():
-            split = spec.is_matrix and spec.partition_dim is not None
-            if split and spec.name not in tables and ADAPTER not in spec.name:
+        if layer.kind != "block":
+            continue
+        for spec in layer.parameters:
+            is_split = spec.is_matrix and spec.partition_dim is not None
+            if is_split and spec.name not in tables and ADAPTER not in spec.name:
                 yield spec

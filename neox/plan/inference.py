@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neox.plan.architecture import layer_plan, padded_vocabulary
+from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import plan_stages
 
@@ -23,7 +24,7 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     layers = layer_plan(config, padded_vocabulary(config, plan.vocab_size, tp_size))
     stages = plan_stages(layers, pp_size, parallelism.pipe_partition_method, parallelism.pipeline_schedule, tp_size)
     precision = config.generation.inference_precision or plan.precision
-    number = 4 if precision == "fp32" else 2
+    number = BYTES[precision]
     block_cache = _cached_numbers(plan, tp_size)
     most = 0
     for stage in stages:

@@ -75,8 +75,9 @@ def _grid_lines(plan: RunPlan) -> Iterator[str]:
     grid = plan.grid
     batch = plan.batch
     degrees = f"{count(grid.pp_size, 'pipeline stage')} x {grid.dp_size} data x {grid.tp_size} tensor"
-    divided = ", which divide tokens too" if grid.sequence_parallel else ""
-    yield f"grid      {count(grid.world_size, 'rank')} = {degrees}{divided}"
+    if grid.sequence_parallel:
+        degrees += ", which divide tokens too"
+    yield f"grid      {count(grid.world_size, 'rank')} = {degrees}"
     yield (
         f"batch     {count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per rank x "
         f"{count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp_size} data"
@@ -101,7 +102,9 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
 def _stage_line(plan: RunPlan, stage: StagePlan) -> str:
     layers = " and ".join(f"{held.start}-{held.stop - 1}" for held in stage.ranges)
     first, last = stage_ranks(plan, stage.index)
-    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    ranks = f"rank {first}"
+    if last > first:
+        ranks = f"ranks {first}-{last}"
     if plan.grid.tp_size > 1:
         ranks += f", {plan.grid.dp_size} tensor groups of {plan.grid.tp_size} in a row"
     contents = stage_contents(plan, stage)

@@ -78,7 +78,9 @@ def stage_contents(plan: RunPlan, stage: StagePlan) -> str:
     """Return which layers a stage holds: `embedding, 11 blocks`."""
     kinds = [layer.kind for layer in stage.entries(plan.layers)]
     blocks = count(kinds.count("block"), "block")
-    contents = ["embedding", blocks] if "embedding" in kinds else [blocks]
+    contents = [blocks]
+    if "embedding" in kinds:
+        contents.insert(0, "embedding")
     for kind in ("norm", "head", "masked_lm_head", "sentence_head"):
         if kind in kinds:
             contents.append(kind.replace("_", " "))
@@ -87,8 +89,9 @@ def stage_contents(plan: RunPlan, stage: StagePlan) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 step`, `1,000 steps`."""
-    plural = "" if number == 1 else "s"
-    return f"{number:,} {noun}{plural}"
+    if number != 1:
+        noun += "s"
+    return f"{number:,} {noun}"
 
 
 def plain(value: Any) -> Any:

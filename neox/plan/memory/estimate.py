@@ -50,7 +50,9 @@ class MemoryPlan:
 
     def needed(self, *, on_cpu: bool) -> int:
         """Return the bytes that the rank's device holds: on a CPU also what is in main memory."""
-        return self.total + self.main_memory if on_cpu else self.total
+        if on_cpu:
+            return self.total + self.main_memory
+        return self.total
 
 
 def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> MemoryPlan:

@@ -11,7 +11,7 @@ from neox.config.sections.optimizer_kind import State
 from neox.config.sections.training import RecomputedPart
 from neox.plan.architecture import architecture_of
 from neox.plan.batch import BatchPlan
-from neox.plan.precision import Precision
+from neox.plan.precision import BYTES, Precision
 from neox.plan.topology import Topology
 
 # DeepSpeed's default for reduce_bucket_size, in elements.
@@ -108,7 +108,9 @@ class MemorySetting:
     @property
     def token_shares(self) -> int:
         """Parts into which tensor ranks divide the tokens between layers that split features."""
-        return self.tp_size if self.sequence_parallel else 1
+        if self.sequence_parallel:
+            return self.tp_size
+        return 1
 
     @property
     def tokens(self) -> int:
@@ -118,12 +120,14 @@ class MemorySetting:
     @property
     def bytes_per_number(self) -> int:
         """Bytes of a weight or an activation."""
-        return 4 if self.precision == "fp32" else 2
+        return BYTES[self.precision]
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of an accumulated gradient."""
-        return 4 if self.fp32_gradients else self.bytes_per_number
+        if self.fp32_gradients:
+            return BYTES["fp32"]
+        return self.bytes_per_number
 
 
 def memory_setting(
@@ -136,6 +140,15 @@ def memory_setting(
     optimizer = config.optimizer.optimizer
     logging = config.logging
     sequence_length = (model.seq_length or 0) + architecture_of(config).soft_prompt_tokens
+    predicted_tokens = model.predicted_tokens
+    if predicted_tokens is None:
+        predicted_tokens = sequence_length
+    recompute_chunk = 0
+    if training.checkpoint_activations:
+        recompute_chunk = training.checkpoint_num_layers
+    activation_budget = training.activation_memory_budget
+    if activation_budget is None:
+        activation_budget = 1.0
     return MemorySetting(
         pp_size=grid.pp_size,
         tp_size=grid.tp_size,
@@ -146,23 +159,23 @@ def memory_setting(
         micro_batch_size=batch.train_micro_batch_size_per_gpu,
         accumulation_steps=batch.gradient_accumulation_steps,
         sequence_length=sequence_length,
-        predicted_tokens=sequence_length if model.predicted_tokens is None else model.predicted_tokens,
+        predicted_tokens=predicted_tokens,
         attention=min(attention, key=_MOST_MEMORY_FIRST.index),
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
-        recompute_chunk=training.checkpoint_num_layers if training.checkpoint_activations else 0,
+        recompute_chunk=recompute_chunk,
         recomputed_part=training.part_to_recompute,
         no_recompute_blocks=training.no_recompute_layers or (),
         divides_kept_inputs=training.partition_activations,
         kept_inputs_on_cpu=training.checkpoint_in_cpu,
-        activation_budget=1.0 if training.activation_memory_budget is None else training.activation_memory_budget,
+        activation_budget=activation_budget,
         zero_stage=zero.stage,
         fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision),
         immediate_gradients=config.deepspeed.bf16 is None or config.deepspeed.bf16.immediate_grad_update,
         sums_gradients=logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload,
         communicated_bytes=_communicated_bytes(config.deepspeed, precision),
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
-        reduce_buffers=2 if _overlaps_reduction(zero) else 1,
+        reduce_buffers=1 + _overlaps_reduction(zero),
         gathered=_gathered_at_once(zero),
         sub_group=zero.updated_at_once,
         optimizer_states=optimizer.states,
@@ -180,8 +193,9 @@ def _accumulates_in_fp32(deepspeed: DeepSpeedConfig, precision: Precision) -> bo
     """Return whether bf16 gradients are accumulated in fp32, which is the default with ZeRO 1 to 3."""
     if precision != "bf16" or deepspeed.zero_optimization.stage == 0:
         return False
-    asked = deepspeed.data_types.grad_accum_dtype if deepspeed.data_types is not None else None
-    return asked is None or asked == "fp32"
+    if deepspeed.data_types is None:
+        return True
+    return deepspeed.data_types.grad_accum_dtype in (None, "fp32")
 
 
 def _overlaps_reduction(zero: ZeroSettings) -> bool:
@@ -197,14 +211,17 @@ def _gathered_at_once(zero: ZeroSettings) -> int:
     A weight is kept until the backward pass if the layers that come before that, each once in the forward and once in
     the backward pass, have fewer elements than the distance of reuse. The limit of live weights does not release it.
     """
-    live = _LIVE_PARAMETERS if zero.stage3_max_live_parameters is None else zero.stage3_max_live_parameters
-    reuse = _REUSE_DISTANCE if zero.stage3_max_reuse_distance is None else zero.stage3_max_reuse_distance
+    live = zero.stage3_max_live_parameters
+    if live is None:
+        live = _LIVE_PARAMETERS
+    reuse = zero.stage3_max_reuse_distance
+    if reuse is None:
+        reuse = _REUSE_DISTANCE
     return max(live, reuse // 2)
 
 
 def _communicated_bytes(deepspeed: DeepSpeedConfig, precision: Precision) -> int:
     """Return bytes of a gradient while it is reduced; DeepSpeed's default is the precision of the weights."""
-    chosen = deepspeed.communication_data_type or precision
     if deepspeed.fp32_allreduce:
-        chosen = "fp32"
-    return 4 if chosen == "fp32" else 2
+        return BYTES["fp32"]
+    return BYTES[deepspeed.communication_data_type or precision]

@@ -61,7 +61,9 @@ class Sharding(ABC):
 
     def optimizer_states(self) -> int:
         """Return bytes of optimizer states and fp32 copies of weights on the device: none if they are offloaded."""
-        return 0 if self.setting.offloads_states else self.all_states()
+        if self.setting.offloads_states:
+            return 0
+        return self.all_states()
 
     def all_states(self) -> int:
         """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
@@ -189,7 +191,9 @@ class Zero1(_ReducedByZero):
         if setting.offloads_states:
             made_here = setting.fp32_gradients and setting.reduce_buffers == 1
             return _FP32 * self.shard if made_here else 0
-        converted = 0 if setting.precision == "fp32" else setting.bytes_per_number * self.shard
+        converted = 0
+        if setting.precision != "fp32":
+            converted = setting.bytes_per_number * self.shard
         released = setting.bytes_per_number * (self.count.trained - self.shard)
         return max(0, self._shard_in_fp32(converted) - released)
 
@@ -214,13 +218,17 @@ class Zero2(_ReducedByZero):
         setting = self.setting
         if setting.offloads_states:
             return 0
-        is_fp32 = setting.fp32_gradients or setting.precision == "fp32"
-        return self._shard_in_fp32(0 if is_fp32 else setting.bytes_per_number * self.shard)
+        converted = 0
+        if setting.gradient_bytes < _FP32:
+            converted = setting.bytes_per_number * self.shard
+        return self._shard_in_fp32(converted)
 
     def exchanged_with_host(self) -> int:
         """Return bytes of main memory per element: number for updated weights, and number for a sum of gradients."""
-        size = self.setting.bytes_per_number
-        return size if self._sums_in_place else 2 * size
+        updated_weights = self.setting.bytes_per_number
+        if self._sums_in_place:
+            return updated_weights
+        return updated_weights + self.setting.bytes_per_number
 
     @property
     def _sums_in_place(self) -> bool:

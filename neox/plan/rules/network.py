@@ -76,7 +76,7 @@ def _rotary(config: NeoXConfig) -> Iterator[Problem]:
     if model.hidden_size % model.num_attention_heads and model.head_dim is None:
         return  # the rule of heads reports it
     sizes = (model.hidden_size, model.num_attention_heads, model.head_dim)
-    rotated = rotated_dimensions(model.pos_emb, model.rotary_pct, *sizes)
+    rotated = rotated_dimensions(model.rotary_pct, *sizes)
     if rotated < 2 or rotated % 2:
         count = f"rotates {rotated} of the {size_of_head(*sizes)} dimensions of a head"
         others = ("hidden_size", "num_attention_heads", "head_dim", "pos_emb")

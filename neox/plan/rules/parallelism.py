@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
+from neox.plan.partition import partition_problem
 from neox.plan.rules.network import nearest_multiples
-from neox.plan.stages import partition_problem
 from neox.problems import Problem
 
 _TENSOR_RANKS = "model_parallel_size"

@@ -9,14 +9,14 @@ import pytest
 from deepspeed.runtime import utils as deepspeed_utils
 
 from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES, OneForwardOneBackward
-from neox.plan.stages import (
+from neox.plan.partition import (
     LAYER_CLASS_NAMES,
     partition_balanced,
     partition_layers,
     partition_problem,
     partition_uniform,
-    plan_stages,
 )
+from neox.plan.stages import plan_stages
 from tests.plans import SIZES, plan_of
 
 
