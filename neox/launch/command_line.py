@@ -83,6 +83,14 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
+    parser.add_argument(
+        "--suggest",
+        nargs="?",
+        const="",
+        metavar="GPU",
+        help="print the fastest layouts that fit; start nothing",
+    )
+    parser.add_argument("--suggest-output", metavar="FILE", help="with --suggest: YAML file for the best layout's keys")
     parser.add_argument("--plot", metavar="FILE", help="with --dry-run: PNG of learning rate and batch over the run")
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for this many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
@@ -149,9 +157,15 @@ def _settle_short_flag(parser: argparse.ArgumentParser, arguments: argparse.Name
 
 
 def _check_dry_run_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    shown = (arguments.json, arguments.verbose, arguments.plot, arguments.hosts, arguments.gpus)
+    shown = (arguments.json, arguments.verbose, arguments.plot)
     if any(shown) and not arguments.dry_run:
-        parser.error("--json, --verbose, --plot, --hosts and --gpus go with --dry-run")
+        parser.error("--json, --verbose and --plot go with --dry-run")
+    if (arguments.hosts or arguments.gpus) and not arguments.dry_run and arguments.suggest is None:
+        parser.error("--hosts and --gpus go with --dry-run or --suggest")
+    if arguments.suggest is not None and Path(arguments.script).stem in INFERENCE:
+        parser.error(f"--suggest searches layouts of a training; {arguments.script} only runs a model")
+    if arguments.suggest_output and arguments.suggest is None:
+        parser.error("--suggest-output goes with --suggest")
     if arguments.plot and Path(arguments.script).stem in INFERENCE:
         parser.error(f"--plot draws a training; {arguments.script} only runs a model")
 

@@ -54,7 +54,7 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
     if needed <= device.usable:
         return Fit(True, needed, world)
 
-    memory = _memory_of_settings(plan)
+    memory = memory_of_settings(plan)
 
     def fits(setting: MemorySetting) -> bool:
         return memory(setting).needed(on_cpu=device.shared) <= device.usable
@@ -67,12 +67,12 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
         )
         found = _search(wider, plan.architecture, fits)
         if found is not None:
-            return Fit(False, needed, world * growth, _changes(start, found), memory(found))
+            return Fit(False, needed, world * growth, setting_changes(start, found), memory(found))
         growth *= 2
     return Fit(False, needed, world)
 
 
-def _memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
+def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
     """Return a function of a setting to the memory of its fullest rank, which remembers what it has computed."""
     parallelism = plan.config.parallelism
 
@@ -172,7 +172,7 @@ _KEYS_OF_SETTING = (
 """Numbers of a setting that are values of keys."""
 
 
-def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
+def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
     """Name the keys that differ, and their new values."""
     changes = []
     for name, key in _KEYS_OF_SETTING:
@@ -180,10 +180,12 @@ def _changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, st
         if value != getattr(before, name):
             changes.append((key, str(value)))
     if after.recompute_chunk != before.recompute_chunk:
-        changes.append(("checkpoint_activations", "true"))
-    if after.recomputed_part != before.recomputed_part:
+        changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
+    if after.sequence_parallel != before.sequence_parallel:
+        changes.append(("sequence_parallel", str(after.sequence_parallel).lower()))
+    if after.recompute_chunk and after.recomputed_part != before.recomputed_part:
         changes.append(("recompute_granularity", after.recomputed_part))
-    if after.no_recompute_blocks != before.no_recompute_blocks:
+    if after.recompute_chunk and after.no_recompute_blocks != before.no_recompute_blocks:
         changes.append(("no_recompute_layers", "null"))
     if after.offloads_states and not before.offloads_states:
         changes.append(("zero_optimization.offload_optimizer.device", "cpu"))

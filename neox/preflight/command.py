@@ -43,6 +43,7 @@ from neox.preflight.host_checks import capabilities_of, check_memory
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
 from neox.preflight.run_directory import run_directory, write_run_directory
+from neox.preflight.suggest import suggest
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 _MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
@@ -65,6 +66,8 @@ def main() -> int:
     command = _Command(arguments, read_config(arguments))
     if arguments.script == "doctor":
         return command.doctor()
+    if arguments.suggest is not None:
+        return command.suggest()
     if arguments.dry_run:
         return command.show()
     return command.start()
@@ -130,6 +133,16 @@ class _Command:
             print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
             self._print_plan(planned, placement, spec)
+        return 0
+
+    def suggest(self) -> int:
+        """Print the fastest layouts; problems are warnings."""
+        placement, warnings = choose_hosts(self.config, self.arguments)
+        job = Job(find_script(self.arguments.script), placement, dry_run=True)
+        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
+        _print_to_stderr("warning", [*warnings, *map(str, planned.problems)])
+        output = self.arguments.suggest_output
+        print(suggest(planned.plan, self.arguments.suggest, None if output is None else Path(output)))
         return 0
 
     def start(self) -> int:

@@ -12,7 +12,10 @@ _KERNEL = 4e-6
 """Seconds between two kernels' starts, and the least time of one."""
 
 _LATENCY = 12e-6
-"""Seconds that a collective takes whatever its size."""
+"""Seconds that a collective takes whatever its size and its number of ranks."""
+
+_HOP = 2e-6
+"""Seconds from one rank of a ring to the next, whatever the size."""
 
 _MERGE_BYTES = 48
 """Bytes that move for each element of attention's output when a ring merges one more part into it."""
@@ -115,9 +118,12 @@ def ring_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride
     if in_host < ranks:
         network = (setting.network or gpu.network) * gpu.network_efficiency
         link = min(link, network * in_host)
-    steps = ranks - 1
-    hops = min(steps, 2 * gpu.per_host)
-    return size * steps / ranks / (link * 1e9) + _LATENCY + hops * 1e-6
+    return size * (ranks - 1) / ranks / (link * 1e9) + latency_seconds(ranks)
+
+
+def latency_seconds(ranks: int) -> float:
+    """Return the time of a collective of a few bytes over a ring."""
+    return _LATENCY + (ranks - 1) * _HOP
 
 
 def forward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seconds:

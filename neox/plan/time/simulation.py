@@ -231,3 +231,36 @@ def simulate(
                 waiting.discard(rank)
         assert progress, f"the passes of {schedule} wait for each other"
     return Timeline(tuple(map(tuple, done)), max(clock))
+
+
+PipelineLength = Callable[[str, Sequence[Sequence[float]], Sequence[Sequence[float]], int, float], float]
+"""Length of a step from the arguments of `simulate`."""
+
+
+def simulated_length(
+    schedule: str,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    micro_batches: int,
+    handoff: float,
+) -> float:
+    """Return the length of a step by simulation. Arguments as for `simulate`."""
+    return simulate(schedule, forward, backward, micro_batches, handoff).length
+
+
+def quick_length(
+    schedule: str,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    micro_batches: int,
+    handoff: float,
+) -> float:
+    """Return about the length of a step without a simulation: the slowest rank's work, and one fill and drain.
+
+    Arguments as for `simulate`.
+    """
+    ranks = len(forward)
+    chunks = len(forward[0])
+    work = [sum(forward[rank]) + sum(backward[rank]) for rank in range(ranks)]
+    fill = (sum(work) - max(work)) / chunks
+    return max(work) * micro_batches + fill + 2 * (ranks - 1) * handoff

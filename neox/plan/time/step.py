@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neox.plan.time.block import backward_seconds, forward_seconds, product_seconds, ring_seconds
+from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.setting import NetworkShape, StepSetting
-from neox.plan.time.simulation import simulate
+from neox.plan.time.simulation import PipelineLength, simulated_length
 
 _HIDDEN_SHARE = 0.85
 """Share of the backward pass behind which the reduction of gradients or the gathering of weights can hide."""
@@ -74,13 +74,16 @@ def model_flops(shape: NetworkShape, setting: StepSetting) -> float:
     return float(per_token) * setting.tokens
 
 
-def estimate_step(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> StepTime:
+def estimate_step(
+    shape: NetworkShape, setting: StepSetting, gpu: Gpu, pipeline_length: PipelineLength = simulated_length
+) -> StepTime:
     """Estimate the time of one optimizer step.
 
     Args:
         shape: The network.
         setting: How it is trained.
         gpu: The GPUs.
+        pipeline_length: How the length of a step follows from its passes.
 
     Raises:
         ConfigError: The schedule does not take this number of micro batches.
@@ -99,7 +102,7 @@ def estimate_step(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> StepTi
         last_rank = 0
     fronts[last_rank][-1] += head / 3
     backs[last_rank][-1] += head * 2 / 3
-    timeline = simulate(setting.schedule, fronts, backs, setting.micro_batches, handoff)
+    length = pipeline_length(setting.schedule, fronts, backs, setting.micro_batches, handoff)
     blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
     busy = blocks.total + head * setting.micro_batches
     held = (shape.layers * shape.block_parameters / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
@@ -109,7 +112,7 @@ def estimate_step(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> StepTi
         elementwise=blocks.elementwise + head_elementwise * setting.micro_batches,
         tensor=blocks.tensor,
         context=blocks.context,
-        bubble=timeline.length - busy,
+        bubble=max(0.0, length - busy),
         gradients=_gradients(setting, gpu, held, forward.total, backward.total, shape),
         update=_update(setting, gpu, held),
         tokens=setting.tokens,
@@ -155,7 +158,11 @@ def _gradients(
     layers = shape.layers / setting.pp
     if setting.zero_stage < 3:
         hidden = _HIDDEN_SHARE * layers * backward if setting.overlaps_gradients else 0.0
-        return max(0.0, reduce - hidden) + gather
+        times = setting.micro_batches if setting.zero_stage == 2 else 1  # ZeRO 2 keeps no whole gradients to add to
+        return times * max(0.0, reduce - hidden) + gather
+    of_layers = (layers - 1) * latency_seconds(ranks)  # each layer has collectives of its own
+    gather += of_layers
+    reduce += of_layers
     if setting.keeps_gathered:
         exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
         return exposed + max(0.0, reduce - _HIDDEN_SHARE * layers * backward)

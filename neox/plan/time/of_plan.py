@@ -1,0 +1,83 @@
+"""What the time of a step depends on, taken from a plan: the network's shape and the layout."""
+
+from __future__ import annotations
+
+from neox.architecture import ACTIVATIONS, GATED_KINDS, LayerPlan
+from neox.plan.memory import MemorySetting
+from neox.plan.run_plan import RunPlan
+from neox.plan.time.gpus import GPUS, Gpu
+from neox.plan.time.setting import NetworkShape, Recompute, StepSetting
+
+_SAME_MEMORY = 0.05
+"""Largest relative difference of two GPUs' memory that counts as the same."""
+
+
+def network_shape(layers: LayerPlan) -> NetworkShape | None:
+    """Return the shape of a decoder; None for networks whose time is not estimated (gMLP blocks, encoders)."""
+    network = layers.architecture
+    if network.bidirectional or any(kind in GATED_KINDS for kind in network.attention):
+        return None
+    return NetworkShape(
+        layers=network.num_layers,
+        hidden=network.hidden_size,
+        heads=network.num_attention_heads,
+        kv_heads=network.num_kv_heads,
+        head_dim=network.head_dim,
+        mlp_width=network.mlp_width,
+        gated=ACTIVATIONS[network.activation].width_factor > 1,
+        vocabulary=layers.padded_vocab_size,
+        tied=network.tie_word_embeddings,
+    )
+
+
+def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetting:
+    """Return what the time of a step depends on.
+
+    Args:
+        setting: The layout, as the memory estimate has it.
+        fused: Blocks are compiled.
+        fp8: Products of the blocks run in fp8.
+    """
+    return StepSetting(
+        sequence=setting.sequence_length,
+        micro_batch=setting.micro_batch_size,
+        micro_batches=setting.accumulation_steps,
+        tp=setting.tp_size,
+        pp=setting.pp_size,
+        dp=setting.dp_size,
+        schedule=setting.pipeline_schedule,
+        zero_stage=setting.zero_stage,
+        recompute=_recompute(setting),
+        fp8=fp8,
+        gradient_bytes=setting.communicated_bytes,
+        fused=fused,
+        flash=setting.attention == "flash",
+        sequence_parallel=setting.sequence_parallel,
+        overlaps_gradients=setting.pp_size == 1 and setting.reduce_buffers > 1,
+        blocking_handoff=True,
+        divided_handoff=setting.sequence_parallel,
+    )
+
+
+def _recompute(setting: MemorySetting) -> Recompute:
+    if not setting.recompute_chunk:
+        return "none"
+    if setting.recomputed_part == "full":
+        return "full"
+    return "core_attn"
+
+
+def likely_gpu(plan: RunPlan) -> tuple[str, Gpu]:
+    """Return the row of the table that fits `gpu_memory_gib` and `peak_theoretical_tflops` best, with its name."""
+    memory = plan.config.runner.gpu_memory_gib
+    peak = plan.config.logging.peak_theoretical_tflops or GPUS["h100"].peak_tflops
+
+    def distance(name: str) -> tuple[float, float]:
+        gpu = GPUS[name]
+        of_memory = abs(gpu.memory_gib - memory) / memory
+        if of_memory <= _SAME_MEMORY:
+            of_memory = 0.0
+        return of_memory, abs(gpu.peak_tflops - peak)
+
+    name = min(GPUS, key=distance)
+    return name, GPUS[name]
