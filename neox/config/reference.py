@@ -5,10 +5,14 @@ Run it from the repository's root after changing a section; a test compares the 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED, NeoXKey
 from neox.config.neox_config import section_classes, yaml_text
+from neox.config.sections.base import Section
 from neox.config.sections.conditions import in_words, status_of
 from neox.config.sections.optimizer import OptimizerConfig
 from neox.config.sections.optimizer_kind import State
@@ -75,7 +80,7 @@ def section_rows(name: str, cls: type[BaseModel]) -> Iterator[str]:
     """Yield the rows of one section's table: its own keys, aliases, and keys that do not work."""
     for key, info in cls.model_fields.items():
         since = NEOX_KEYS[key].since if key in NEOX_KEYS else "neox"
-        yield _row(key, type_name(info.annotation), _default(info), since, "works", _meaning(info))
+        yield _row(key, type_name(info.annotation), _default(info), since, "works", _meaning(cls, key))
     for row in NEOX_KEYS.values():
         if row.section == name and row.status != "works":
             default, meaning = _table_cells(row)
@@ -168,7 +173,7 @@ def _block_rows(path: str, block: type[BaseModel], statuses: dict[str, str]) -> 
     for key, info in block.model_fields.items():
         status = status_of(info) if of_block == "works" else of_block
         statuses[f"{path}.{key}"] = status
-        yield _row(key, type_name(info.annotation), _default(info), status, _meaning(info))
+        yield _row(key, type_name(info.annotation), _default(info), status, _meaning(block, key))
 
 
 def schema() -> dict[str, Any]:
@@ -178,9 +183,9 @@ def schema() -> dict[str, Any]:
     for cls in section_classes().values():
         part = cls.model_json_schema()
         definitions |= part.get("$defs", {})
-        _describe_conditions(part["properties"], cls)
+        _describe(part["properties"], cls)
         for _, block in blocks_of(cls):
-            _describe_conditions(definitions[block.__name__]["properties"], block)
+            _describe(definitions[block.__name__]["properties"], block)
         for value in part["properties"].values():
             value.pop("title", None)
         properties |= part["properties"]
@@ -207,16 +212,33 @@ def _unsupported_property(row: NeoXKey) -> dict[str, Any]:
     return schema
 
 
-def _meaning(info: FieldInfo) -> str:
-    """Return a field's description with its conditions."""
-    return f"{info.description} {in_words(info)}".strip()
+@cache
+def field_documents(cls: type[BaseModel]) -> Mapping[str, str]:
+    """Return the texts under the fields of a section, also of those that it inherits."""
+    documents: dict[str, str] = {}
+    for base in cls.__bases__:
+        if issubclass(base, Section) and base is not Section:
+            documents |= field_documents(base)
+    definition = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in pairwise(definition.body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(below, ast.Expr):
+            continue
+        if isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant):
+            documents[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return MappingProxyType(documents)
 
 
-def _describe_conditions(properties: dict[str, Any], cls: type[BaseModel]) -> None:
-    """Add to descriptions which other key must be on."""
-    for key, info in cls.model_fields.items():
-        if in_words(info):
-            properties[key]["description"] = _meaning(info)
+def _meaning(cls: type[BaseModel], key: str) -> str:
+    """Return the text under a field, with its conditions."""
+    return f"{field_documents(cls)[key]} {in_words(cls.model_fields[key])}".strip()
+
+
+def _describe(properties: dict[str, Any], cls: type[BaseModel]) -> None:
+    """Give each property of a section its text."""
+    for key in cls.model_fields:
+        described = {**properties[key], "description": _meaning(cls, key)}
+        properties[key] = dict(sorted(described.items()))
 
 
 def _row(key: str, *cells: str) -> str:

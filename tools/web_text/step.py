@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from neox.config.sections.base import Section
@@ -23,6 +23,8 @@ Record = dict[str, Any]
 
 class Settings(Section):
     """Settings that every step has."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)  # the flags' help
 
     input: tuple[Path, ...] = Field(min_length=1)
     """Files or directories, in this order."""

@@ -12,11 +12,12 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """Keys that belong together; nothing changes after validation."""
+    """Keys that belong together; nothing changes after validation.
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
-    )
+    The text under a field is its documentation. Only `neox.config.reference` reads it, because that takes time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
