@@ -25,12 +25,12 @@ class Completion:
 
     Attributes:
         context: The prompt.
-        text: The continuation alone.
-        length: Tokens of the continuation, without an end-of-document token.
-        finished: Whether end-of-document or a stop string ended it, and not the length limit.
+        text: The continuation, without the prompt.
+        length: Number of tokens of the continuation, without an end-of-document token.
+        finished: Whether end-of-document or a stop string ended it, not the length limit.
         duration: Seconds that its batch took.
         tokens: Token ids of the continuation.
-        logits: Logits of the vocabulary for each token, where asked for.
+        logits: Logits of the vocabulary for each token, if they are wanted.
     """
 
     context: str
@@ -75,25 +75,26 @@ def generate(
         params: Sampling settings.
         codec: Tokenizer.
         batch_size: Prompts per batch; beam search takes one at a time.
-        numbers: Position of each prompt in the whole run, which decides the random numbers drawn for it; by default
-            its position here.
-        on_text: Called with (prompt number, new text) during generation; not with beams.
+        numbers: Number of each prompt in the whole run, which decides its random numbers; by default its number here.
+        on_text: Function that is called with (prompt number, new text) during generation; not with beams.
         keep_logits: Whether completions hold their logits.
-        on_batch: Called after each batch with its number of prompts.
+        on_batch: Function that is called after each batch with its number of prompts.
 
     Returns:
         Completions in the order of the prompts.
 
     Raises:
-        GenerationError: For prompts that do not fit, before anything is generated, and for logits that are not finite.
+        GenerationError: If prompts do not fit, which is known before anything is generated, or logits are not finite.
     """
     ids = encode_prompts(prompts, codec, params, model.max_length)
-    positions = list(numbers) if numbers is not None else list(range(len(ids)))
+    if numbers is None:
+        numbers = range(len(ids))
+    if params.num_beams > 1:
+        batch_size = 1
     completed: dict[int, Completion] = {}
     order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
-    width = 1 if params.num_beams > 1 else batch_size
-    for start in range(0, len(order), width):
-        batch = order[start : start + width]
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
         started = time.perf_counter()
         if params.num_beams > 1:
             results = [beam_search(model, ids[batch[0]], params, codec)]
@@ -103,7 +104,7 @@ def generate(
                 [ids[n] for n in batch],
                 params,
                 codec,
-                numbers=[positions[n] for n in batch],
+                numbers=[numbers[n] for n in batch],
                 on_text=None if on_text is None else _renumbered(on_text, batch),
                 keep_logits=keep_logits,
             )
@@ -121,6 +122,9 @@ def _renumbered(on_text: OnText, numbers: Sequence[int]) -> OnText:
 
 
 def _completion(context: str, result: Continuation, seconds: float, keep_logits: bool) -> Completion:
+    logits = None
+    if keep_logits:
+        logits = [row.tolist() for row in result.logits]
     return Completion(
         context=context,
         text=result.text,
@@ -128,7 +132,7 @@ def _completion(context: str, result: Continuation, seconds: float, keep_logits:
         finished=result.finished,
         duration=seconds,
         tokens=tuple(result.tokens),
-        logits=[row.tolist() for row in result.logits] if keep_logits else None,
+        logits=logits,
     )
 
 
@@ -161,7 +165,8 @@ def over_replicas(
 
     Args:
         items: The same items on all ranks.
-        work: Maps items to as many picklable results; it may communicate with the ranks of its own model copy.
+        work: Function of some items that returns one picklable result for each. It may communicate with the ranks of
+            its own copy of the model.
         grid: Process groups.
 
     Returns:

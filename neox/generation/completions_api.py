@@ -6,13 +6,13 @@ Unsupported settings are refused by name instead of being ignored.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from neox.errors import GenerationError
 from neox.generation.decoding import Continuation, LanguageModel
-from neox.generation.request import SamplingParams
+from neox.generation.request import SamplingParams, encode_prompt
 from neox.generation.text_stream import TextCodec, is_text
 
 # Unsupported fields of the protocol, and the values at which they have no effect.
@@ -110,26 +110,36 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
     if fields:
         raise BadRequest(f"unknown fields: {', '.join(map(_printable, sorted(fields)))}")
     for prompt in prompts:
-        try:
-            params.token_limit(len(prompt), model.max_length)
-        except GenerationError as error:
-            raise BadRequest(str(error)) from error
-        if max(prompt) >= model.vocab_size or min(prompt) < 0:
-            raise BadRequest(f"`prompt` has token ids outside 0..{model.vocab_size - 1}")
+        _check_prompt(prompt, params, model)
     every = [prompt for prompt in prompts for _ in range(n)]
-    echoes = tuple(codec.decode(prompt) if echo else "" for prompt in every)
-    return CompletionRequest(tuple(every), echoes, params, stream, stream_usage)
+    echoes = [""] * len(every)
+    if echo:
+        echoes = [codec.decode(prompt) for prompt in every]
+    return CompletionRequest(tuple(every), tuple(echoes), params, stream, stream_usage)
+
+
+def _check_prompt(prompt: Sequence[int], params: SamplingParams, model: LanguageModel) -> None:
+    """Raise BadRequest if a prompt does not fit, or has ids that the model does not know."""
+    try:
+        params.token_limit(len(prompt), model.max_length)
+    except GenerationError as error:
+        raise BadRequest(str(error)) from error
+    if max(prompt) >= model.vocab_size or min(prompt) < 0:
+        raise BadRequest(f"`prompt` has token ids outside 0..{model.vocab_size - 1}")
 
 
 def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
     """Remove the sampling settings from `fields`; defaults are OpenAI's (temperature 1, 16 tokens)."""
     stop = fields.pop("stop", None) or []
-    stop = [stop] if isinstance(stop, str) else stop
+    if isinstance(stop, str):
+        stop = [stop]
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop) or len(stop) > 16:
         raise BadRequest("`stop` must be a string or a list of up to 16 strings")
     seed = fields.pop("seed", None)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise BadRequest("`seed` must be an integer from 0")
+    if seed is None:
+        seed = secrets.randbits(32)
     longest = _number(fields, "max_tokens", min(16, limits.max_tokens), int, 1, limits.max_tokens)
     settings = {
         "max_new_tokens": longest,
@@ -140,14 +150,14 @@ def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
         "repetition_penalty": _number(fields, "repetition_penalty", 1.0, float, 0.01, 100),
     }
     try:
-        return SamplingParams(**settings, stop=tuple(stop), seed=secrets.randbits(32) if seed is None else seed)
+        return SamplingParams(**settings, stop=tuple(stop), seed=seed)
     except GenerationError as error:
         raise BadRequest(str(error)) from error
 
 
 def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
     """Return the ids of each prompt: `value` is a text, ids, or a list of either; an empty text means no context."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_id, value))):
+    if isinstance(value, str) or _is_ids(value):
         value = [value]
     if not isinstance(value, list) or not value:
         raise BadRequest("`prompt` must be a string, a list of strings, token ids, or a list of token ids")
@@ -158,8 +168,8 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
                 raise BadRequest(
                     "`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text"
                 )
-            prompts.append(tuple(codec.encode(prompt) if prompt else [codec.eod]))
-        elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
+            prompts.append(tuple(encode_prompt(prompt, codec)))
+        elif _is_ids(prompt):
             prompts.append(tuple(prompt))
         else:
             raise BadRequest("`prompt` must contain strings or lists of token ids")
@@ -168,7 +178,14 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
 
 def _printable(name: str) -> str:
     """Return a field's name, shortened and escaped for an answer."""
-    return name[:80] if is_text(name) else ascii(name[:80])
+    if not is_text(name):
+        return ascii(name[:80])
+    return name[:80]
+
+
+def _is_ids(value: Any) -> bool:
+    """Return whether a value is a list of token ids that is not empty."""
+    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
 
 
 def _is_id(value: Any) -> bool:
@@ -186,6 +203,7 @@ def _stream_usage(fields: dict[str, Any], stream: bool) -> bool:
 
 
 def _boolean(fields: dict[str, Any], name: str) -> bool:
+    """Remove a boolean from `fields` and return it; false if it is not given."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise BadRequest(f"`{name}` must be true or false")
@@ -193,12 +211,18 @@ def _boolean(fields: dict[str, Any], name: str) -> bool:
 
 
 def _number(fields: dict[str, Any], name: str, default: Any, kind: type, least: float, most: float) -> Any:
+    """Remove a number from `fields` and return it; the default if it is not given."""
     value = fields.pop(name, None)
     if value is None:
         return default
-    wrong_kind = isinstance(value, bool) or not isinstance(value, (int,) if kind is int else (int, float))
-    if wrong_kind or not least <= value <= most:
-        raise BadRequest(f"`{name}` must be {'an integer' if kind is int else 'a number'} from {least:g} to {most:g}")
+    if kind is int:
+        described = "an integer"
+        right_kind = _is_id(value)
+    else:
+        described = "a number"
+        right_kind = _is_id(value) or isinstance(value, float)
+    if not right_kind or not least <= value <= most:
+        raise BadRequest(f"`{name}` must be {described} from {least:g} to {most:g}")
     return kind(value)
 
 
@@ -211,7 +235,9 @@ def finish_reason(result: Continuation, late: bool) -> str:
     """Return `stop`, `length`, or `timeout` if the server's time limit ended the generation."""
     if result.finished:
         return "stop"
-    return "timeout" if late else "length"
+    if late:
+        return "timeout"
+    return "length"
 
 
 def response_json(
@@ -223,7 +249,8 @@ def response_json(
 
 def usage_json(request: CompletionRequest, results: list[Continuation]) -> dict[str, int]:
     """Return the token counts of an answer."""
-    read, written = sum(map(len, request.prompts)), sum(len(result.tokens) for result in results)
+    read = sum(len(prompt) for prompt in request.prompts)
+    written = sum(len(result.tokens) for result in results)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 

@@ -65,8 +65,8 @@ class Continuation:
     Attributes:
         tokens: New ids, without the end-of-document that may have ended them.
         text: The same, decoded.
-        finished: Whether end-of-document or a stop string ended it, and not the length limit.
-        logits: [V] float32 for each token, where asked for.
+        finished: Whether end-of-document or a stop string ended it, not the length limit.
+        logits: Logits of each token, [V] in float32, if they are wanted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -82,9 +82,12 @@ class _Row:
         self, limit: int, codec: TextCodec, params: SamplingParams, on_text: Callable[[str], None] | None
     ) -> None:
         self.result = Continuation()
-        self.limit, self.codec, self.on_text = limit, codec, on_text
-        # Text is decoded on the way only to show it or to find stop strings in it.
-        self.stream = TextStream(codec, params.stop) if params.stop or on_text else None
+        self.limit = limit
+        self.codec = codec
+        self.on_text = on_text
+        self.stream: TextStream | None = None
+        if params.stop or on_text:  # only to show text or to find stop strings is it decoded on the way
+            self.stream = TextStream(codec, params.stop)
         self.done = False
 
     def add(self, token: int, logits: Tensor | None) -> None:
@@ -138,36 +141,33 @@ def decode(
         prompts: Token ids, of different lengths.
         params: Sampling settings.
         codec: Tokenizer.
-        numbers: Seeds each sequence's random numbers (its position in the whole run; by default in this batch).
-        on_text: Called with (row, new text) as soon as text is final.
+        numbers: Number of each sequence in the whole run, which seeds its random numbers; by default in this batch.
+        on_text: Function that is called with (row, new text) as soon as text is final.
         keep_logits: Whether continuations hold their logits.
-        stopped: Called after every step; true ends all continuations. On one process only, as ranks could disagree.
+        stopped: Function that is called after every step, and ends all continuations by returning true. Only for a
+            single process, because ranks could disagree.
 
     Returns:
         Continuations in the order of the prompts.
 
     Raises:
-        GenerationError: For empty or over-long prompts and for logits that are not finite.
+        GenerationError: If prompts are empty or too long, or logits are not finite.
     """
     limits = [params.token_limit(len(prompt), model.max_length) for prompt in prompts]
-    rows = [
-        _Row(limit, codec, params, None if on_text is None else partial(on_text, number))
-        for number, limit in enumerate(limits)
-    ]
-    chooser = TokenChooser(
-        params,
-        [list(p) for p in prompts],
-        list(numbers or range(len(prompts))),
-        model.vocab_size,
-        codec.eod,
-        model.device,
-    )
+    rows = []
+    for number, limit in enumerate(limits):
+        on_row_text = None if on_text is None else partial(on_text, number)
+        rows.append(_Row(limit, codec, params, on_row_text))
+    if numbers is None:
+        numbers = range(len(prompts))
+    chooser = TokenChooser(params, prompts, numbers, model.vocab_size, codec.eod, model.device)
     tokens = _left_pad(prompts, codec.eod, model.device)
-    decoding = model.begin([len(p) for p in prompts], tokens.size(1) + max(limits))
+    decoding = model.begin(list(map(len, prompts)), tokens.size(1) + max(limits))
     while True:
         logits = decoding.feed(tokens)
         ids = chooser(logits)
-        for number, (row, token) in enumerate(zip(rows, ids.tolist(), strict=True)):
+        for number, token in enumerate(ids.tolist()):
+            row = rows[number]
             if not row.done:
                 row.add(token, logits[number].float().cpu() if keep_logits else None)
         if stopped is not None and stopped():
@@ -180,33 +180,42 @@ def decode(
 
 def _left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
     """Return prompts as one tensor [B, longest], each ending at the right edge."""
-    width = max(map(len, prompts))
-    return torch.tensor([[fill] * (width - len(p)) + list(p) for p in prompts], device=device)
+    padded = torch.full((len(prompts), max(map(len, prompts))), fill)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[len(row) - len(prompt) :] = torch.tensor(list(prompt))
+    return padded.to(device)
 
 
 class _Beam(NamedTuple):
-    """Running or finished beam: new ids (with the end-of-document that ended it) and its score."""
+    """Running or finished beam.
+
+    Attributes:
+        tokens: New ids, with the end-of-document that ended it.
+        score: Log-probability of a running beam; the final score of a finished one.
+        parent: Number of the running beam that it extends.
+    """
 
     tokens: tuple[int, ...]
     score: float
+    parent: int = 0
 
 
 @torch.inference_mode()
 def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingParams, codec: TextCodec) -> Continuation:
     """Continue one prompt by its best beam.
 
-    Scores and stopping are those of Hugging Face's default (`early_stopping=False`): a finished beam scores its
-    log-probability / length ** length_penalty, and the search continues while the best running beam, at its current
-    length, could still beat the worst of `num_beams` finished ones.
+    Scores and stopping are those of Hugging Face's default (`early_stopping=False`). A finished beam scores its
+    log-probability / length ** length_penalty. The search goes on while the best running beam, at its current length,
+    could still beat the worst of `num_beams` finished ones.
 
     Args:
         model: Model to generate with.
         prompt: Token ids.
-        params: Settings, of which those for sampling are unused.
+        params: Settings; those for sampling are not used.
         codec: Tokenizer.
 
     Raises:
-        GenerationError: Like `decode`.
+        GenerationError: As `decode` does.
     """
     limit = params.token_limit(len(prompt), model.max_length)
     beams = params.num_beams
@@ -216,22 +225,23 @@ def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingPar
     tokens = torch.tensor([list(prompt)], device=model.device)
     for length in range(1, limit + 1):
         scores = _log_probabilities(decoding.feed(tokens), prompt, running, params, codec.eod)
-        parents, candidates = _best(scores, running, 2 * beams)
+        candidates = _best(scores, running, 2 * beams)
         last = length == limit
         # Only a candidate among the best `num_beams` may finish: lower ones lost to a running beam.
         for beam in candidates[:beams]:
             if last or beam.tokens[-1] == codec.eod:
                 finished.append(_Beam(beam.tokens, beam.score / length**params.length_penalty))
-        finished = sorted(finished, key=lambda beam: -beam.score)[:beams]
-        kept = [i for i, beam in enumerate(candidates) if beam.tokens[-1] != codec.eod][:beams]
-        running = [candidates[i] for i in kept]
+        finished.sort(key=lambda beam: -beam.score)
+        del finished[beams:]
+        running = [beam for beam in candidates if beam.tokens[-1] != codec.eod][:beams]
         if last or not _can_improve(running, finished, length, params):
             break
-        decoding.reorder(torch.tensor([parents[i] for i in kept], device=model.device))
-        tokens = torch.tensor([[beam.tokens[-1]] for beam in running], device=model.device)
-    best = finished[0].tokens
-    ended = best[-1] == codec.eod
-    new = list(best[:-1] if ended else best)
+        decoding.reorder(torch.tensor([beam.parent for beam in running], device=model.device))
+        tokens = torch.tensor([beam.tokens[-1:] for beam in running], device=model.device)
+    new = list(finished[0].tokens)
+    ended = new[-1] == codec.eod
+    if ended:
+        new.pop()
     return Continuation(tokens=new, text=codec.decode(new), finished=ended)
 
 
@@ -251,17 +261,16 @@ def _log_probabilities(
     return scores
 
 
-def _best(scores: Tensor, running: list[_Beam], count: int) -> tuple[list[int], list[_Beam]]:
-    """Return the `count` best one-token extensions of all beams, best first, and the beam that each extends."""
-    totals = scores + torch.tensor([[beam.score] for beam in running], device=scores.device)
+def _best(scores: Tensor, running: list[_Beam], count: int) -> list[_Beam]:
+    """Return the `count` best extensions of all beams by one token, best first."""
+    before = torch.tensor([beam.score for beam in running], device=scores.device)
+    totals = scores + before.unsqueeze(1)
     values, indices = totals.flatten().topk(min(count, totals.numel()))
-    width = scores.size(1)
-    parents = [index // width for index in indices.tolist()]
-    extended = [
-        _Beam((*running[parent].tokens, index % width), value)
-        for parent, index, value in zip(parents, indices.tolist(), values.tolist(), strict=True)
-    ]
-    return parents, extended
+    extended = []
+    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+        parent, token = divmod(index, scores.size(1))
+        extended.append(_Beam((*running[parent].tokens, token), value, parent))
+    return extended
 
 
 def _can_improve(running: list[_Beam], finished: list[_Beam], length: int, params: SamplingParams) -> bool:

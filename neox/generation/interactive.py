@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from neox.errors import GenerationError
 from neox.generation.completion import generate
-from neox.generation.decoding import LanguageModel
+from neox.generation.decoding import LanguageModel, OnText
 from neox.generation.request import SamplingParams
 from neox.generation.text_stream import TextCodec
 from neox.launch import report_progress
@@ -36,9 +36,9 @@ def interact(
     source: TextIO | None = None,
     sink: TextIO | None = None,
 ) -> None:
-    """Answer prompts until `stop` or the end of the input; all ranks together, rank 0 reads and writes.
+    """Answer prompts until `stop` or the end of the input. All ranks call it together; rank 0 reads and writes.
 
-    The n-th prompt draws other random numbers than the first one with the same text.
+    Each prompt draws other random numbers, even if its text has been given before.
 
     Args:
         model: Model to generate with.
@@ -56,30 +56,42 @@ def interact(
             sink.write(text)
             sink.flush()
 
-    prompts = _prompts(prompt_end, source, write) if grid.rank == 0 else iter(())
-    # Waiting for a person may take days; the default group's timeout is meant for computers.
-    several = grid.world_size > 1
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if several else None
+    prompts: Iterator[str] = iter(())
+    on_text: OnText | None = None
+    if grid.rank == 0:
+        prompts = _prompts(prompt_end, source, write)
+        on_text = _without_number(write)
+    group = None
+    if grid.world_size > 1:
+        # A person may wait for days; the default group's timeout is meant for computers.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     number = 0
     write(f"{settings_line(params)}\n")
-    while (prompt := _next_prompt(prompts, group)) is not None:
+    while True:
+        prompt = _next_prompt(prompts, group)
+        if prompt is None:
+            return
         try:
-            (done,) = generate(
-                model,
-                [prompt],
-                params,
-                codec,
-                numbers=[number],
-                on_text=(lambda _, text: write(text)) if grid.rank == 0 else None,
-            )
+            (done,) = generate(model, [prompt], params, codec, numbers=[number], on_text=on_text)
         except GenerationError as error:
             write(f"{error}\n")
             continue
         if params.num_beams > 1:
             write(done.text)
-        note = "" if done.finished else f" (reached maximum_tokens or the context length, {done.length} tokens)"
+        note = ""
+        if not done.finished:
+            note = f" (reached maximum_tokens or the context length, {done.length} tokens)"
         write(f"\n[{done.length / done.duration:,.1f} tokens/s]{note}\n")
         number += 1
+
+
+def _without_number(write: Callable[[str], None]) -> OnText:
+    """Return a function of (prompt number, text) that writes the text."""
+
+    def write_text(_: int, text: str) -> None:
+        write(text)
+
+    return write_text
 
 
 def settings_line(params: SamplingParams) -> str:
@@ -94,9 +106,11 @@ def settings_line(params: SamplingParams) -> str:
 
 
 def _prompts(prompt_end: str, source: TextIO | None, write: Callable[[str], None]) -> Iterator[str]:
-    """Yield prompts as they are typed; an empty one, too, which generates without a context."""
-    terminal = source is None and sys.stdin.isatty()
-    read_line = _terminal_reader() if terminal else _stream_reader(source or sys.stdin, write)
+    """Yield prompts as they are typed, also empty ones, which generate without a context."""
+    if source is None and sys.stdin.isatty():
+        read_line = _terminal_reader()
+    else:
+        read_line = _stream_reader(source or sys.stdin, write)
     while True:
         text = _read_prompt(read_line, prompt_end)
         if text is None or text.strip() == STOP:
@@ -119,7 +133,7 @@ def _read_prompt(read_line: Callable[[str], str | None], prompt_end: str) -> str
 
 
 def _terminal_reader() -> Callable[[str], str | None]:
-    """Return a reader that uses `input`, with line editing and history where Python has readline."""
+    """Return a reader that uses `input`, with line editing and history if Python has readline."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")
 
@@ -136,7 +150,9 @@ def _stream_reader(source: TextIO, write: Callable[[str], None]) -> Callable[[st
     def read_line(prompt: str) -> str | None:
         write(prompt)
         line = source.readline()
-        return line.removesuffix("\n") if line else None
+        if not line:
+            return None
+        return line.removesuffix("\n")
 
     return read_line
 

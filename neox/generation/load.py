@@ -64,8 +64,9 @@ def load_model(
     stage_plan = plan.stages[grid.pp_rank]
     wanted = set(stage_plan.layers)
     head = plan.layers.head
-    if head.tied_to is not None and stage_plan.holds(head.index):
-        wanted.add(head.tied_to)  # on another stage than the embedding it needs its own copy of the weight
+    has_tied_head = head.tied_to is not None and stage_plan.holds(head.index)
+    if has_tied_head:
+        wanted.add(0)  # on another stage than the embedding, the head needs its own copy of the weight
     layers = {
         index: load_layer(plan, reader, index, grid, device, dtype)
         for index in sorted(wanted)
@@ -74,27 +75,27 @@ def load_model(
     if grid.rank == 0:
         _log.info("weights of %s in %s on %s", checkpoint, precision, device)
     if can_pack(device, dtype):
-        _pack(layers, tied_head=head.tied_to in layers)
+        _pack(layers)
+        if has_tied_head:
+            _pack_tied_head(cast(Embedding, layers[0]))
     stage = Stage(plan, grid, layers, stage_plan.ranges)
-    recorded = device.type == "cuda" and plan.config.generation.cuda_graphs and grid.tp_size == grid.pp_size == 1
+    on_one_gpu = device.type == "cuda" and grid.tp_size == grid.pp_size == 1
+    recorded = on_one_gpu and plan.config.generation.cuda_graphs
     return _runner(plan, stage, grid, device, dtype, recompute, recorded)
 
 
-def _pack(layers: Mapping[int, nn.Module], *, tied_head: bool) -> None:
-    """Rearrange the weights of all linear layers for faster products, in place; the model can no longer be trained.
-
-    Args:
-        layers: Index in the layer plan -> module.
-        tied_head: Whether the head multiplies by the weight of layer 0.
-    """
+def _pack(layers: Mapping[int, nn.Module]) -> None:
+    """Rearrange the weights of all linear layers for faster products, in place; the model can no longer be trained."""
     for layer in layers.values():
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.multiply = PackedWeight(module.weight)
                 module.register_parameter("weight", None)
-    if tied_head:
-        embedding = cast(Embedding, layers[0])
-        embedding.multiply = PackedWeight(embedding.word_embeddings.weight)
+
+
+def _pack_tied_head(embedding: Embedding) -> None:
+    """Let a tied head multiply by a rearranged copy of the words' vectors."""
+    embedding.multiply = PackedWeight(embedding.word_embeddings.weight)
 
 
 def runner_of_stage(plan: RunPlan, stage: Stage, grid: ParallelGrid, device: torch.device) -> ModelRunner:

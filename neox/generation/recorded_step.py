@@ -1,4 +1,4 @@
-"""Steps of decoding that repeat the same kernels on the same memory: on a GPU one recorded graph."""
+"""Decoding steps that repeat the same kernels on the same memory; on a GPU they are one recorded graph."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from neox.model import CacheStep, KVCache
 class RecordedStep:
     """The steps of one batch after its prompt.
 
-    On a GPU the first is run as usual, which loads its kernels; the second is recorded as a CUDA graph, and this and
-    all later ones replay it. Elsewhere all are run as usual, by the same functions.
+    On a GPU the first one runs as usual, which loads its kernels. The second one is recorded as a CUDA graph, which it
+    and all later ones replay. Elsewhere all run as usual, by the same functions.
     """
 
     def __init__(self, compute: Callable[[Tensor, CacheStep], Tensor], cache: KVCache) -> None:
         """Continue behind what the cache holds now.
 
         Args:
-            compute: Tokens [B, 1] and the step -> logits [B, V], without values on the host that differ from step to
-                step.
+            compute: Function of tokens [B, 1] and the step that returns logits [B, V]. No value on the host may differ
+                from step to step.
             cache: Keys and values of the batch.
         """
-        self.compute, self.cache = compute, cache
+        self.compute = compute
+        self.cache = cache
         self.state = CacheStep(cache)
         self.tokens = torch.zeros(cache.pairs.shape[1], 1, dtype=torch.long, device=cache.pairs.device)
         self._loaded = False
@@ -55,7 +56,7 @@ class RecordedStep:
         return self._logits.clone()
 
     def continues(self, cache: KVCache) -> bool:
-        """Return whether the next step is one of these: the cache still has the same memory and padding."""
+        """Return whether the next step can be one of these: whether the cache has the same memory and padding."""
         return self.state.belongs_to(cache)
 
     def _run(self) -> Tensor:

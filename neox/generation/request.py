@@ -25,7 +25,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Most tokens of the continuation.
-        min_new_tokens: Tokens before which end-of-document is impossible.
+        min_new_tokens: Number of first tokens that cannot be end-of-document.
         temperature: 0 takes the most probable token (greedy); otherwise logits are divided by it and a token is drawn.
         top_k: Draw among the `top_k` most probable tokens; 0 means all.
         top_p: Draw among the fewest tokens whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2019,
@@ -53,7 +53,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if problems := [message for wrong, message in self._checks() if wrong]:
+        problems = [message for wrong, message in self._checks() if wrong]
+        if problems:
             raise GenerationError("; ".join(problems))
 
     def _checks(self) -> list[tuple[bool, str]]:
@@ -69,7 +70,7 @@ class SamplingParams:
             (self.top_k < 0, f"top_k is {self.top_k}: it must be 0 (all tokens) or positive"),
             (not 0 <= self.top_p <= 1, f"top_p is {self.top_p}: it must be between 0 and 1 (0 and 1: all tokens)"),
             (not self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}: it must be positive"),
-            (any(not text for text in self.stop), "an empty stop string would end every continuation immediately"),
+            ("" in self.stop, "an empty stop string would end every continuation immediately"),
             (self.num_beams < 1, f"num_beams is {self.num_beams}: it must be at least 1"),
             (
                 self.num_beams > 1 and (self.samples or self.top_k > 0 or 0 < self.top_p < 1),
@@ -118,11 +119,13 @@ def sampling_params(config: NeoXConfig) -> SamplingParams:
         raise GenerationError(
             "return_logits and num_beams > 1 cannot be combined: the tokens of a beam come from several rows of logits"
         )
-    drawn = (keys.top_k or keys.top_p) and keys.num_beams == 1
+    temperature = keys.temperature
+    if temperature == 0 and keys.num_beams == 1 and (keys.top_k or keys.top_p):
+        temperature = 1.0
     return SamplingParams(
         max_new_tokens=keys.maximum_tokens,
         min_new_tokens=keys.minimum_tokens,
-        temperature=1.0 if keys.temperature == 0 and drawn else keys.temperature,
+        temperature=temperature,
         top_k=keys.top_k,
         top_p=keys.top_p,
         repetition_penalty=keys.repetition_penalty,
@@ -135,7 +138,8 @@ def sampling_params(config: NeoXConfig) -> SamplingParams:
 
 def notes(config: NeoXConfig) -> list[str]:
     """Return notes about settings with an effect that a user may not expect."""
-    keys, found = config.generation, []
+    keys = config.generation
+    found = []
     if keys.temperature == 0 and sampling_params(config).samples:
         found.append("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
     if keys.length_penalty != 1 and keys.num_beams == 1:
@@ -157,17 +161,32 @@ def mode(config: NeoXConfig) -> str:
 
 def prompts_of(config: NeoXConfig) -> list[str]:
     """Return the prompts of a run that is not interactive, each repeated once per continuation."""
-    file, times = config.generation.sample_input_file, copies(config)
-    return [prompt for prompt in ([""] if file is None else read_prompts(file)) for _ in range(times)]
+    file = config.generation.sample_input_file
+    prompts = [""] if file is None else read_prompts(file)
+    times = copies(config)
+    repeated = []
+    for prompt in prompts:
+        repeated += [prompt] * times
+    return repeated
 
 
 def copies(config: NeoXConfig) -> int:
-    """Return the continuations per prompt. Raises GenerationError if all of them would be the same text."""
+    """Return the number of continuations per prompt.
+
+    Raises:
+        GenerationError: If all of them would be the same text.
+    """
     keys = config.generation
-    key = "num_samples" if keys.sample_input_file is None else "num_return_sequences"
-    times: int = getattr(keys, key)
+    if keys.sample_input_file is None:
+        key = "num_samples"
+        times = keys.num_samples
+    else:
+        key = "num_return_sequences"
+        times = keys.num_return_sequences
     if times > 1 and not sampling_params(config).samples:
-        method = "beam search" if keys.num_beams > 1 else "greedy decoding (temperature, top_k and top_p are 0)"
+        method = "greedy decoding (temperature, top_k and top_p are 0)"
+        if keys.num_beams > 1:
+            method = "beam search"
         raise GenerationError(f"{key} is {times}, but {method} gives the same text every time; set it to 1, or sample")
     return times
 
@@ -180,7 +199,7 @@ def context_length(config: NeoXConfig) -> int:
 
 
 def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingParams, context: int) -> list[list[int]]:
-    """Encode prompts; an empty one becomes a lone end-of-document token, which generates without a context.
+    """Encode prompts. An empty one becomes a single end-of-document token, which generates without a context.
 
     Args:
         prompts: Texts.
@@ -189,38 +208,48 @@ def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingPar
         context: Longest sequence of the model in tokens.
 
     Raises:
-        GenerationError: Naming every prompt that does not fit.
+        GenerationError: If prompts do not fit; it names all of them.
     """
-    ids = [codec.encode(prompt) if prompt else [codec.eod] for prompt in prompts]
+    ids = [encode_prompt(prompt, codec) for prompt in prompts]
     problems = []
     for number, tokens in enumerate(ids, start=1):
         try:
             params.token_limit(len(tokens), context)
         except GenerationError as error:
-            problems.append(f"prompt {number}: {error}" if len(ids) > 1 else str(error))
+            place = f"prompt {number}: " if len(ids) > 1 else ""
+            problems.append(f"{place}{error}")
     if problems:
         raise GenerationError("\n".join(problems))
     return ids
 
 
+def encode_prompt(prompt: str, codec: TextCodec) -> list[int]:
+    """Return the ids of a prompt: a single end-of-document token if it is empty."""
+    if not prompt:
+        return [codec.eod]
+    return codec.encode(prompt)
+
+
 def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
-    """Check settings, prompts and the output file; creates nothing.
+    """Check settings, prompts and the output file. Nothing is created.
 
     Args:
         config: Configuration of a generation run.
         codec: Tokenizer; None skips the check of the prompts' lengths.
 
     Raises:
-        GenerationError: For what a run would refuse.
+        GenerationError: If a run would refuse the request.
     """
     params = sampling_params(config)
     if mode(config) == "interactive":
         return
     copies(config)
-    prompts, out = config.generation.sample_input_file, Path(config.generation.sample_output_file)
+    prompts = config.generation.sample_input_file
+    out = Path(config.generation.sample_output_file)
     if out.is_dir():
         raise GenerationError(f"sample_output_file: {out} is a directory")
-    if (parent := unwritable_parent(out)) is not None:
+    parent = unwritable_parent(out)
+    if parent is not None:
         raise GenerationError(f"sample_output_file {out}: nothing can be written in {parent}")
     if prompts is not None:
         if out.exists() and Path(prompts).exists() and out.samefile(prompts):
@@ -233,7 +262,11 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
 
 
 def check_output(config: NeoXConfig) -> None:
-    """Create the directory of the output file. Raises GenerationError if completions cannot be written there."""
+    """Create the directory of the output file.
+
+    Raises:
+        GenerationError: If completions cannot be written there.
+    """
     out = config.generation.sample_output_file
     try:
         if mode(config) != "interactive":
@@ -248,21 +281,22 @@ def read_prompts(path: str | Path) -> list[str]:
     Blank lines at the end are ignored.
 
     Raises:
-        GenerationError: For files that cannot be read or have no prompts, and for other blank or malformed lines; all
-            of them with their line numbers.
+        GenerationError: If the file cannot be read, has no prompts, or has other blank or malformed lines, which are
+            all named with their numbers.
     """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = getattr(error, "strerror", None) or error
         raise GenerationError(f"{path}: cannot be read as a file of prompts ({reason})") from error
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
         raise GenerationError(f"{path}: contains no prompts; write one per line, or set text_gen_type: unconditional")
     parse = _parse_json_prompt if path.suffix in (".jsonl", ".json") else _parse_prompt
-    prompts, problems = [], []
+    prompts = []
+    problems = []
     for number, line in enumerate(lines, start=1):
         try:
             prompts.append(parse(line.removesuffix("\r")))

@@ -28,8 +28,8 @@ def run_generation(
 ) -> list[Completion]:
     """Do what the configuration asks for; all ranks together.
 
-    Rank 0 writes the output file when all completions are done. Until then it keeps finished ones in a partial output
-    beside it, from which the same run resumes after an interruption.
+    Rank 0 writes the output file when all completions are done. Until then it keeps the finished ones in a partial
+    output next to it, from which the same run resumes after an interruption.
 
     Args:
         plan: Plan of the run.
@@ -39,24 +39,27 @@ def run_generation(
         checkpoint: Source of the model's weights.
 
     Returns:
-        All completions, in the order of the prompts; none of an interactive run.
+        All completions, in the order of the prompts; none for an interactive run.
 
     Raises:
-        GenerationError: For prompts that are empty or do not fit, before anything is generated.
+        GenerationError: If prompts are empty or do not fit; it comes before anything is generated.
     """
-    config, keys = plan.config, plan.config.generation
+    config = plan.config
+    keys = config.generation
     params = sampling_params(config)
     for note in notes(config):
         _log.info("%s", note)
     if mode(config) == "interactive":
         interact(model, params, codec, grid, prompt_end=keys.prompt_end)
         return []
-    prompts, out = prompts_of(config), Path(keys.sample_output_file)
+    prompts = prompts_of(config)
+    out = Path(keys.sample_output_file)
     ids = encode_prompts(prompts, codec, params, model.max_length)
     partial = PartialOutput(out, run_hash(plan, prompts, checkpoint))
     done = partial.read() if grid.world_size == 1 else from_first_rank(partial.read)
-    # Batches of similar lengths, the longest first: running out of memory shows immediately.
-    todo = sorted(set(range(len(prompts))) - set(done), key=lambda n: (-len(ids[n]), n))
+    # Batches of similar lengths, with the longest first, so that running out of memory shows immediately.
+    missing = set(range(len(prompts))) - set(done)
+    todo = sorted(missing, key=lambda n: (-len(ids[n]), n))
     batch_size = keys.generation_batch_size
 
     def generate_part(numbers: Sequence[int]) -> list[Completion]:
@@ -67,7 +70,8 @@ def run_generation(
 
     with progress("generate", len(todo), "prompts") if grid.rank == 0 else nullcontext() as bar:
         size = batch_size * grid.dp_size
-        for batch in (todo[start : start + size] for start in range(0, len(todo), size)):
+        for start in range(0, len(todo), size):
+            batch = todo[start : start + size]
             completions = dict(zip(batch, over_replicas(batch, generate_part, grid), strict=True))
             done.update(completions)
             if bar is not None:
@@ -77,29 +81,31 @@ def run_generation(
     if grid.rank == 0:
         write_completions(out, results)
         partial.remove()
-        tokens, seconds = sum(c.length for c in results), max(c.duration for c in results)
+        tokens = sum(completion.length for completion in results)
+        seconds = max(completion.duration for completion in results)
         _log.info("%d completion(s), %d tokens, in %s (longest batch %.2f s)", len(results), tokens, out, seconds)
     return results
 
 
 def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
     """Return a hash of everything that completions depend on: prompts, settings, precision and weights."""
-    config, saved = plan.config, checkpoint.stat().st_mtime_ns
-    generation = config.generation.model_dump_json(exclude={"cuda_graphs"})
-    settings = [generation, repr(sampling_params(config)), plan.precision]
-    return hashlib.sha256(json.dumps([*settings, str(checkpoint.resolve()), saved, *prompts]).encode()).hexdigest()
+    generation = plan.config.generation.model_dump_json(exclude={"cuda_graphs"})
+    settings = [generation, repr(sampling_params(plan.config)), plan.precision]
+    weights = [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns]
+    return hashlib.sha256(json.dumps([*settings, *weights, *prompts]).encode()).hexdigest()
 
 
 def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
     """Write one JSON object per line, atomically. Raises GenerationError if the file cannot be written."""
+    lines = (json.dumps(completion.to_json(), ensure_ascii=False) + "\n" for completion in completions)
     try:
-        files.write_text(Path(path), (json.dumps(done.to_json(), ensure_ascii=False) + "\n" for done in completions))
+        files.write_text(Path(path), lines)
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 class PartialOutput:
-    """`OUTPUT.partial`: a line that identifies the run, then `[number, completion]` per line as they are finished.
+    """File `OUTPUT.partial`: a line that identifies the run, then one line `[number, completion]` for each completion.
 
     One rank reads and writes it.
     """
@@ -135,7 +141,9 @@ class PartialOutput:
             )
             return {}
         try:
-            self._restored = {number: Completion(**record) for number, record in map(json.loads, lines[1:])}
+            for line in lines[1:]:
+                number, record = json.loads(line)
+                self._restored[number] = Completion(**record)
         except (ValueError, TypeError) as error:
             raise GenerationError(f"{self.path}: is broken ({error}); remove it to start over") from error
         _log.info("resuming an interrupted run: %s holds %d completion(s)", self.path, len(self._restored))
@@ -147,7 +155,7 @@ class PartialOutput:
             if self._started:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.writelines(_lines(completions))
-            else:  # rewritten, without an incomplete last line and without another run's completions
+            else:  # a new file drops an incomplete last line, and the completions of another run
                 files.write_text(self.path, [self._header, *_lines({**self._restored, **completions})])
         except OSError as error:
             raise GenerationError(f"{self.path}: cannot be written ({error.strerror or error})") from error
@@ -159,4 +167,5 @@ class PartialOutput:
 
 
 def _lines(completions: Mapping[int, Completion]) -> Iterator[str]:
-    return (json.dumps([number, done.to_json()], ensure_ascii=False) + "\n" for number, done in completions.items())
+    for number, completion in completions.items():
+        yield json.dumps([number, completion.to_json()], ensure_ascii=False) + "\n"

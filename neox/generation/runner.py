@@ -3,7 +3,7 @@
 Every rank of the model calls the same methods in the same order. Logits and scores are equal on all of them, so that
 all choose the same tokens and stop together.
 
-Shapes: B batch, S tokens fed, H hidden, V vocabulary.
+Legend: B batch, S tokens fed, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,16 +27,16 @@ from neox.model import (
     forward_over_stages,
     vocab_parallel_cross_entropy,
 )
-from neox.parallel import ParallelGrid, gather_last_dim
+from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks
 
 _SCORED_LOGITS = 2**25
-"""Most logits in memory while scoring."""
+"""Largest number of logits in memory while scoring."""
 
 _KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Kernels of attention on a GPU: cuDNN's makes a plan for each new length, and lengths here are many."""
+"""Kernels of attention on a GPU. cuDNN's is left out: it makes a plan for each length, and there are many here."""
 
 _SLOTS = 64
-"""Recorded steps have a multiple of so many slots, which kernels read in whole vectors."""
+"""The number of slots of recorded steps is a multiple of this one, so that kernels read whole vectors."""
 
 
 class CalledNetwork:
@@ -74,12 +73,12 @@ class ModelRunner:
         Args:
             network: Layers of this rank, or a network without stages that can only be called.
             grid: Process groups.
-            architecture: The whole model's.
+            architecture: The whole network.
             vocab_size: Padded vocabulary of the whole model.
             device: Device of the layers.
             dtype: Type of hidden states.
             recompute: Compute the whole sequence at each step instead of keeping keys and values.
-            recorded: Decode by steps of fixed shapes (`RecordedStep`). For a model on one rank, whose parameters
+            recorded: Decode by steps of fixed shapes (`RecordedStep`). Only for a model on one rank whose parameters
                 stay where they are.
         """
         assert not recorded or grid.tp_size == grid.pp_size == 1
@@ -105,13 +104,12 @@ class ModelRunner:
         hidden = self.hidden(tokens)
         result = torch.empty(2, *tokens.shape, device=self.device)
         if hidden is not None:
-            rows = max(1, _SCORED_LOGITS * self.grid.tp_size // (self.vocab_size * tokens.size(0)))
-            for part, hidden_part, labels_part in zip(
-                result.split(rows, dim=2), hidden.split(rows, dim=1), labels.split(rows, dim=1), strict=True
-            ):
-                logits = self._logits(hidden_part)
-                part[0] = -vocab_parallel_cross_entropy(logits, labels_part, self.grid)
-                part[1] = most_probable(logits, self.grid) == labels_part
+            columns = max(1, _SCORED_LOGITS * self.grid.tp_size // (self.vocab_size * tokens.size(0)))
+            for start in range(0, tokens.size(1), columns):
+                here = slice(start, start + columns)
+                logits = self._logits(hidden[:, here])
+                result[0, :, here] = -vocab_parallel_cross_entropy(logits, labels[:, here], self.grid)
+                result[1, :, here] = most_probable(logits, self.grid) == labels[:, here]
         self._from_last_stage(result)
         return result[0], result[1] > 0
 
@@ -131,7 +129,7 @@ class ModelRunner:
             return self._hidden(tokens, cache)
 
     def step_logits(self, tokens: Tensor, step: CacheStep) -> Tensor:
-        """Return the logits [B, V] after one more token [B, 1], of a model on one rank; no work for the host."""
+        """Return the logits [B, V] after one more token [B, 1], for a model on one rank, without work for the host."""
         with self._kernels():
             hidden = self._hidden(tokens, step)
         assert hidden is not None
@@ -155,7 +153,9 @@ class ModelRunner:
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Return the context in which attention takes one of `_KERNELS`."""
-        return sdpa_kernel(list(_KERNELS), set_priority=True) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(list(_KERNELS), set_priority=True)
 
     def _from_last_stage(self, x: Tensor) -> None:
         """Copy `x` from the stage that holds the head to all stages, in place."""
@@ -166,8 +166,8 @@ class ModelRunner:
 class CachedDecoding:
     """Batch with a cache of keys and values, which computes each token once.
 
-    Steps after the prompt are recorded where the runner is, unless padding makes rows longer than the network is meant
-    for: then attention's patterns of blocks depend on the length.
+    Steps after the prompt are recorded if the runner is for recorded steps. The exception is padding that makes rows
+    longer than the network is meant for: there, attention's patterns of blocks depend on the length.
     """
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int], capacity: int) -> None:
@@ -180,9 +180,9 @@ class CachedDecoding:
             capacity = min(-(-capacity // _SLOTS) * _SLOTS, longest)
         self._step: RecordedStep | None = None
         self.cache = runner.new_cache(len(lengths), capacity)
-        width = max(lengths)
-        if min(lengths) < width:
-            self.cache.reset(torch.tensor([width - length for length in lengths], device=runner.device))
+        padding = max(lengths) - torch.tensor(lengths)
+        if padding.any():
+            self.cache.reset(padding.to(runner.device))
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Read tokens [B, S] and return the logits [B, V] after the last."""
@@ -193,7 +193,9 @@ class CachedDecoding:
             return self._step(tokens)
         self._step = None
         hidden = self.runner.hidden(tokens, self.cache)
-        return self.runner.next_logits(None if hidden is None else hidden[:, -1], tokens.size(0))
+        if hidden is not None:
+            hidden = hidden[:, -1]
+        return self.runner.next_logits(hidden, tokens.size(0))
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows [B']."""
@@ -201,10 +203,10 @@ class CachedDecoding:
 
 
 class RecomputedDecoding:
-    """Batch that is computed from its beginning at each step; slow, a reference for the cache.
+    """Batch that is computed from its beginning at each step. It is slow, and a reference for the cache.
 
-    Rows are padded on the right, where causal attention ignores the padding. Those that are as long as the network
-    takes grow no further: they have ended, and wait for the others.
+    Rows are padded on the right, where causal attention ignores the padding. Rows of the network's greatest length have
+    ended; they stay as they are until the others end.
     """
 
     def __init__(self, runner: ModelRunner, lengths: Sequence[int]) -> None:
@@ -215,19 +217,20 @@ class RecomputedDecoding:
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Read tokens [B, S] and return the logits [B, V] after the last."""
-        new = tokens.tolist()
         if self.rows:
-            longest = self.runner.max_length
-            self.rows = [(old + row)[:longest] for old, row in zip(self.rows, new, strict=True)]
+            for old, new in zip(self.rows, tokens, strict=True):
+                old += new.tolist()
+                del old[self.runner.max_length :]
         else:
-            self.rows = [row[len(row) - length :] for row, length in zip(new, self.lengths, strict=True)]
-        width = max(map(len, self.rows))
-        device = self.runner.device
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in self.rows], device=device)
-        last = torch.tensor([len(row) - 1 for row in self.rows], device=device)
-        hidden = self.runner.hidden(padded)
+            for new, length in zip(tokens, self.lengths, strict=True):
+                self.rows.append(new[len(new) - length :].tolist())
+        lengths = torch.tensor(list(map(len, self.rows)))
+        padded = torch.zeros(len(self.rows), int(lengths.max()), dtype=torch.long)
+        for target, row in zip(padded, self.rows, strict=True):
+            target[: len(row)] = torch.tensor(row)
+        hidden = self.runner.hidden(padded.to(self.runner.device))
         if hidden is not None:
-            hidden = hidden[torch.arange(len(self.rows), device=device), last]
+            hidden = hidden[torch.arange(len(self.rows)), lengths - 1]
         return self.runner.next_logits(hidden, len(self.rows))
 
     def reorder(self, rows: Tensor) -> None:
@@ -239,19 +242,17 @@ def most_probable(logits: Tensor, grid: ParallelGrid) -> Tensor:
     """Return the id of the largest logit over all tensor ranks.
 
     Args:
-        logits: [B, S, V/tp].
+        logits: Logits [B, S, V/tp].
         grid: Process groups.
 
     Returns:
-        Ids [B, S]; of equal logits the lowest.
+        Ids [B, S]; if logits are equal, the lowest one.
     """
     values, ids = logits.max(dim=-1)
     if grid.tp_size == 1:
         return ids
     ids = ids + grid.tp_rank * logits.size(-1)
-    all_values = [torch.empty_like(values) for _ in range(grid.tp_size)]
-    all_ids = [torch.empty_like(ids) for _ in range(grid.tp_size)]
-    dist.all_gather(all_values, values.contiguous(), group=grid.tp_group)
-    dist.all_gather(all_ids, ids, group=grid.tp_group)
-    best = torch.stack(all_values).argmax(dim=0, keepdim=True)
-    return torch.stack(all_ids).gather(0, best).squeeze(0)
+    all_values = gather_tensor_ranks(values, grid)  # [tp, B, S]
+    all_ids = gather_tensor_ranks(ids, grid)
+    best = all_values.argmax(dim=0, keepdim=True)
+    return all_ids.gather(0, best).squeeze(0)

@@ -1,12 +1,15 @@
 """Choice of the next token from logits: penalties, filters and sampling.
 
 Their order is that of Hugging Face's processors (repetition penalty, minimum length, temperature, top-k, top-p), so
-that equal settings give equal distributions. Shapes: B sequences, V vocabulary.
+that equal settings give equal distributions.
+
+Legend: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -22,7 +25,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make seen tokens less likely (CTRL, arXiv:1909.05858).
 
     Args:
-        logits: [B, V].
+        logits: Logits [B, V].
         seen: Tokens in the context, bool [B, V].
         penalty: Divisor of positive and factor of negative logits.
     """
@@ -49,7 +52,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution.
 
     Args:
-        logits: [B, V].
+        logits: Logits [B, V].
         uniforms: Random numbers in [0, 1), float64 [B]; equal ones draw equal tokens on every device and rank.
 
     Returns:
@@ -61,11 +64,11 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return chosen.squeeze(1).clamp_(max=logits.size(-1) - 1)
 
 
-def sequence_uniforms(seed: int, sequences: list[int], length: int) -> Tensor:
+def sequence_uniforms(seed: int, sequences: Sequence[int], length: int) -> Tensor:
     """Return random numbers in [0, 1) for whole sequences, float64 [B, length].
 
-    Each sequence has its own generator, seeded by `seed` and its number, so that the result does not depend on the
-    batch it is in nor on the ranks that compute it.
+    Each sequence has a generator of its own, seeded by `seed` and its number. So its numbers do not depend on its batch
+    or on the ranks that compute it.
     """
     rows = []
     for sequence in sequences:
@@ -75,7 +78,7 @@ def sequence_uniforms(seed: int, sequences: list[int], length: int) -> Tensor:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise GenerationError if logits [B, V] are not finite, from which argmax would silently choose a token."""
+    """Raise GenerationError if logits [B, V] are not finite; argmax would choose a token without an error."""
     # A row's maximum is NaN if any element is, and infinite after an overflow.
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
         raise_not_finite()
@@ -96,8 +99,8 @@ class TokenChooser:
     def __init__(
         self,
         params: SamplingParams,
-        prompts: list[list[int]],
-        numbers: list[int],
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
         vocab_size: int,
         eod: int,
         device: torch.device,
@@ -107,12 +110,13 @@ class TokenChooser:
         Args:
             params: Sampling settings.
             prompts: Token ids of each sequence.
-            numbers: Seed of each sequence's random numbers, beside `params.seed`.
-            vocab_size: V.
+            numbers: Number of each sequence, which seeds its random numbers together with `params.seed`.
+            vocab_size: Size of the vocabulary V.
             eod: End-of-document id, impossible during the first `min_new_tokens`.
             device: Device of the logits.
         """
-        self.params, self.eod = params, eod
+        self.params = params
+        self.eod = eod
         self.step = 0
         self.uniforms = None
         if params.samples:
@@ -121,7 +125,7 @@ class TokenChooser:
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
             for row, prompt in enumerate(prompts):
-                self.seen[row, torch.tensor(prompt, device=device)] = True
+                self.seen[row, torch.tensor(list(prompt), device=device)] = True
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose ids [B] from logits [B, V]. Raises GenerationError if they are not finite."""
@@ -146,7 +150,7 @@ class TokenChooser:
         return ids
 
     def _most_probable(self, logits: Tensor) -> Tensor:
-        """Choose greedily, without a copy of the logits and with few operations, for the sake of small models."""
+        """Choose greedily, without a copy of the logits and with few operations, which matter for small models."""
         values, ids = logits.max(dim=-1)  # the lower id wins a tie
         # The maximum shows a NaN or positive infinity in a row, and a row of negative infinities.
         if not all(map(math.isfinite, values.tolist())):

@@ -1,7 +1,7 @@
 """HTTP server for a checkpoint: `/v1/completions`, `/v1/models`, `/health` and a page to try prompts.
 
-One generation runs at a time, in a separate thread; a few requests wait, more are refused. starlette is an optional
-dependency, imported in the functions that need it.
+One generation runs at a time, in a separate thread. A few requests wait; further ones are refused. starlette is an
+optional dependency, which is imported in the functions that need it.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 
 
 class GenerationQueue:
-    """Queue of requests, of which one at a time generates.
+    """Queue of requests, which generate one at a time.
 
     Attributes:
-        size: Requests that are waiting or generating.
+        size: Number of requests that wait or generate.
     """
 
     def __init__(
         self, model: LanguageModel, codec: TextCodec, limits: Limits, closing: threading.Event | None = None
     ) -> None:
-        """Make an empty queue; `closing`, once set, ends all generations with what there is."""
-        self.model, self.codec, self.limits = model, codec, limits
+        """Make an empty queue. Once `closing` is set, all generations end with what there is."""
+        self.model = model
+        self.codec = codec
+        self.limits = limits
         self.closing = closing or threading.Event()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation")
         self.lock = asyncio.Lock()
@@ -69,7 +71,7 @@ class GenerationQueue:
 
     @contextmanager
     def entry(self) -> Iterator[threading.Event]:
-        """Count a request as waiting; yields the event that ends its generation, which is set at the end."""
+        """Count a request as waiting, and yield the event that ends its generation, which is set at the end."""
         stop = threading.Event()
         self.size += 1
         try:
@@ -85,8 +87,8 @@ class GenerationQueue:
 
         Args:
             request: A checked request.
-            stop: Ends the generation when set (its client has disconnected).
-            on_text: Called in the generation's thread with (sequence, new text).
+            stop: Event that ends the generation, because its client has disconnected.
+            on_text: Function that is called with (sequence, new text) in the generation's thread.
 
         Returns:
             The continuations, and whether the time limit ended them.
@@ -122,9 +124,9 @@ def make_app(
         codec: Tokenizer.
         name: Name of the model in answers.
         limits: Limits of requests.
-        hosts: Accepted values of the Host header beside this machine's local names; requests with others, which a
-            browser sends after DNS rebinding, are refused.
-        closing: Once set, running generations end with what there is.
+        hosts: Accepted values of the Host header, in addition to this machine's local names. Other requests are
+            refused; a browser sends them after DNS rebinding.
+        closing: Event that ends running generations with what there is.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -186,7 +188,8 @@ class _HostFilter:
     """ASGI middleware that refuses requests whose Host header is not one of `names`."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
-        self.app, self.names = app, {name.lower() for name in names}
+        self.app = app
+        self.names = {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.datastructures import Headers
@@ -224,7 +227,7 @@ async def _read_json(http: Request, limits: Limits) -> Any:
 
 
 async def _answer(http: Request, queue: GenerationQueue, request: CompletionRequest, name: str) -> Response:
-    """Return the whole answer; a client that disconnects ends the generation."""
+    """Return the whole answer. A client that disconnects ends its generation."""
     from starlette.responses import JSONResponse
 
     try:
@@ -261,15 +264,20 @@ async def _stream(queue: GenerationQueue, request: CompletionRequest, name: str)
         for index, text in enumerate(request.echoes):
             if text:
                 yield event(choice_json(index, text, None))
-        while (piece := await pieces.get()) is not None:
-            yield event(choice_json(*piece, None))
+        while True:
+            piece = await pieces.get()
+            if piece is None:
+                break
+            index, text = piece
+            yield event(choice_json(index, text, None))
         try:
             results, late = task.result()
         except GenerationError as error:
             _log.error("%s", error)
             yield f"data: {json.dumps(error_json(str(error), 'server_error'))}\n\n"
             return
-    yield event(*(choice_json(n, "", finish_reason(result, late)) for n, result in enumerate(results)))
+    choices = [choice_json(n, "", finish_reason(result, late)) for n, result in enumerate(results)]
+    yield event(*choices)
     if request.stream_usage:
         yield event(usage=usage_json(request, results))
     yield "data: [DONE]\n\n"

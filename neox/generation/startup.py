@@ -36,7 +36,7 @@ _SUGGESTION = "--set load=DIRECTORY names another directory"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
-    """Add the launcher's `--payload`, and the files and settings of a run in this process alone.
+    """Add the launcher's `--payload`, and the files and settings of a run in a single process.
 
     Args:
         parser: Parser of the script.
@@ -50,7 +50,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
 
 
 def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
-    """Return the launcher's plan, or that of one process which holds the whole model, and the tokenizer.
+    """Return the tokenizer, and the plan: the launcher's, or that of a single process with the whole model.
 
     Raises:
         ConfigError: If the configuration is wrong.
@@ -61,8 +61,10 @@ def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
         return plan, tokenizer_of(plan.config)
     if not args.files:
         raise ConfigError("no configuration: name the model's YAML files, or start this script with deepy.py")
-    chosen = [] if args.iteration is None else [f"iteration={args.iteration}"]
-    config = one_process(config_from_files(args.files, conf_dir=args.conf_dir, overrides=[*args.set, *chosen]))
+    overrides = list(args.set)
+    if args.iteration is not None:
+        overrides.append(f"iteration={args.iteration}")
+    config = one_process(config_from_files(args.files, conf_dir=args.conf_dir, overrides=overrides))
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
     tokenizer = tokenizer_of(config)
@@ -70,7 +72,7 @@ def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
 
 
 def one_process(config: NeoXConfig) -> NeoXConfig:
-    """Return the configuration for one process, whatever number of ranks it trains on."""
+    """Return the configuration for a single process, whatever number of ranks it trains on."""
     config = for_inference(config)
     return config.updated({}, without=_MULTI_PROCESS_KEYS)
 
@@ -80,16 +82,17 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
 
     Args:
         plan: Plan of the run; a single process makes no process group.
-        prepare: Called on rank 0 alone; checks the request and returns the checkpoint.
+        prepare: Function that checks the request and returns the checkpoint; it is called on rank 0 only.
 
     Returns:
         The process groups, this rank's device and the checkpoint.
 
     Raises:
-        NeoXError: Of `prepare`, on all ranks.
+        NeoXError: If `prepare` raises it; then on all ranks.
     """
     if plan.grid.world_size == 1:
-        return ParallelGrid.single(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), prepare()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return ParallelGrid.single(), device, prepare()
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     return grid, device, from_first_rank(prepare)
@@ -124,14 +127,15 @@ def check_vocabulary(checkpoint: Path, args: Mapping[str, Any], vocab_size: int)
     """Check that a tokenizer can be the one that a checkpoint was trained with.
 
     Args:
-        checkpoint: Named in the message.
-        args: What the checkpoint stores about its model; gpt-neox's checkpoints store the padded size alone.
-        vocab_size: Ids of the tokenizer.
+        checkpoint: The checkpoint, which the message names.
+        args: Settings of its model that the checkpoint stores; gpt-neox's have only the padded size.
+        vocab_size: Number of ids of the tokenizer.
 
     Raises:
         CheckpointError: If the sizes contradict each other.
     """
-    exact, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    exact = args.get("vocab_size")
+    padded = args.get("padded_vocab_size")
     if exact not in (None, vocab_size) or (padded is not None and vocab_size > padded):
         known = exact if exact is not None else f"at most {padded}"
         raise CheckpointError(

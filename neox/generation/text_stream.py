@@ -43,7 +43,8 @@ class TextStream:
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
         """Start with no text; `stop` strings end it."""
-        self.codec, self.stop = codec, tuple(stop)
+        self.codec = codec
+        self.stop = tuple(stop)
         self.text = ""
         self.stopped = False
         self._ids: list[int] = []
@@ -58,8 +59,12 @@ class TextStream:
         now = self.codec.decode(self._ids[self._context :])
         if len(now) > len(known) and not now.endswith(_INCOMPLETE):
             self._grow(now[len(known) :])
-            self._context, self._read = self._read, len(self._ids)
-        return self._take(len(self.text) - (0 if self.stopped else self._held_back()))
+            self._context = self._read
+            self._read = len(self._ids)
+        end = len(self.text)
+        if not self.stopped:
+            end -= self._held_back()
+        return self._take(end)
 
     def finish(self) -> str:
         """Return the remaining text after the last token, including an incomplete character."""
@@ -74,19 +79,25 @@ class TextStream:
         longest = max(map(len, self.stop), default=0)
         start = max(0, len(self.text) - longest)
         self.text += piece
-        ends = [at for at in (self.text.find(word, start) for word in self.stop) if at >= 0]
-        if ends:
-            self.text, self.stopped = self.text[: min(ends)], True
+        end = len(self.text)
+        for word in self.stop:
+            at = self.text.find(word, start)
+            if at >= 0:
+                end = min(end, at)
+                self.stopped = True
+        self.text = self.text[:end]
 
     def _held_back(self) -> int:
         """Return how many characters at the end of the text may be the beginning of a stop string."""
-        for length in range(min(max(map(len, self.stop), default=1) - 1, len(self.text)), 0, -1):
+        longest = max(map(len, self.stop), default=1)
+        for length in range(min(longest - 1, len(self.text)), 0, -1):
             tail = self.text[-length:]
             if any(word.startswith(tail) for word in self.stop):
                 return length
         return 0
 
     def _take(self, end: int) -> str:
+        """Return the text up to `end` that has not been returned before."""
         piece = self.text[self._returned : end]
         self._returned = max(self._returned, end)
         return piece

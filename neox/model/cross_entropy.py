@@ -74,6 +74,16 @@ def _scores_over_ranks(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> tu
     return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
 
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, grid: ParallelGrid, *, row: bool) -> Tensor:
+    """Return this rank's part of the logits of some tokens, [R, V/T]."""
+    logits = linear(x, weight)
+    if row:
+        logits = reduce_scatter_last_dim(logits, grid)
+    if bias is not None:
+        logits += bias
+    return logits
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -105,14 +115,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
         rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
         for first in range(0, x.shape[0], rows):
             here = slice(first, first + rows)
-            logits = linear(x[here], weight)
-            if row:
-                logits = reduce_scatter_last_dim(logits, grid)
-            if bias is not None:
-                logits += bias
+            logits = _logits(x[here], weight, bias, grid, row=row)
             log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
             total += ((log_sums - picked) * token_weights[here]).sum()
-            if not any(ctx.needs_input_grad[:3]):
+            if not (needs_x or needs_weight or needs_bias):
                 continue
             grad = logits_gradient(logits, log_sums, labels[here], token_weights[here])
             if grad_bias is not None:

@@ -3,7 +3,7 @@
 import torch
 
 from neox.config import NeoXConfig
-from neox.generation.load import _pack, runner_of_stage
+from neox.generation.load import _pack, _pack_tied_head, runner_of_stage
 from neox.model import Stage, build_layer
 from neox.ops import DTYPES
 from neox.parallel import ParallelGrid
@@ -44,7 +44,9 @@ def runner(*, parallel_residual=True, rotary=True, tanh=False, dtype="fp32", pac
                     parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
     layers = {index: layer.to(device) for index, layer in layers.items()}
     if packed:
-        _pack(layers, tied_head=plan.layers.head.tied_to is not None)
+        _pack(layers)
+        if plan.layers.head.tied_to is not None:
+            _pack_tied_head(layers[0])
     stage = Stage(plan, grid, layers, plan.stages[0].ranges)
     return runner_of_stage(plan, stage, grid, device)
 
