@@ -12,6 +12,10 @@ from neox.corpus import BadInput, LineBlock, Position, read_blocks
 from tools.web_text.step import Record
 
 CHUNK_BYTES = 1 << 20
+Place = tuple[int, Position]
+"""Number of an input, and the position in it."""
+
+START: Place = (0, Position())
 RESULT_AS_JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 """How pydantic writes the result of a chunk."""
 
@@ -23,27 +27,27 @@ class Chunk:
     Attributes:
         content: Lines, or records; None at the end of an input.
         bad: Bad inputs before the content.
-        next: Number of an input, and the position in it, where the next chunk starts.
+        next: Place where the next chunk starts.
     """
 
     content: LineBlock | tuple[Record, ...] | None
     bad: tuple[BadInput, ...]
-    next: tuple[int, Position]
+    next: Place
 
 
-Reader = Callable[[tuple[str, ...], tuple[int, Position], int, Callable[[int], Any]], Iterator[Chunk]]
+Reader = Callable[[tuple[str, ...], Place, int, Callable[[int], Any]], Iterator[Chunk]]
 
 
 def read_chunks(
-    files: tuple[str, ...], start: tuple[int, Position], max_line_bytes: int, consumed: Callable[[int], Any]
+    files: tuple[str, ...], start: Place, max_line_bytes: int, consumed: Callable[[int], Any]
 ) -> Iterator[Chunk]:
     """Yield all inputs in chunks, each up to the first end of a line after a multiple of 1 MiB.
 
     Args:
         files: Paths of the inputs.
-        start: Number of the input and the position in it to start from.
-        max_line_bytes: Limit of a line; a longer one is a bad input.
-        consumed: Called with the number of bytes newly read.
+        start: Place to start from.
+        max_line_bytes: Longest line; a longer one is a bad input.
+        consumed: Function that is called with the number of bytes newly read.
 
     Raises:
         DataError: If a file cannot be read.

@@ -16,13 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from neox.corpus import BadInput, LineBlock, Position, parse_records
+from neox.corpus import BadInput, LineBlock, parse_records
 from neox.errors import DataError
 from neox.files import fsync_file
 from neox.log import progress
 from neox.resume import ResumeLog, open_at
 from neox.workers import ordered_map
-from tools.web_text.chunks import RESULT_AS_JSON, Chunk, read_chunks
+from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, read_chunks
 from tools.web_text.documents import ChunkState
 from tools.web_text.lines import batches, total_bytes
 from tools.web_text.minhash import Bands, band_hashes
@@ -187,7 +187,7 @@ class DocumentIndex:
             Number of a chunk's first document, number after its last, and the chunk.
         """
         ends = np.cumsum(self.column(_CHUNKS), dtype=np.int64)
-        read = read_chunks(self.files, (0, Position()), self.max_line_bytes, consumed)
+        read = read_chunks(self.files, START, self.max_line_bytes, consumed)
         start = 0
         for chunk, end in zip(read, ends.tolist(), strict=True):
             yield start, end, chunk

@@ -20,7 +20,7 @@ from neox.files import fsync_file, partial_path, replace_file
 from neox.log import get_logger, progress
 from neox.resume import ResumeLog, open_at
 from neox.workers import ordered_map
-from tools.web_text.chunks import RESULT_AS_JSON, Chunk, Reader, read_chunks
+from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, Place, Reader, read_chunks
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes, total_bytes
 from tools.web_text.shards import with_shards, write_shard
 from tools.web_text.step import Counts, DocumentFunction, Job, Outcome, Record, S, Step, without
@@ -147,11 +147,11 @@ class ChunkState:
     """State of a run over chunks: everything before `next` is done.
 
     Attributes:
-        next: Number of an input, and the position in it.
+        next: Place of the next chunk.
         counts: Counts of the chunks done.
     """
 
-    next: tuple[int, Position] = (0, Position())
+    next: Place = START
     counts: Counts = field(default_factory=Counts)
 
     @classmethod
@@ -184,11 +184,11 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
         DataError: If too many inputs are bad, or a worker died twice on a chunk.
     """
     if job.shard is not None:
-        chunks = read(job.files, (0, Position()), job.settings.max_line_mb * _MIB, lambda _: None)
+        chunks = read(job.files, START, job.settings.max_line_mb * _MIB, lambda _: None)
         return write_shard(job, work, job.files, chunks)
     function, workers = with_shards(job, work, job.files)
 
-    def produce(start: tuple[int, Position], consumed: Callable[[int], Any]) -> Results:
+    def produce(start: Place, consumed: Callable[[int], Any]) -> Results:
         chunks = read(job.files, start, job.settings.max_line_mb * _MIB, consumed)
         return ordered_map(function, chunks, workers)
 
@@ -197,7 +197,7 @@ def map_documents(job: Job[S], work: ChunkWork[S], read: Reader = read_chunks) -
 
 def write_results(
     job: Job[S],
-    produce: Callable[[tuple[int, Position], Callable[[int], Any]], Results],
+    produce: Callable[[Place, Callable[[int], Any]], Results],
     unit: str,
     total: float | None = None,
 ) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from neox.corpus import Position
 from neox.files import write_text
-from tools.web_text.chunks import Chunk
+from tools.web_text.chunks import Chunk, Place
 from tools.web_text.documents import ChunkOutput, Results, write_results
 from tools.web_text.filter_urls import expand_suffixes, read_lines
 from tools.web_text.lines import encode_line
@@ -95,9 +95,7 @@ def download(job: Job[DownloadSettings]) -> None:
     write_results(job, partial(_fetched, job, date), "URLs")
 
 
-def _fetched(
-    job: Job[DownloadSettings], date: str, start: tuple[int, Position], consumed: Callable[[int], Any]
-) -> Results:
+def _fetched(job: Job[DownloadSettings], date: str, start: Place, consumed: Callable[[int], Any]) -> Results:
     """Fetch the URLs after the first `start[1].offset` ones, and yield them in chunks."""
     from tools.web_text.fetch import Fetcher
 

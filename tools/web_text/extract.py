@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from neox.corpus import Position, expand_inputs
+from neox.corpus import expand_inputs
 from neox.errors import ConfigError
-from tools.web_text.chunks import Chunk, read_chunks
+from tools.web_text.chunks import Chunk, Place, read_chunks
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
 from tools.web_text.pages import WARC_SUFFIXES, decode_page, warc_reader
@@ -124,9 +124,7 @@ def extract(job: Job[ExtractSettings]) -> None:
         raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of WARC files")
     limit = job.settings.max_page_mb << 20
 
-    def read_pages(
-        files: tuple[str, ...], start: tuple[int, Position], _: int, consumed: Callable[[int], Any]
-    ) -> Iterator[Chunk]:
+    def read_pages(files: tuple[str, ...], start: Place, _: int, consumed: Callable[[int], Any]) -> Iterator[Chunk]:
         return warc_reader(files, start, limit, consumed)
 
     work = ChunkWork(build_extract, job.settings, key=_KEY, keep_text=False)

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from neox.corpus import Position
 from neox.workers import ordered_map, worker_count
 from tools.web_text.candidates import FindCandidates, write_firsts
-from tools.web_text.chunks import read_chunks
+from tools.web_text.chunks import START, read_chunks
 from tools.web_text.clusters import CompareGroups, TextFile, UnionFind, link_candidates, mark_needed
 from tools.web_text.document_index import LONGEST, DocumentIndex, IndexChunk
 from tools.web_text.minhash import OLD_BANDS, Bands, bands_for
@@ -71,7 +70,7 @@ def make_index(job: Job[N], files: tuple[str, ...]) -> DocumentIndex:
 
 def index_shard(job: Job[N], index: DocumentIndex) -> None:
     """Compute the part of an index that is the job's share of the chunks."""
-    chunks = read_chunks(index.files, (0, Position()), index.max_line_bytes, lambda _: None)
+    chunks = read_chunks(index.files, START, index.max_line_bytes, lambda _: None)
     write_shard(job, IndexChunk(index.bands, job.settings.seed), index.files, chunks)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from neox.corpus import BadInput, Position
 from neox.errors import DataError, os_errors
-from tools.web_text.chunks import Chunk
+from tools.web_text.chunks import Chunk, Place
 from tools.web_text.step import Record
 
 WARC_SUFFIXES = (".warc", ".warc.gz")
@@ -61,7 +61,7 @@ def decode_page(data: bytes, charset: str | None) -> str:
 
 def warc_reader(
     files: tuple[str, ...],
-    start: tuple[int, Position],
+    start: Place,
     max_bytes: int,
     consumed: Callable[[int], Any],
 ) -> Iterator[Chunk]:

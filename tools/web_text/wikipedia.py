@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from neox.corpus import BadInput, Position
 from neox.errors import DataError, os_errors
-from tools.web_text.chunks import Chunk
+from tools.web_text.chunks import Chunk, Place
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
 from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
@@ -146,9 +146,7 @@ def _template_text(template: Any) -> str:
     return ""
 
 
-def read_dump(
-    files: tuple[str, ...], start: tuple[int, Position], max_bytes: int, consumed: Callable[[int], Any]
-) -> Iterator[Chunk]:
+def read_dump(files: tuple[str, ...], start: Place, max_bytes: int, consumed: Callable[[int], Any]) -> Iterator[Chunk]:
     """Yield the pages of dumps in chunks: `title`, `url`, `id`, `ns`, `redirect`, `text` (markup).
 
     Args:
