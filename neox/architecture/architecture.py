@@ -49,56 +49,52 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A transformer, decoder-only or a bidirectional encoder. It holds no padding, dropout, precision or kernel choice.
+    """A transformer: a decoder, or a bidirectional encoder. It holds no padding, dropout, precision or kernel choice.
 
-    Defaults are those of GPT-NeoX-20B's kind of network.
+    Defaults are those of networks like GPT-NeoX-20B.
 
     Attributes:
-        num_layers: Transformer blocks.
+        num_layers: Number of blocks.
         hidden_size: Width of the hidden states.
-        num_attention_heads: Query heads of one block.
-        num_kv_heads: Key and value heads; each serves `num_attention_heads / num_kv_heads` neighbouring query heads.
+        num_attention_heads: Number of query heads of a block.
+        num_kv_heads: Number of key and value heads. Each serves `num_attention_heads / num_kv_heads` neighbouring
+            query heads.
         head_dim: Width of one head.
         mlp_width: Inner width of the MLP, after the activation.
         activation: Key of `ACTIVATIONS`.
         norm: Key of `NORMS`.
-        norm_epsilon: The norms' epsilon.
-        qkv_bias: Queries, keys and values have biases.
-        attention_output_bias: Attention's output projection has a bias.
-        mlp_bias: Both projections of the MLP have biases.
-        head_bias: The head adds a bias to the logits.
-        qk_norm: Norm of queries and keys before positions. "none"; "neox": the network's norm over each head's
-            dimensions (layernorm: over all heads'), with one scale [heads, head_dim] for queries and for keys, which
-            are repeated first (later gpt-neox); "head": RMSNorm over each head's dimensions with a scale [head_dim] for
-            queries and one for keys (Qwen3); "full": RMSNorm over all heads' dimensions (OLMo-2).
-        residual: "sequential": attention, then the MLP on its result; "parallel": x + attention(ln1(x)) +
-            mlp(ln2(x)); "parallel_one_norm": x + attention(ln1(x)) + mlp(ln1(x)); "sublayer_output_norm": sequential,
-            x + norm(f(x)) (OLMo-2); "post_norm": sequential, norm(x + f(x)), without a final norm (BERT).
+        norm_epsilon: Epsilon of the norms.
+        qkv_bias: Whether queries, keys and values have biases.
+        attention_output_bias: Whether attention's output projection has a bias.
+        mlp_bias: Whether both projections of the MLP have biases.
+        head_bias: Whether the head adds a bias to the logits.
+        qk_norm: Key of `QUERY_KEY_NORMS`: the norm of queries and keys, before positions.
+        residual: Key of `BLOCK_NORMS`: how a block adds its sublayers to its input, and where its norms are.
         positions: Key of `POSITIONS`.
         rotary_ndims: Leading dimensions of each head that are rotated; 0 if positions are not rotary.
         rotary_base: Base of the rotary frequencies; 0 if positions are not rotary.
         rope_scaling: Hugging Face's dictionary of that name as sorted pairs (key, value); () for none.
-        learned_offset: Rows of a learned table before that of position 0.
+        learned_offset: Number of rows before that of position 0 in a table of learned positions.
         rpe_buckets: Rows of the table of relative positions; 0 if positions are not `rpe`.
-        rpe_max_distance: Distance from which on relative positions share a row; 0 likewise.
-        max_positions: Longest sequence the network is meant for, in tokens, and rows of a table of learned positions.
-            No parameter of other positions depends on it, so checkpoints are not compared in it.
-        attention: Key of `ATTENTION` for each block.
-        window: Keys that a query of a `sliding_window` block sees, itself included; 0 without such blocks.
+        rpe_max_distance: Distance from which relative positions share a row; 0 if positions are not `rpe`.
+        max_positions: Longest sequence that the network is meant for, in tokens, and rows of a table of learned
+            positions. No parameter of other positions depends on it, so checkpoints are not compared in it.
+        attention: Key of `ATTENTION` for each block, or one of `GATED_KINDS`.
+        window: Keys that a query of a `sliding_window` block sees, with its own; 0 without such blocks.
         sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
-        gmlp_width: Inner width of the attention in `amlp` blocks; 0 without it.
-        soft_prompt_tokens: Trained vectors before the tokens; 0 for none.
-        tie_word_embeddings: The head multiplies by the embedding's weight.
+        gmlp_width: Inner width of the attention in `amlp` blocks; 0 without such blocks.
+        soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
+        tie_word_embeddings: Whether the head multiplies by the embedding's weight.
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
         embedding_multiplier: Factor of the tokens' vectors.
         position_multiplier: Factor of the positions' vectors.
         logit_multiplier: Factor of the logits.
-        bidirectional: Tokens attend to later ones, too, and the head is that of masked language modelling: a dense
-            layer, activation and norm before the embedding's weight, and a bias of the logits (BERT).
+        bidirectional: Whether tokens also attend to later ones. The head is that of masked language modelling then: a
+            dense layer, activation and norm before the embedding's weight, and a bias of the logits (BERT).
         token_types: Rows of a table of token types, whose vectors are added to the tokens'; 0 for none.
-        embedding_norm: The sum of the embeddings is normalised.
-        sentence_head: A bidirectional network also says of each sample whether its second sentence follows the first:
-            a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
+        embedding_norm: Whether the sum of the embeddings is normalised.
+        sentence_head: Whether a bidirectional network also predicts if the second sentence of a sample follows the
+            first one: by a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
     """
 
     num_layers: int
@@ -146,7 +142,7 @@ class Architecture:
 
     @property
     def has_cache(self) -> bool:
-        """Whether keys and values are all that a new token needs of earlier ones."""
+        """Whether a new token needs only the keys and values of earlier ones."""
         has_gates = not set(self.attention).isdisjoint(GATED_KINDS)
         return not self.bidirectional and not has_gates
 

@@ -176,7 +176,14 @@ def _norms_over_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
 QUERY_KEY_NORMS: Mapping[str, Callable[[Architecture], tuple[ParameterSpec, ...]]] = MappingProxyType(
     {"none": _none, "neox": _neox_query_key_norm, "head": _norms_of_heads, "full": _norms_over_heads}
 )
-"""Norm of queries and keys -> its parameters, named inside the block. `neox` is the key `use_qk_layernorm`."""
+"""Norm of queries and keys -> its parameters, named inside the block.
+
+- `none`: no norm.
+- `neox`: the network's norm, over the dimensions of each head (rmsnorm) or of all heads (layernorm). Keys are repeated
+  first, and one scale [heads, head_dim] serves queries and keys (later gpt-neox, the key `use_qk_layernorm`).
+- `head`: RMSNorm over the dimensions of each head, with one scale [head_dim] for queries and one for keys (Qwen3).
+- `full`: RMSNorm over the dimensions of all heads, with scales of that width (OLMo-2).
+"""
 
 
 def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:

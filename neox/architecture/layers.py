@@ -50,7 +50,14 @@ BLOCK_NORMS: Mapping[str, NormSlots] = MappingProxyType(
         "post_norm": _NORMS_AFTER,
     }
 )
-"""Norms of a block by its residual rule, whose sums are the entry of the same name in `neox.model.RESIDUALS`."""
+"""Norms of a block by its residual rule, whose sums are the entry of the same name in `neox.model.RESIDUALS`.
+
+- `sequential`: y = x + attention(norm(x)), then y + mlp(norm(y)).
+- `parallel`: x + attention(norm(x)) + mlp(other_norm(x)).
+- `parallel_one_norm`: x + attention(norm(x)) + mlp(norm(x)).
+- `sublayer_output_norm`: y = x + norm(attention(x)), then y + norm(mlp(y)) (OLMo-2).
+- `post_norm`: y = norm(x + attention(x)), then norm(y + mlp(y)), and no final norm (BERT).
+"""
 
 
 @dataclass(frozen=True)

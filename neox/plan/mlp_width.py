@@ -17,10 +17,10 @@ def mlp_width(
 ) -> int:
     """Return the width after the activation.
 
-    Later gpt-neox takes `intermediate_size` (4 x hidden where it is unset) as the width of an MLP without a gate. A
-    gated one is to have as many parameters, so two thirds of it are divided between the two halves of the first
-    product: 32768 with multiples of 256 gives 11008. v2.0 has one gated activation, `geglu`, each half of which is two
-    thirds of 4 x hidden wide; that holds for `geglu` where none of the later keys is given.
+    Later gpt-neox takes `intermediate_size`, by default 4 x hidden, as the width of an MLP without a gate. A gated MLP
+    should have as many parameters, so two thirds of it are divided between the two halves of the first product: 32768
+    with multiples of 256 gives 11008. gpt-neox v2.0 has one gated activation, `geglu`, each half of which is two thirds
+    of 4 x hidden wide. That holds for `geglu` if none of the later keys is given.
 
     Args:
         hidden: Width of the hidden states.
@@ -32,10 +32,15 @@ def mlp_width(
     """
     if width:
         return width
-    size = intermediate_size or (int(expansion_factor * hidden) if expansion_factor else 4 * hidden)
+    if activation == "geglu" and not (intermediate_size or expansion_factor or multiple_of):
+        return int(4 * 2 / 3 * hidden)
+    if intermediate_size:
+        size = intermediate_size
+    elif expansion_factor:
+        size = int(expansion_factor * hidden)
+    else:
+        size = 4 * hidden
     if ACTIVATIONS[activation].width_factor == 2:
-        if activation == "geglu" and not (intermediate_size or expansion_factor or multiple_of):
-            return int(4 * 2 / 3 * hidden)
         size = ceil(int(size * 2 / 3) / 2)
     multiple = multiple_of or 1
     return ceil(size / multiple) * multiple
