@@ -27,6 +27,7 @@ _FLAGS_OF_KEYS = (
     "master_addr",
     "master_port",
     "launcher",
+    "gpu_type",
     "sample_input_file",
     "sample_output_file",
     "iteration",
@@ -59,7 +60,8 @@ def _build_parser() -> ScriptParser:
         prog="deepy.py",
         description="Check a configuration, show what follows from it, and start a script on every rank.",
         epilog="Exit status: 2 if the command line or the configuration is wrong, 130 after Ctrl-C, else that of "
-        "the run: 0, or that of the rank that failed first (124: it hung).",
+        "the run: 0, or that of the rank that failed first (124: it hung). A dry run ends with 2 "
+        "if it does not fit in a memory that was given or measured.",
         allow_abbrev=False,
     )
     parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
@@ -94,6 +96,7 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="with --dry-run: PNG of learning rate and batch over the run")
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for this many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
+    parser.add_argument("--gpu-type", help="kind of GPU that is planned for, such as a100-40: its memory and peak")
 
 
 def add_host_flags(parser: argparse._ActionsContainer) -> None:

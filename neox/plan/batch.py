@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from neox.config.neox_config import NeoXConfig
+from neox.plan.topology import Topology
 from neox.problems import Problem
 
 TOTAL = "train_batch_size"
@@ -22,6 +23,11 @@ class BatchPlan:
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
+
+    @property
+    def samples_of_data_rank(self) -> int:
+        """Samples of one step on one data-parallel rank."""
+        return self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
 
     @property
     def samples_at_once(self) -> int:
@@ -61,6 +67,19 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[Problem]
         steps = _third_size(config, total, STEPS, MICRO, micro, dp_size, problems)
         return None if steps is None else BatchPlan(total, micro, steps)
     return _whole_batch(config, BatchPlan(total, micro, steps), dp_size, problems)
+
+
+def batch_notes(config: NeoXConfig, grid: Topology, batch: BatchPlan) -> list[str]:
+    """Return that a batch is not the one of `planned_num_gpus`, because of the number of ranks, and what keeps it."""
+    planned = config.runner.planned_num_gpus
+    if planned is None or config.given(TOTAL):
+        return []
+    samples = batch.samples_of_data_rank * planned // (grid.pp_size * grid.tp_size)
+    if samples in (0, batch.train_batch_size):
+        return []
+    origin = config.describe_setting("planned_num_gpus")
+    kept = f"--set {TOTAL}={samples} --set {STEPS}=null"
+    return [f"{origin}: a step has {samples:,} samples there, and {batch.train_batch_size:,} here; {kept} keeps it"]
 
 
 def _whole_batch(config: NeoXConfig, batch: BatchPlan, dp_size: int, problems: list[Problem]) -> BatchPlan | None:

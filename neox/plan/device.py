@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from neox.config.neox_config import NeoXConfig
 from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
 from neox.plan.memory.zero import sharding_of
 from neox.plan.run_plan import RunPlan
+from neox.plan.time.gpus import GPUS, Gpu
 
 MIB = 2**20
 GIB = 2**30
@@ -35,6 +37,8 @@ class Device:
         usable: Bytes that it leaves to a rank.
         shared: Whether the ranks of a host share its memory, so that more ranks there do not help.
         peak_tflops: Peak of its arithmetic; None if nothing is assumed.
+        peak_source: Text that says where the peak comes from.
+        assumed: Whether nobody gave or measured its size.
     """
 
     name: str
@@ -44,25 +48,65 @@ class Device:
     usable: int
     shared: bool
     peak_tflops: float | None
+    peak_source: str
+    assumed: bool = False
 
 
 def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
-    """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib`."""
+    """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib` or of the kind in `gpu_type`."""
     config = plan.config
-    if size is None:
-        size = config.runner.gpu_memory_gib * GIB
-        source = str(config.source("gpu_memory_gib"))
+    kind = _gpu_of_type(config)
+    name = ""
+    assumed = False
+    if size is not None:
+        source = "gpu_memory_gib: the smallest GPU of this machine"
+    elif kind is not None and not _wins_over_type(config, "gpu_memory_gib"):
+        size = kind.memory_gib * GIB
+        source = _type_and_source(config)
+        name = f" ({kind.name})"
     else:
-        source = "the smallest GPU of this machine"
+        size = config.runner.gpu_memory_gib * GIB
+        source = f"gpu_memory_gib: {config.source('gpu_memory_gib')}"
+        assumed = not config.given("gpu_memory_gib")
+    peak, peak_source = _gpu_peak(config, kind)
     return Device(
-        name=f"a GPU of {size / GIB:.1f} GiB",
+        name=f"a GPU of {size / GIB:.1f} GiB{name}",
         size_key="gpu_memory_gib",
-        source=f"gpu_memory_gib: {source}",
+        source=source,
         size=int(size),
         usable=usable_bytes(size),
         shared=False,
-        peak_tflops=config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS,
+        peak_tflops=peak,
+        peak_source=peak_source,
+        assumed=assumed,
     )
+
+
+def _gpu_of_type(config: NeoXConfig) -> Gpu | None:
+    kind = config.runner.gpu_type
+    return None if kind is None else GPUS[kind]
+
+
+def _wins_over_type(config: NeoXConfig, key: str) -> bool:
+    """Return whether a key with one figure of a GPU is given, and not only in a file while the kind is not."""
+    if not config.given(key):
+        return False
+    return config.source(key).is_command_line or not config.source("gpu_type").is_command_line
+
+
+def _gpu_peak(config: NeoXConfig, kind: Gpu | None) -> tuple[float, str]:
+    """Return the peak of a GPU in TFLOP/s, and the text that says where it comes from."""
+    key = "peak_theoretical_tflops"
+    given = config.logging.peak_theoretical_tflops
+    if kind is not None and not _wins_over_type(config, key):
+        return kind.peak_tflops, _type_and_source(config)
+    if given is None:
+        return ASSUMED_PEAK_TFLOPS, f"{key}: {config.source(key)}"
+    return given, f"{key}: {config.source(key)}"
+
+
+def _type_and_source(config: NeoXConfig) -> str:
+    return f"gpu_type {config.runner.gpu_type}: {config.source('gpu_type')}"
 
 
 def usable_bytes(gpu_bytes: float) -> int:
@@ -106,6 +150,8 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
         usable=max(0, free * max(needs) // sum(needs)),
         shared=True,
         peak_tflops=config.logging.peak_theoretical_tflops,
+        peak_source=f"peak_theoretical_tflops: {config.source('peak_theoretical_tflops')}",
+        assumed=size == _UNKNOWN_SIZE,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from neox.architecture import POSITIONS, Architecture, LayerPlan
+from neox.architecture import POSITIONS, LayerPlan
 from neox.plan.architecture import layer_plan, padded_vocabulary
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
@@ -23,6 +23,23 @@ _MOST_TRIED = 300
 _MOST_GROWTH = 64
 _MOST_GPUS = 64
 _MOST_TENSOR_RANKS = 8  # tensor ranks communicate within each layer, and a host seldom has more GPUs
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a run's network and keys allow the search.
+
+    Attributes:
+        num_layers: Blocks, which limit pipeline stages.
+        num_kv_heads: Heads of keys, which tensor ranks divide.
+        may_divide_tokens: Whether no other key forbids `sequence_parallel`.
+        may_offload: Whether states may move to main memory, which is slow.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    may_divide_tokens: bool
+    may_offload: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,12 +77,13 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
         return memory(setting).needed(on_cpu=device.shared) <= device.usable
 
     start = replace(plan.memory_setting, on_cpu=device.shared)
+    limits = _limits_of(plan)
     growth = 1
     while growth <= (1 if device.shared else _MOST_GROWTH):
         wider = replace(
             start, dp_size=start.dp_size * growth, accumulation_steps=max(1, start.accumulation_steps // growth)
         )
-        found = _search(wider, plan.architecture, fits)
+        found = _search(wider, replace(limits, may_offload=False), fits) or _search(wider, limits, fits)
         if found is not None:
             return Fit(False, needed, world * growth, setting_changes(start, found), memory(found))
         growth *= 2
@@ -92,9 +110,16 @@ def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
     return memory
 
 
-def _search(
-    start: MemorySetting, architecture: Architecture, fits: Callable[[MemorySetting], bool]
-) -> MemorySetting | None:
+def _limits_of(plan: RunPlan) -> _Limits:
+    network = plan.architecture
+    curriculum = plan.config.schedule.curriculum_learning
+    changes_lengths = curriculum is not None and curriculum.enabled
+    divides_inputs = plan.config.training.partition_activations
+    may_divide = not changes_lengths and not divides_inputs and not network.soft_prompt_tokens
+    return _Limits(network.num_layers, network.num_kv_heads, may_divide)
+
+
+def _search(start: MemorySetting, limits: _Limits, fits: Callable[[MemorySetting], bool]) -> MemorySetting | None:
     """Return the setting that fits after the fewest moves, among a bounded number."""
     if fits(start):
         return start
@@ -103,7 +128,7 @@ def _search(
     for _ in range(_MOST_CHANGES):
         following: list[MemorySetting] = []
         for setting in frontier:
-            for candidate in _moves(setting, architecture):
+            for candidate in _moves(setting, limits):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
                 if fits(candidate):
@@ -114,7 +139,7 @@ def _search(
     return None
 
 
-def _moves(setting: MemorySetting, architecture: Architecture) -> Iterator[MemorySetting]:
+def _moves(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
     """Yield settings one step away that need less memory, cheapest in speed first; the batch stays the same."""
     if setting.zero_stage == 0:
         yield replace(setting, zero_stage=1, fp32_gradients=setting.precision == "bf16")
@@ -133,19 +158,33 @@ def _moves(setting: MemorySetting, architecture: Architecture) -> Iterator[Memor
     if setting.pp_size == 1 and setting.zero_stage in (1, 2) and setting.dp_size > 1:
         yield replace(setting, zero_stage=setting.zero_stage + 1)
     if setting.dp_size % 2 == 0:
-        yield from _more_model_parallel(setting, architecture)
-    yield from _offload_moves(setting)
+        yield from _more_model_parallel(setting, limits)
+    if setting.tp_size > 1 and _can_divide_tokens(setting, setting.tp_size, limits):
+        yield replace(setting, sequence_parallel=True)
+    if limits.may_offload:
+        yield from _offload_moves(setting)
 
 
-def _more_model_parallel(setting: MemorySetting, architecture: Architecture) -> Iterator[MemorySetting]:
-    """Yield settings with twice the tensor ranks or pipeline stages, and half of the data ranks."""
+def _more_model_parallel(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
+    """Yield settings with twice the tensor ranks or pipeline stages, and half of the data ranks.
+
+    Tensor ranks also come with divided tokens, which cost more communication and less memory.
+    """
     fewer = replace(setting, dp_size=setting.dp_size // 2, accumulation_steps=setting.accumulation_steps * 2)
     tensor_ranks = setting.tp_size * 2
     divides_tokens = not setting.sequence_parallel or setting.sequence_length % tensor_ranks == 0
-    if architecture.num_kv_heads % tensor_ranks == 0 and tensor_ranks <= _MOST_TENSOR_RANKS and divides_tokens:
+    if limits.num_kv_heads % tensor_ranks == 0 and tensor_ranks <= _MOST_TENSOR_RANKS and divides_tokens:
         yield replace(fewer, tp_size=tensor_ranks)
-    if setting.zero_stage <= 1 and setting.pp_size * 2 <= architecture.num_layers:
+        if _can_divide_tokens(setting, tensor_ranks, limits):
+            yield replace(fewer, tp_size=tensor_ranks, sequence_parallel=True)
+    if setting.zero_stage <= 1 and setting.pp_size * 2 <= limits.num_layers:
         yield replace(fewer, pp_size=setting.pp_size * 2)
+
+
+def _can_divide_tokens(setting: MemorySetting, tensor_ranks: int, limits: _Limits) -> bool:
+    """Return whether this many tensor ranks can start to divide the tokens of a sample."""
+    is_free = limits.may_divide_tokens and not setting.sequence_parallel
+    return is_free and setting.sequence_length % tensor_ranks == 0
 
 
 def _offload_moves(setting: MemorySetting) -> Iterator[MemorySetting]:
@@ -179,6 +218,8 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
         value = getattr(after, name)
         if value != getattr(before, name):
             changes.append((key, str(value)))
+    if after.sequence_parallel != before.sequence_parallel:
+        changes.append(("sequence_parallel", "true"))
     if after.recompute_chunk != before.recompute_chunk:
         changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
     if after.sequence_parallel != before.sequence_parallel:
@@ -210,12 +251,19 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
 
     fused = plan.memory_setting
     flash = replace(fused, attention="flash")
-    sizes = f"{gib(total(flash))} instead of {gib(total(fused))}"
+    with_flash = gib(total(flash))
+    with_fused = gib(total(fused))
+    sizes = []
+    if with_flash != with_fused:
+        sizes.append(f"{with_flash} instead of {with_fused}")
     if fused.recompute_chunk:
         without_recompute = total(replace(flash, recompute_chunk=0))
         if without_recompute <= device.usable:
-            sizes += f", and {gib(without_recompute)} without checkpoint_activations, which fits"
-    yield f'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores: {sizes}'
+            sizes.append(f"{gib(without_recompute)} without checkpoint_activations, which fits")
+    if not sizes:  # it saves nothing
+        return
+    saved = ", and ".join(sizes)
+    yield f'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores: {saved}'
 
 
 def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.data_lines import data_lines
-from neox.plan.device import Device, gib, gpu_device, memory_on
+from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import flash_advice, memory_problem
 from neox.plan.inference import inference_bytes
@@ -159,22 +160,38 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     yield f"step      {step}"
     train_iters = plan.config.training.train_iters
     if train_iters is not None:
-        yield f"run       {train_iters:,} steps, {found.tokens:,} tokens{_time_of_run(plan, found)}"
+        yield f"run       {train_iters:,} steps, {found.tokens:,} tokens{_time_of_run(found, device)}"
         yield f"schedule  {schedule_of(plan.config).describe()}"
         for label, line in plan.batch_schedule.describe(train_iters):
             yield from labelled(label, [line])
     if plan.save_iterations:
         saves = count(len(plan.save_iterations), "checkpoint")
-        yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}"
+        sizes = _checkpoint_sizes(plan)
+        yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}{sizes}"
 
 
-def _time_of_run(plan: RunPlan, found: Figures) -> str:
+def _checkpoint_sizes(plan: RunPlan) -> str:
+    """Return the sizes on disk of one checkpoint and of all that are kept."""
+    one = checkpoint_bytes(plan)
+    kept = kept_checkpoints(plan)
+    if kept == 1:
+        return f"; {_disk_size(one)} on disk"
+    return f"; {_disk_size(one)} each on disk, {_disk_size(one * kept)} for the {kept:,} that are kept"
+
+
+def _disk_size(size: int) -> str:
+    """Return a number of bytes in TiB if it is large, else as memory is shown."""
+    if size >= 1024 * GIB:
+        return f"{size / GIB / 1024:,.1f} TiB"
+    return gib(size)
+
+
+def _time_of_run(found: Figures, device: Device) -> str:
     """Return the time that a run takes and what was assumed; nothing if the speed of its device is not known."""
     if found.days is None or found.peak_tflops is None:
         return ""
     speed = f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"
-    source = plan.config.source("peak_theoretical_tflops")
-    return f": {_duration(found.days * 86_400)} at {speed} (expected_mfu, peak_theoretical_tflops: {source})"
+    return f": {_duration(found.days * 86_400)} at {speed} (expected_mfu, {device.peak_source})"
 
 
 def _derived_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:

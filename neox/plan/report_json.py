@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.device import Device, gpu_device, memory_on
 from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import check_fit, flash_advice
@@ -36,6 +37,8 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "memory": _memory_and_fit(plan, device),
         "figures": asdict(figures(plan, device)),
         "save_iterations": len(plan.save_iterations),
+        "checkpoint_bytes": checkpoint_bytes(plan),
+        "checkpoints_kept": kept_checkpoints(plan),
         "notes": [*plan.notes, *flash_advice(plan, device)],
         "derived": {name: {"value": found.value, "from": found.rule} for name, found in derived_values(plan).items()},
         "values": {key: {"value": plain(value), "from": str(place)} for key, value, place in all_values(plan.config)},
@@ -64,6 +67,7 @@ def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
         "device": device.name,
         "device_bytes": device.size,
         "usable_bytes": device.usable,
+        "assumed": device.assumed,
         "fits": fit.fits,
         "would_fit_with": dict(fit.changes),
         "would_fit_on": None if fit.memory_then is None else fit.world,

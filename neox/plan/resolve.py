@@ -13,7 +13,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan.architecture import architecture_of, padded_vocabulary, with_adapters
 from neox.plan.attention_config import attention_impls
-from neox.plan.batch import BatchPlan, solve_batch
+from neox.plan.batch import BatchPlan, batch_notes, solve_batch
 from neox.plan.batch_schedule import ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.fp8 import fp8_problems
@@ -92,6 +92,7 @@ def derive_plan(
     attention = attention_impls(config)
     setting = memory_setting(config, grid, batch, precision, attention)
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
+    notes = (*notes, *translated, *batch_notes(config, grid, batch), *map(str, notes_without_effect(config)))
     return RunPlan(
         config=config,
         grid=grid,
@@ -105,7 +106,7 @@ def derive_plan(
         memory=fullest_stage(layers, stages, setting),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
-        notes=(*notes, *translated, *map(str, notes_without_effect(config))),
+        notes=notes,
         attention=attention,
     )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
 
 _NVME_PATHS = ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path")
+_KEYS_ABOUT_GPUS = ("gpu_memory_gib", "gpu_type", "global_num_gpus")
 _WANDB_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
 
 
@@ -102,17 +103,18 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
 
 
 def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> Device:
-    """Return the device of each rank: CPUs or GPUs of this machine, or GPUs of `gpu_memory_gib` elsewhere.
+    """Return the device of each rank: CPUs or GPUs of this machine, or GPUs as the configuration describes them.
 
     Args:
         plan: The plan.
         placement: Hosts and slots.
         training: Whether the model is trained, not only run.
-        dry_run: Whether nothing will be started. Then `gpu_memory_gib` and `global_num_gpus`, if given, mean GPUs.
+        dry_run: Whether nothing will be started. Then keys about GPUs, if given, mean GPUs.
     """
-    memory_given = plan.config.given("gpu_memory_gib")
+    config = plan.config
+    memory_given = config.given("gpu_memory_gib") or config.source("gpu_type").is_command_line
     planned_for_gpus = placement.assumed
-    if dry_run and (memory_given or plan.config.given("global_num_gpus")):
+    if dry_run and any(map(config.given, _KEYS_ABOUT_GPUS)):
         planned_for_gpus = True
     if placement.is_local and not placement.accelerators and not planned_for_gpus:
         ranks = range(placement.world_size)

@@ -20,7 +20,7 @@ from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.machine import native_formats
-from neox.launch.placement import Placement, choose_hosts, place_ranks
+from neox.launch.placement import ChosenBy, Placement, choose_hosts, place_ranks
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
 from neox.launch.start import (
@@ -112,7 +112,7 @@ class _Command:
         return int(_have_problems(reports))
 
     def show(self) -> int:
-        """Print the plan; problems are warnings."""
+        """Print the plan; problems are warnings. Return 2 if it does not fit, and nothing was assumed."""
         placement, warnings = choose_hosts(self.config, self.arguments)
         job = Job(find_script(self.arguments.script), placement, dry_run=True)
         planned = plan_job(self.config, job, self._capabilities_without_run(placement))
@@ -133,7 +133,8 @@ class _Command:
             print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
             self._print_plan(planned, placement, spec)
-        return 0
+        is_guess = placement.chosen_by is ChosenBy.ASSUMPTION or planned.device.assumed
+        return 0 if planned.fits or is_guess else 2
 
     def suggest(self) -> int:
         """Print the fastest layouts; problems are warnings."""

@@ -75,11 +75,13 @@ class PlannedJob:
         plan: The plan.
         device: What a rank runs on.
         problems: What is missing or does not fit: warnings of a dry run, errors of a launch.
+        fits: Whether the device has the memory that the job needs.
     """
 
     plan: RunPlan
     device: Device
     problems: tuple[Problem, ...]
+    fits: bool
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:
@@ -153,11 +155,14 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
             raise
         raise ConfigError([*error.problems, *problems]) from None
     device = device_of_ranks(plan, job.placement, training=job.trains, dry_run=job.dry_run)
-    problems += _capacity_problems(plan, job, device)
+    too_large: list[Problem] = []
+    if job.runs_model:
+        too_large = memory_problems(plan, device, training=job.trains)
+    problems += [*too_large, *_disk_problems(plan, job)]
     if job.trains:
         notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
-    return PlannedJob(plan, device, tuple(problems))
+    return PlannedJob(plan, device, tuple(problems), fits=not too_large)
 
 
 def _vocabulary_problems(vocabulary: Vocabulary, job: Job) -> list[Problem]:
@@ -202,12 +207,9 @@ def _precision_problems(config: NeoXConfig, job: Job, capabilities: Capabilities
     return [config.problem("precision", "needs hosts that can be asked; set it to bf16 or fp32")]
 
 
-def _capacity_problems(plan: RunPlan, job: Job, device: Device) -> list[Problem]:
-    """Return what does not fit in memory or on disks."""
-    problems: list[Problem] = []
-    if job.runs_model:
-        problems += memory_problems(plan, device, training=job.trains)
-    if job.trains and job.placement.is_local:
-        states = {path: path_state(Path(path)) for path in nvme_paths(plan.config)}
-        problems += nvme_problems(plan, range(job.placement.world_size), "this machine", states)
-    return problems
+def _disk_problems(plan: RunPlan, job: Job) -> list[Problem]:
+    """Return what does not fit on disks for offloading."""
+    if not job.trains or not job.placement.is_local:
+        return []
+    states = {path: path_state(Path(path)) for path in nvme_paths(plan.config)}
+    return nvme_problems(plan, range(job.placement.world_size), "this machine", states)

@@ -11,7 +11,7 @@ import torch.distributed
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from neox.convert.to_hf import choose_family
-from neox.plan import config_from_files, resolve
+from neox.plan import config_from_files, gpu_device, memory_problem, resolve
 from neox.plan.rules import missing_for_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,6 +24,7 @@ SELF_CONTAINED = (
     "one_gpu_offload",
     "one_gpu_offload_6-7B",
 )
+WITHOUT_GPU = ("bf16", "bert/tiny", "quickstart", "quickstart_gpt2", "quickstart_llama")
 MODELS = sorted(
     path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
 )
@@ -139,6 +140,15 @@ def test_names_everything_training_needs_and_explicit_dropouts(name):
     assert config.tokenizer.vocab_file
     assert config.given("attention_dropout")
     assert config.given("hidden_dropout")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_GPU])
+def test_names_a_gpu_that_holds_it(name):
+    config = config_from_files([name], conf_dir=CONFIGS)
+    assert config.given("gpu_type") != config.given("gpu_memory_gib")
+    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    plan = resolve(config, config.runner.planned_num_gpus or 8 * copy, token_ids(config))
+    assert memory_problem(plan, gpu_device(plan), training=True) is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

@@ -58,7 +58,8 @@ def test_20b_as_gpt_neox_users_type_it_names_what_is_missing(tmp_path: Path) -> 
     ):
         assert command in error, error
     assert list(tmp_path.iterdir()) == []
-    plan = json.loads(deepy(*words, "local_setup", "--dry-run", "--json", "--num_gpus", "8", cwd=tmp_path).stdout)
+    flags = ("--dry-run", "--json", "--num_gpus", "8", "--gpu-type", "a100-80")
+    plan = json.loads(deepy(*words, "local_setup", *flags, cwd=tmp_path).stdout)
     assert plan["values"]["save"]["value"] == "checkpoints"
     assert sum("(replacing " in note for note in plan["notes"]) == 7
 
@@ -144,16 +145,23 @@ def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> No
 
 def test_a_dry_run_compares_with_a_gpu_that_is_given(tiny: Path) -> None:
     small = ("--set", "gpu_memory_gib=2.001")
-    done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny)
+    done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny, code=2)
     assert "does not fit" in done.stderr
+    assert "memory" in done.stdout
     (tiny / "other.py").touch()  # nobody knows what this one needs
     assert "does not fit" not in deepy("other.py", "tiny.yml", *small, "--dry-run", cwd=tiny).stderr
+
+
+def test_an_assumed_gpu_that_is_too_small_is_a_warning(tiny: Path) -> None:
+    large = ("--set", "hidden_size=32768", "--set", "num_layers=96", "--hosts", "1", "--dry-run")
+    assert "does not fit" in deepy("train.py", "tiny.yml", *large, cwd=tiny).stderr
+    deepy("train.py", "tiny.yml", *large, "--gpu-type", "h200", cwd=tiny, code=2)
 
 
 def test_what_this_machine_cannot_hold_is_not_started(tiny: Path) -> None:
     (tiny / "train.py").unlink()
     large = ("--set", "hidden_size=32768", "--set", "num_layers=96")
-    done = deepy("train.py", "tiny.yml", *large, "--dry-run", cwd=tiny)
+    done = deepy("train.py", "tiny.yml", *large, "--dry-run", cwd=tiny, code=2)
     assert "usable on localhost with" in done.stderr
     assert "H100" not in done.stdout
     for keys in (large, ("--set", "host_memory_gib=0.5")):

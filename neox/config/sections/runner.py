@@ -12,6 +12,9 @@ from neox.config.sections.conditions import Excludes, OnlyWith, Refused
 from neox.config.sections.numbers import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from neox.config.sections.pipeline_schedules import PipelineScheduleName
 
+GpuType = Literal["v100", "a100-40", "a100-80", "h100", "h100-96", "h200", "b200", "mi300x", "ascend910"]
+"""Kinds of GPUs whose figures are known; keys of `GPUS`."""
+
 
 class ParallelismConfig(Section):
     """Degrees of parallelism, and the division of layers into pipeline stages."""
@@ -96,9 +99,18 @@ class RunnerConfig(Section):
     stop_timeout: PositiveFloat = 60.0
     """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed."""
 
+    gpu_type: GpuType | None = None
+    """Kind of GPU that a file was made for, or that a plan is for: its memory and peak, unless gpu_memory_gib and
+    peak_theoretical_tflops are given. On the command line (`--gpu-type`) it wins over these two in a file. The memory
+    of this machine's GPUs wins over the kind in a file."""
+
+    planned_num_gpus: int | None = Field(None, ge=1, le=2**20)
+    """Number of GPUs for which a file's batch was chosen. It changes nothing; a plan with another batch, because of
+    another number of ranks, has a note with the key that keeps the batch."""
+
     gpu_memory_gib: PositiveFloat = 80.0
-    """Memory of one GPU in GiB, with which the plan is compared. If the key is not given and a run uses only this
-    machine's GPUs, their memory counts."""
+    """Memory of one GPU in GiB, with which the plan is compared. If neither this key nor gpu_type is given and a run
+    uses only this machine's GPUs, their memory counts."""
 
     host_memory_gib: PositiveFloat | None = None
     """Main memory of each host in GiB, which its CPU ranks share; by default what the host has available. A run that

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from neox.plan import gpu_device, host_device, memory_problem, plan_as_dict
 from neox.plan.device import (
     GIB,
     PROCESS_BYTES,
+    gib,
     host_problem,
     memory_on,
     rank_bytes,
@@ -15,6 +18,7 @@ from neox.plan.device import (
     usable_bytes,
 )
 from neox.plan.fit import check_fit, flash_advice
+from neox.plan.memory import fullest_stage
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 
@@ -88,12 +92,34 @@ def test_flash_is_recommended_in_place_of_the_fused_softmax(keys, recommended):
 
 
 def test_flash_may_make_recomputation_unnecessary():
-    plan = shipped("20B", 96)
+    plan = shipped("20B", 96, "gpu_type=a100-80")
     (advice,) = flash_advice(plan, gpu_device(plan))
     assert "checkpoint_activations" in advice
     assert advice in plan_as_dict(plan)["notes"]
     small = gpu_device(plan, 12 * GIB)
     assert all("checkpoint_activations" not in line for line in flash_advice(plan, small))
+
+
+def test_flash_that_saves_nothing_is_not_proposed():
+    plan = shipped("20B", 8, "checkpoint_activations=true")
+    total = plan.memory.total
+    assert gib(memory_with_flash(plan)) == gib(total)
+    assert list(flash_advice(plan, gpu_device(plan))) == []
+
+
+def memory_with_flash(plan):
+    return fullest_stage(plan.layers, plan.stages, replace(plan.memory_setting, attention="flash")).total
+
+
+def test_tensor_ranks_may_divide_tokens_where_memory_is_short():
+    plan = shipped("13B", 8, "checkpoint_activations=true", "train_micro_batch_size_per_gpu=1")
+    found = set()
+    for size in range(14, 40):
+        found |= set(check_fit(plan, gpu_device(plan, size * GIB)).changes)
+    assert ("sequence_parallel", "true") in found
+    fixed = shipped("13B", 8, "partition_activations=true", "train_micro_batch_size_per_gpu=1")
+    for size in range(14, 40, 5):
+        assert "sequence_parallel" not in dict(check_fit(fixed, gpu_device(fixed, size * GIB)).changes)
 
 
 class TestHosts:

@@ -59,4 +59,4 @@ def test_the_report_compares_the_memory_of_inference():
     text = format_plan(plan, training=False)
     assert gib(inference_bytes(plan, 1, 1)) in text
     assert problem_of(plan, None) in text
-    assert "--num_gpus" not in format_plan(plan_20b(1, 1, 1), training=False)
+    assert "--num_gpus" not in format_plan(plan_20b(1, 1, 1, gpu_memory_gib=80), training=False)

@@ -42,7 +42,7 @@ class TestJson:
 
     def test_every_value_says_where_it_came_from(self):
         found = plan_as_dict(shipped("20B", 96, "global_num_gpus=96", "optimizer.params.lr=1e-4"))
-        assert found["values"]["hidden_size"]["from"].endswith("20B.yml:13")
+        assert found["values"]["hidden_size"]["from"].endswith("20B.yml:15")
         assert found["values"]["seed"] == {"value": 1234, "from": "default"}
         assert found["derived"]["world"] == {"value": 96, "from": "--set"}
         assert found["derived"]["dp"] == {"value": 12, "from": "world 96 / (pp 4 x mp 2)"}

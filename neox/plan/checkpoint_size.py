@@ -1,0 +1,33 @@
+"""Sizes of a run's checkpoints on disk."""
+
+from __future__ import annotations
+
+from neox.plan.memory.parameters import count_parameters
+from neox.plan.memory.zero import sharding_of
+from neox.plan.run_plan import RunPlan
+
+
+def checkpoint_bytes(plan: RunPlan) -> int:
+    """Return the bytes of the tensors in one checkpoint of all ranks: weights, and optimizer states.
+
+    Weights are written once for each tensor rank of a stage. Optimizer states are too, or by each data rank if data
+    ranks divide them.
+    """
+    setting = plan.memory_setting
+    total = 0
+    for stage in plan.stages:
+        count = count_parameters(plan.layers, stage, setting)
+        sharding = sharding_of(setting)(setting, count)
+        of_tensor_rank = setting.bytes_per_number * count.held
+        if not plan.config.checkpoint.no_save_optim:
+            writers = setting.dp_size if sharding.shards_states else 1
+            of_tensor_rank += writers * sharding.all_states()
+        total += setting.tp_size * of_tensor_rank
+    return total
+
+
+def kept_checkpoints(plan: RunPlan) -> int:
+    """Return how many of a run's checkpoints are on disk at its end."""
+    written = len(plan.save_iterations)
+    limit = plan.config.checkpoint.keep_last_n_checkpoints
+    return written if limit is None else min(written, limit)
