@@ -16,7 +16,7 @@ from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
-from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors
+from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
 from neox.engine.start import Start, check_local_copy, choose_start
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError
@@ -144,24 +144,37 @@ def _fill_weights_and_read_states(
     rank = (engine.grid.tp_rank, engine.grid.tp_size)
     states: dict[str, Tensor] = {}
     for fragment in target.fragments:
+        _copy_fragment(reader, fragment, FP32, rank, target.tensor)
         index, name = fragment.key
-        for state in (FP32, *sorted(reader.names(index, name))):
-            if state != FP32 and reader.optimizer.state(state).axis is not None:
-                # A vector for each axis of a whole parameter, which is the only one in the tensor.
+        for state in sorted(reader.names(index, name)):
+            if reader.optimizer.state(state).axis is not None:
+                # A vector along one axis of a whole parameter, which is the only one in the tensor.
                 states[state] = reader.shard(index, name, state, *rank).to(target.tensor, copy=True)
                 continue
-            if state == FP32:
-                filled = target.tensor
-            else:
-                if state not in states:
-                    states[state] = _zeros(target.tensor, engine, state)
-                filled = states[state]
-            if fragment.length:
-                part = filled.view(-1)[fragment.start : fragment.start + fragment.length]
-                part.copy_(reader.elements(index, name, state, rank, (fragment.first, fragment.length)))
+            if state not in states:
+                states[state] = _zeros(target.tensor, engine, state)
+            _copy_fragment(reader, fragment, state, rank, states[state])
     if states and reader.optimizer.counts_steps:
         states["step"] = torch.tensor(reader.step, dtype=torch.float32, device=target.tensor.device)
     return states
+
+
+def _copy_fragment(
+    reader: OptimizerReader, fragment: Fragment, state: str, rank: tuple[int, int], tensor: Tensor
+) -> None:
+    """Copy the fp32 weights or a state of a fragment to its place in a tensor of the optimizer.
+
+    Args:
+        reader: Reader of the checkpoint.
+        fragment: Part of a parameter, and its place in the tensor.
+        state: Name of the state, or `FP32`.
+        rank: Tensor rank and tensor degree of this run.
+        tensor: Tensor that is filled.
+    """
+    if not fragment.length:
+        return
+    part = tensor.view(-1)[fragment.start : fragment.start + fragment.length]
+    part.copy_(reader.elements(*fragment.key, state, rank, (fragment.first, fragment.length)))
 
 
 def _zeros(tensor: Tensor, engine: Engine, state: str) -> Tensor:

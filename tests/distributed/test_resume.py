@@ -138,6 +138,15 @@ def as_gpt_neox_writes(path, **changed):
         save_file(file, snapshot({**state, **changed}, HostCopies()))
 
 
+def assert_elements_are_those_of_shards(reader, index, name, kind):
+    """A part in the middle of what each of two tensor ranks, and of what one rank gets."""
+    for rank in ((0, 1), (0, 2), (1, 2)):
+        whole = reader.shard(index, name, kind, *rank).reshape(-1)
+        first, length = whole.numel() // 3, max(1, whole.numel() // 2)
+        part = reader.elements(index, name, kind, rank, (first, length))
+        assert torch.equal(part, whole[first : first + length]), (index, name, kind, rank)
+
+
 def assert_refused_with_ways_out(checkpoint):
     from neox.engine.start import choose_start
 
@@ -166,6 +175,8 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
             for spec in layer.parameters:
                 for kind in ("fp32", "exp_avg", "exp_avg_sq"):
                     assert torch.equal(one.full(layer.index, spec.name, kind), two.full(layer.index, spec.name, kind))
+                    for reader in (one, two):
+                        assert_elements_are_those_of_shards(reader, layer.index, spec.name, kind)
         start = choose_start(tiny_plan(2, load=str(theirs.parent)))
         assert start.changed[WRITER] == ("gpt-neox", "neox")
 
