@@ -78,29 +78,19 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     run = run_identity(plan.config)
     finetune = keys.finetune
     if load is None:
-        own = _run_in_save(plan)
-        if own is not None:
-            load = own
+        load = _run_in_save(plan)
+        if load is not None:
             finetune = False
-        elif keys.load is None:
-            return Start(run)
-        else:
+        elif keys.load is not None:
             load = Path(keys.load)
-    is_own_directory = keys.save is not None and load.resolve() == Path(keys.save).resolve()
-    if is_own_directory and _is_empty(load):
-        _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
+    is_own_directory = load is not None and keys.save is not None and load.resolve() == Path(keys.save).resolve()
+    if load is None or (is_own_directory and _is_empty(load)):
         return Start(run)
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
-    reader = CheckpointReader(path, plan.layers, finetune=finetune)
-    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
-        _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
-    check_same_adapters(path, reader.args, plan, finetune=finetune)
+    reader = _open_same_model(path, plan, finetune=finetune)
     if is_own_directory:
         run = read_identity(path) or run
         supersede_after(load, path)
-    note = padding_note(reader.args, plan)
-    if note:
-        _log.warning("%s", note)
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
         return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True)
@@ -142,8 +132,27 @@ def _run_in_save(plan: RunPlan) -> Path | None:
 
 
 def _is_empty(load: Path) -> bool:
-    """Return whether a directory has no checkpoint, complete or broken. A first start is meant then."""
-    return not load.is_dir() or (not checkpoint_directories(load) and not any(load.glob("*.pt")))
+    """Return whether a directory has no checkpoint, complete or broken. A first start is meant then, and logged."""
+    if load.is_dir() and (checkpoint_directories(load) or any(load.glob("*.pt"))):
+        return False
+    _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
+    return True
+
+
+def _open_same_model(path: Path, plan: RunPlan, *, finetune: bool) -> CheckpointReader:
+    """Open a checkpoint, and warn of what may differ from the plan's model and does.
+
+    Raises:
+        CheckpointError: If it belongs to another model.
+    """
+    reader = CheckpointReader(path, plan.layers, finetune=finetune)
+    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
+        _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
+    check_same_adapters(path, reader.args, plan, finetune=finetune)
+    note = padding_note(reader.args, plan)
+    if note is not None:
+        _log.warning("%s", note)
+    return reader
 
 
 def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -218,8 +218,6 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
         value = getattr(after, name)
         if value != getattr(before, name):
             changes.append((key, str(value)))
-    if after.sequence_parallel != before.sequence_parallel:
-        changes.append(("sequence_parallel", "true"))
     if after.recompute_chunk != before.recompute_chunk:
         changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
     if after.sequence_parallel != before.sequence_parallel:
@@ -228,13 +226,17 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
         changes.append(("recompute_granularity", after.recomputed_part))
     if after.recompute_chunk and after.no_recompute_blocks != before.no_recompute_blocks:
         changes.append(("no_recompute_layers", "null"))
-    if after.offloads_states and not before.offloads_states:
-        changes.append(("zero_optimization.offload_optimizer.device", "cpu"))
-    if after.offloads_weights and not before.offloads_weights:
-        changes.append(("zero_optimization.offload_param.device", "cpu"))
     if after.attention != before.attention:
         changes.append(("attention_config", '[[["flash"], "all"]]'))
-    return tuple(changes)
+    return (*changes, *_offload_changes(before, after))
+
+
+def _offload_changes(before: MemorySetting, after: MemorySetting) -> Iterator[tuple[str, str]]:
+    """Yield the keys that offload what was on the device before."""
+    if after.offloads_states and not before.offloads_states:
+        yield "zero_optimization.offload_optimizer.device", "cpu"
+    if after.offloads_weights and not before.offloads_weights:
+        yield "zero_optimization.offload_param.device", "cpu"
 
 
 def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("neox", "tools/cluster", "tools/dataset", "tools/web_text")
 TREES = {
@@ -144,3 +146,34 @@ def test_modules_have_telling_names_and_no_lazy_attributes() -> None:
     lazy = {f for f, tree in TREES.items() for node in tree.body if getattr(node, "name", None) == "__getattr__"}
     assert lazy == set()
     assert [f for f in TREES if {"utils", "common", "helpers", "misc"} & set(Path(f).with_suffix("").parts)] == []
+
+
+# Per 1,000 lines that are not blank. Denser code has to be read twice.
+MOST_CONDITIONAL_EXPRESSIONS, MOST_COMPREHENSIONS, MOST_TUPLE_ASSIGNMENTS = 12, 18, 3
+DENSE_UNITS = [
+    "tools",
+    *sorted({"/".join(file.split("/")[:2]) for file in TREES if file.count("/") > 1} - set(PACKAGES)),
+]
+
+
+def is_tuple_assignment(node: ast.AST) -> bool:
+    """Whether a statement assigns several values to several names at once."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return any(isinstance(target, ast.Tuple) for target in node.targets)
+
+
+@pytest.mark.parametrize("package", DENSE_UNITS)
+def test_code_is_not_dense(package: str) -> None:
+    files = [file for file in TREES if file.startswith(f"{package}/")]
+    lines = sum(len(list(filter(str.strip, (ROOT / file).read_text(encoding="utf-8").splitlines()))) for file in files)
+    nodes = [node for file in files for node in ast.walk(TREES[file])]
+    conditional = [node for node in nodes if isinstance(node, ast.IfExp)]
+    comprehensions = [
+        node for node in nodes if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+    ]
+    assert len(conditional) * 1000 <= MOST_CONDITIONAL_EXPRESSIONS * lines
+    assert len(comprehensions) * 1000 <= MOST_COMPREHENSIONS * lines
+    assert sum(map(is_tuple_assignment, nodes)) * 1000 <= MOST_TUPLE_ASSIGNMENTS * lines
+    nested = [node for node in conditional if sum(isinstance(inner, ast.IfExp) for inner in ast.walk(node)) > 1]
+    assert nested == []
