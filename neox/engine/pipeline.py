@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import WORD_EMBEDDINGS
 from neox.engine.deepspeed_patches import hidden_stdout
+from neox.engine.pipeline_schedules import TRAIN_SCHEDULES
 from neox.model import (
     Aux,
     Context,
@@ -76,6 +77,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     Attributes:
         stage: The layers of this rank.
+        train_schedule: Class of the instructions of this stage in a training step.
         score_count: Number of the objective's scores.
         targets: What the scores of the next micro batch need next to the network's output; on the last stage.
         loss_factor: What DeepSpeed multiplies the objective's loss with before its backward pass.
@@ -98,6 +100,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
+        self.train_schedule = TRAIN_SCHEDULES[plan.config.parallelism.pipeline_schedule]
         self.score_count = len(objective.names)
         self._dtype = dtype
         self._handoff = Handoff.of(plan.architecture)

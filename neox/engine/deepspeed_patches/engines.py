@@ -191,6 +191,11 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             if gradient is not None:
                 dist.all_reduce(gradient, group=group)
 
+    def _train_schedule(self) -> schedule.PipeSchedule:
+        """Return the instructions of this stage in a training step. DeepSpeed knows no schedule but 1F1B."""
+        kind = self.module.train_schedule
+        return kind(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. DeepSpeed adds the scores of an evaluation to those of the last training step."""
         self.total_loss = None

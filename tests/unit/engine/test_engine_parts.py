@@ -4,15 +4,23 @@ import logging
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
+from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.engine import distributed
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm, runtime_json
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed
+from neox.engine.pipeline_schedules import TRAIN_SCHEDULES
 from neox.engine.saving import layout_of, neox_client_state
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
 from tests.plans import SIZES, plan_of
+
+
+def test_every_pipeline_schedule_has_instructions_that_deepspeed_asks_for():
+    assert set(TRAIN_SCHEDULES) == set(PIPELINE_SCHEDULES)
+    assert callable(DeepSpeedPipelineEngine._train_schedule)
 
 
 def plan(world=1, **keys):
