@@ -171,8 +171,9 @@ def test_every_block_is_one_graph(tp_size: int, names: tuple[str, ...]):
 
 def kept_bytes(budgets: list[float | None]) -> list[tuple[int, list[torch.Tensor]]]:
     """Return for each budget the bytes that the backward pass of one step needs, and the gradients."""
-    from neox.engine.compiled import compile_blocks
     from torch.autograd.graph import saved_tensors_hooks
+
+    from neox.engine.build import compile_blocks
 
     results = []
     for budget in budgets:
