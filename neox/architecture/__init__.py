@@ -18,13 +18,14 @@ from neox.architecture.choices import (
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
 from neox.architecture.layers import (
-    BLOCK_NORMS,
     BLOCK_OFFSET,
+    RESIDUALS,
     WORD_EMBEDDINGS,
     LayerEntry,
     LayerKind,
     LayerPlan,
     NormSlots,
+    Residual,
     build_layer_plan,
 )
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
@@ -36,7 +37,6 @@ __all__ = [
     "ACTIVATIONS",
     "ADAPTER",
     "ATTENTION",
-    "BLOCK_NORMS",
     "BLOCK_OFFSET",
     "FP8_MULTIPLE",
     "GATED_KINDS",
@@ -46,6 +46,7 @@ __all__ = [
     "NORMS",
     "POSITIONS",
     "QUERY_BLOCK",
+    "RESIDUALS",
     "ROPE_SCALINGS",
     "SPARSITY",
     "WORD_EMBEDDINGS",
@@ -65,6 +66,7 @@ __all__ = [
     "Pairs",
     "ParameterSpec",
     "Positions",
+    "Residual",
     "adapter_parameters",
     "block_losses",
     "add_adapters",

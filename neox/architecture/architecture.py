@@ -69,7 +69,7 @@ class Architecture:
         mlp_bias: Whether both projections of the MLP have biases.
         head_bias: Whether the head adds a bias to the logits.
         qk_norm: Key of `QUERY_KEY_NORMS`: the norm of queries and keys, before positions.
-        residual: Key of `BLOCK_NORMS`: how a block adds its sublayers to its input, and where its norms are.
+        residual: Key of `RESIDUALS`: how a block adds its sublayers to its input, and where its norms are.
         positions: Key of `POSITIONS`.
         rotary_ndims: Leading dimensions of each head that are rotated; 0 if positions are not rotary.
         rotary_base: Base of the rotary frequencies; 0 if positions are not rotary.

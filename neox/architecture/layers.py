@@ -38,19 +38,36 @@ class NormSlots(NamedTuple):
     before_mlp: str | None = None
     after_mlp: str | None = None
 
+    @property
+    def number(self) -> int:
+        """Number of norms."""
+        return sum(name is not None for name in self)
+
+
+class Residual(NamedTuple):
+    """How a block adds its sublayers to the residual stream.
+
+    Attributes:
+        norms: The block's norms.
+        rule: Key of `neox.model.RESIDUAL_RULES`: what is added to what.
+    """
+
+    norms: NormSlots
+    rule: Literal["sequential", "parallel", "parallel_one_norm", "post_norm"]
+
 
 _NORMS_BEFORE = NormSlots(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 _NORMS_AFTER = NormSlots(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-BLOCK_NORMS: Mapping[str, NormSlots] = MappingProxyType(
+RESIDUALS: Mapping[str, Residual] = MappingProxyType(
     {
-        "sequential": _NORMS_BEFORE,
-        "parallel": _NORMS_BEFORE,
-        "parallel_one_norm": NormSlots(before_attention="input_layernorm"),
-        "sublayer_output_norm": _NORMS_AFTER,
-        "post_norm": _NORMS_AFTER,
+        "sequential": Residual(_NORMS_BEFORE, "sequential"),
+        "parallel": Residual(_NORMS_BEFORE, "parallel"),
+        "parallel_one_norm": Residual(NormSlots(before_attention="input_layernorm"), "parallel_one_norm"),
+        "sublayer_output_norm": Residual(_NORMS_AFTER, "sequential"),
+        "post_norm": Residual(_NORMS_AFTER, "post_norm"),
     }
 )
-"""Norms of a block by its residual rule, whose sums are the entry of the same name in `neox.model.RESIDUALS`.
+"""Residual connections by name:
 
 - `sequential`: y = x + attention(norm(x)), then y + mlp(norm(y)).
 - `parallel`: x + attention(norm(x)) + mlp(other_norm(x)).
@@ -262,7 +279,7 @@ def _block_parameters(architecture: Architecture, attention: str, mlp: str) -> t
     """Return the parameters of a block, in the order of its sublayers."""
     if attention in GATED_KINDS:
         return gated_block_parameters(architecture, attention)
-    norms = BLOCK_NORMS[architecture.residual]
+    norms = RESIDUALS[architecture.residual].norms
     shared = POSITIONS[architecture.positions].shared(architecture)
     return (
         *_norm(architecture, norms.before_attention),

@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import MLPS, RESIDUALS, Block, TransformerLayer
+from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
@@ -21,7 +21,7 @@ __all__ = [
     "GPT",
     "MLPS",
     "POSITIONS",
-    "RESIDUALS",
+    "RESIDUAL_RULES",
     "Aux",
     "Block",
     "BlockContext",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
-from neox.architecture import BLOCK_NORMS, Architecture
+from neox.architecture import RESIDUALS, Architecture
 from neox.model.attention import ATTENTION, SelfAttention
 from neox.model.context import Aux, BlockContext
 from neox.model.gmlp import GatedMLPLayer
@@ -103,8 +103,8 @@ class TransformerLayer(TokenShares):
         super().__init__()
         self.grid = grid
         self.hidden_dropout = hidden_dropout
-        self.add_sublayers = RESIDUALS[architecture.residual]
-        slots = BLOCK_NORMS[architecture.residual]
+        slots, rule = RESIDUALS[architecture.residual]
+        self.add_sublayers = RESIDUAL_RULES[rule]
         before_attention = self._norm(slots.before_attention, architecture, **options)
         self.attention: SelfAttention = ATTENTION[architecture.attention[number]](
             architecture, number, grid, impl=impl, dropout=attention_dropout, layer_scaling=layer_scaling, **options
@@ -235,16 +235,15 @@ def _post_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tup
 
 ResidualRule = Callable[[TransformerLayer, Tensor, BlockContext], tuple[Tensor, Aux]]
 
-RESIDUALS: Mapping[str, ResidualRule] = MappingProxyType(
+RESIDUAL_RULES: Mapping[str, ResidualRule] = MappingProxyType(
     {
         "sequential": _sequential,
         "parallel": _parallel,
         "parallel_one_norm": _parallel_one_norm,
-        "sublayer_output_norm": _sequential,
         "post_norm": _post_norm,
     }
 )
-"""Residual rules by name; which norms a block has is in `neox.architecture.BLOCK_NORMS`."""
+"""Residual rules by name (`neox.architecture.RESIDUALS`)."""
 
 Block = TransformerLayer | GatedMLPLayer
 

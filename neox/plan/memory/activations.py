@@ -12,9 +12,7 @@ The formulas use these words:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
-from types import MappingProxyType
 from typing import NamedTuple
 
 from neox.architecture import (
@@ -25,6 +23,7 @@ from neox.architecture import (
     NORMS,
     POSITIONS,
     QUERY_BLOCK,
+    RESIDUALS,
     SPARSITY,
     Architecture,
     LayerPlan,
@@ -34,10 +33,6 @@ from neox.plan.memory.setting import MemorySetting
 from neox.plan.stages import StagePlan
 
 _FP32 = 4
-# Tensors [tokens, H] that a block keeps: its input, the norms' inputs or outputs, and in sequence the MLP's input.
-_HIDDEN_TENSORS: Mapping[str, int] = MappingProxyType(
-    {"parallel": 3, "parallel_one_norm": 2, "sequential": 4, "sublayer_output_norm": 4, "post_norm": 4}
-)
 
 
 class AttentionMemory(NamedTuple):
@@ -181,7 +176,10 @@ def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
     number = setting.bytes_per_number
     split = setting.tp_size
     hidden = network.hidden_size
-    whole = _HIDDEN_TENSORS[network.residual] * hidden * number
+    tensors = 1 + RESIDUALS[network.residual].norms.number  # the block's input, and an input or output of each norm
+    if not network.parallel_residual:
+        tensors += 1  # the sum of the input and the attention
+    whole = tensors * hidden * number
     if NORMS[network.norm].by_steps:
         whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
     if setting.hidden_dropout:

@@ -20,11 +20,16 @@ from neox.config.sections.model import ModelConfig
         (architecture.NORMS, ops.NORMS),
         (architecture.POSITIONS, model.POSITIONS),
         (architecture.ATTENTION, model.ATTENTION),
+        (architecture.MLPS, model.MLPS),
     ],
-    ids=["activation", "norm", "positions", "attention"],
+    ids=["activation", "norm", "positions", "attention", "mlp"],
 )
 def test_the_same_names(on_paper, implemented):
     assert on_paper.keys() == implemented.keys()
+
+
+def test_every_residual_rule_is_implemented_and_used():
+    assert {residual.rule for residual in architecture.RESIDUALS.values()} == model.RESIDUAL_RULES.keys()
 
 
 @pytest.mark.parametrize(
