@@ -9,6 +9,7 @@ from typing import Any
 
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.data_lines import data_lines
+from neox.plan.defaults import all_defaults, notable_defaults
 from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import flash_advice, memory_problem
@@ -55,6 +56,7 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
     else:
         lines += _inference_lines(plan, device)
     lines += labelled("derived", _derived_lines(plan, verbose=verbose))
+    lines += _default_lines(plan, training=training)
     if verbose:
         lines += _given_lines(plan)
     lines += labelled("note", notes)
@@ -207,8 +209,13 @@ def _given_lines(plan: RunPlan) -> list[str]:
     for key, value, source in all_values(plan.config):
         if not source.is_default:
             given.append(f"{key} = {_short(value)}: {source}")
-    others = "all other keys have their defaults (configs/neox_arguments.md; --json lists them)"
-    return [*labelled("given", given), *labelled("", [others])]
+    return [*labelled("given", given), *labelled("others", all_defaults(plan.config))]
+
+
+def _default_lines(plan: RunPlan, *, training: bool) -> list[str]:
+    """Return the line of defaults that matter for the result; none if all of them are given."""
+    notable = notable_defaults(plan, training=training)
+    return labelled("defaults", [", ".join(notable)]) if notable else []
 
 
 def _duration(seconds: float) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from neox.architecture import ACTIVATIONS
 from neox.config.keys import REPLACEABLE, UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.plan.attention_config import attention_impls, described_kinds
+from neox.plan.mlp_width import mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.problems import Note
 
@@ -34,6 +36,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_save_notes(config),
         *_replacement_notes(config),
         *_attention_notes(config),
+        *_width_notes(config),
         *_parallel_notes(config),
     ]
 
@@ -110,6 +113,23 @@ def _attention_notes(config: NeoXConfig) -> Iterator[Note]:
         key = "recompute_granularity"
         why = "flash attention, which every layer has, keeps no scores to release"
         yield Note((key,), f"{config.describe_setting(key)} changes nothing: {why}")
+
+
+def _width_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield that `intermediate_size` of a gated MLP is not the width that other systems call so."""
+    model = config.model
+    key = "intermediate_size"
+    size = model.intermediate_size
+    if size is None or model.mlp_width or model.hidden_size is None:
+        return
+    if ACTIVATIONS[model.activation].width_factor != 2:
+        return
+    width = mlp_width(
+        model.hidden_size, model.activation, size, model.expansion_factor, model.mlp_multiple_of, model.mlp_width
+    )
+    meaning = f"is gpt-neox's width, of which each half of a gated MLP has a third: {width}"
+    way_out = f"`mlp_width: {size}` means what Hugging Face and litgpt call intermediate_size"
+    yield Note((key, "activation"), f"{config.describe_setting(key)} {meaning}; {way_out}")
 
 
 def _parallel_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -13,7 +13,21 @@ from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 
-LABELS = {"grid", "batch", "model", "stages", "memory", "loss", "step", "run", "schedule", "saves", "derived", "note"}
+LABELS = {
+    "defaults",
+    "grid",
+    "batch",
+    "model",
+    "stages",
+    "memory",
+    "loss",
+    "step",
+    "run",
+    "schedule",
+    "saves",
+    "derived",
+    "note",
+}
 
 
 def labels(text):
@@ -65,8 +79,8 @@ class TestText:
         verbose = format_plan(plan, verbose=True)
         assert set(brief.splitlines()) <= set(verbose.splitlines())
         assert set(labels(brief)) == LABELS
-        assert set(labels(verbose)) == LABELS | {"stage", "given", "deepspeed"}
-        assert len(brief.splitlines()) - len(plan_as_dict(plan)["notes"]) <= 16
+        assert set(labels(verbose)) == LABELS | {"stage", "given", "others", "deepspeed"}
+        assert len(brief.splitlines()) - len(plan_as_dict(plan)["notes"]) <= 17
 
     def test_it_has_the_figures_of_the_json(self):
         plan = shipped("20B", 96)

@@ -1,0 +1,72 @@
+"""Defaults that matter for a run's result and that nobody gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from neox.config.neox_config import NeoXConfig, yaml_text
+from neox.plan.run_plan import RunPlan
+from neox.plan.value_sources import all_values
+
+_LINE_WIDTH = 110
+_EPSILONS: Mapping[str, str] = MappingProxyType(
+    {
+        "layernorm": "layernorm_epsilon",
+        "rmsnorm": "rms_norm_epsilon",
+        "rmsnorm_v2.0": "rms_norm_epsilon",
+        "scalenorm": "scalenorm_epsilon",
+    }
+)
+"""Value of `norm` -> the key of its epsilon."""
+_OF_NETWORK = ("norm", "pos_emb", "activation", "no_weight_tying")
+_OF_TRAINING = ("weight_decay", "gradient_clipping", "lr_decay_style")
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
+
+
+def notable_defaults(plan: RunPlan, *, training: bool) -> list[str]:
+    """Return `key value` of each default that matters for the result.
+
+    Args:
+        plan: The plan of a run.
+        training: Whether the model is trained, not only run.
+    """
+    config = plan.config
+    keys = []
+    if training:
+        keys += [key for key in _DROPOUTS if config.value(key) > 0]
+    keys += _OF_NETWORK
+    if config.model.norm in _EPSILONS:
+        keys.append(_EPSILONS[config.model.norm])
+    if training:
+        keys += _OF_TRAINING
+    shown = [_key_and_value(config, key) for key in keys if config.source(key).is_default]
+    if "flash" not in plan.attention and config.source("attention_config").is_default:
+        shown.append("attention_config without flash")
+    return shown
+
+
+def all_defaults(config: NeoXConfig) -> Iterator[str]:
+    """Yield every key that has its default, with its value, several to a line."""
+    line = ""
+    for key, _, source in all_values(config):
+        if not source.is_default:
+            continue
+        text = _key_and_value(config, key)
+        if not line:
+            line = text
+        elif len(line) + len(text) > _LINE_WIDTH:
+            yield f"{line},"
+            line = text
+        else:
+            line += f", {text}"
+    if line:
+        yield line
+
+
+def _key_and_value(config: NeoXConfig, key: str) -> str:
+    text = yaml_text(config.value(key))
+    if "\n" in text:
+        text = json.dumps(text)
+    return f"{key} {text}"
