@@ -16,6 +16,8 @@ from neox.config.yaml_file import ParsedFile, parse_value, read_file
 from neox.errors import ConfigError
 from neox.problems import COMMAND_LINE, Problem, Source, in_file_order
 
+OVERRIDES = "overrides"
+"""Section of a file whose keys replace those of earlier files."""
 _SUFFIXES = (".yml", ".yaml", ".json")
 
 
@@ -45,7 +47,7 @@ def load_config(
 
     Args:
         files: YAML or JSON; `.yml` may be left out. A key may be in one file only, unless it is one of `REPLACEABLE`,
-            which a later file replaces.
+            which a later file replaces, or stands in the section `overrides` of a later file.
         conf_dir: Directory prefixed to each file.
         overrides: `key=value`, which win over files; dots reach into blocks (`optimizer.params.lr=1e-4`), and `None`
             and `null` unset.
@@ -149,10 +151,37 @@ def merge_files(paths: Sequence[Path]) -> FlatKeys:
             continue
         flat.problems += parsed.problems
         for key in parsed.values:
-            _add_key(key, parsed, flat)
+            if key != OVERRIDES:
+                _add_key(key, parsed, flat)
+        _apply_section(parsed, flat)
     if unreadable:
         raise ConfigError([*unreadable, *flat.problems])
     return flat
+
+
+def _apply_section(parsed: ParsedFile, flat: FlatKeys) -> None:
+    """Let the keys of a file's section `overrides` replace those of earlier files, blocks as a whole."""
+    section = parsed.values.get(OVERRIDES)
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        message = f"`{OVERRIDES}` should hold `key: value` pairs that replace those of earlier files"
+        flat.report(message, OVERRIDES, source=parsed.source(OVERRIDES))
+        return
+    for written, value in section.items():
+        key = written.replace("-", "_")
+        path = f"{OVERRIDES}.{written}"
+        here = parsed.source(path)
+        if key in parsed.values:
+            flat.report(f"`{key}` is also given outside of `{OVERRIDES}` in this file; remove one", key, source=here)
+            continue
+        former = flat.source(key) if key in flat.values else None
+        _forget_sources(key, flat.sources)
+        for dotted in parsed.lines:
+            if dotted.startswith(f"{path}."):
+                flat.sources[key + dotted.removeprefix(path)] = parsed.source(dotted)
+        flat.sources[key] = Source.in_file(here.file, here.line, replaces=former)
+        flat.values[key] = value
 
 
 def _same_name(path: Path, first: Path) -> Problem:
@@ -169,7 +198,8 @@ def _add_key(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
     elif key in REPLACEABLE:
         _replace(key, parsed, flat)
     else:
-        message = f"`{key}` is also given at {flat.sources[key]}; keep it in one file (or override it with --set)"
+        advice = f"keep it in one file, or replace it (in `{OVERRIDES}:` or with --set)"
+        message = f"`{key}` is also given at {flat.sources[key]}; {advice}"
         flat.report(message, key, source=parsed.source(key))
         return
     flat.values[key] = parsed.values[key]

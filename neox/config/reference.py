@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neox.config.keys import ALIASES, NEOX_KEYS, UNSUPPORTED, NeoXKey
+from neox.config.loader import OVERRIDES
 from neox.config.neox_config import section_classes, yaml_text
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import in_words, status_of
@@ -194,12 +195,13 @@ def schema() -> dict[str, Any]:
     for key, row in UNSUPPORTED.items():
         properties[key] = _unsupported_property(row)
     twins = {key.replace("_", "-"): {"$ref": f"#/properties/{key}"} for key in properties if "_" in key}
+    section = {"$ref": "#", "description": "Keys that replace those of earlier files, blocks as a whole."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "neox configuration",
         "type": "object",
         "additionalProperties": False,
-        "properties": properties | twins,
+        "properties": properties | twins | {OVERRIDES: section},
         "$defs": definitions,
     }
 

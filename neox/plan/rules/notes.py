@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.architecture import ACTIVATIONS
-from neox.config.keys import REPLACEABLE, UNSUPPORTED
+from neox.config.keys import UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.plan.attention_config import attention_impls, described_kinds
@@ -95,8 +95,8 @@ def _save_notes(config: NeoXConfig) -> Iterator[Note]:
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield keys that a later file has replaced, with both places."""
-    for key in sorted(REPLACEABLE):
-        if config.given(key) and config.source(key).replaces is not None:
+    for key, source in sorted(config.sources().items()):
+        if source.replaces is not None and config.given(key):
             yield Note((key,), config.describe_setting(key))
 
 

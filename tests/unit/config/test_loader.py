@@ -148,6 +148,28 @@ def test_what_lies_where_is_replaced_by_a_later_file(tmp_path):
     assert lines([a, f]) == [(("log_dir",), 3), (("seed",), 4)]
 
 
+def test_the_section_overrides_replaces_keys_of_earlier_files(tmp_path):
+    write(tmp_path / "model.yml", "num_layers: 4\noptimizer: {type: Adam, params: {lr: 0.001, eps: 1e-6}}\n")
+    text = "train_iters: 5\noverrides:\n  num-layers: 6\n  seed: 7\n  optimizer:\n    type: SGD\n"
+    own = write(tmp_path / "own.yml", text)
+    config = config_from_files([tmp_path / "model.yml", own])
+    assert (config.model.num_layers, config.training.seed, config.training.train_iters) == (6, 7, 5)
+    assert config.optimizer.optimizer.type == "SGD"
+    source = config.source("num_layers")
+    assert (source.line, source.replaces.line) == (3, 1)
+    assert config.source("optimizer.type").line == 6
+    assert config.source("seed").replaces is None
+    assert "overrides" not in config.to_flat()
+    notes = {note.keys[0] for note in notes_without_effect(config)}
+    assert {"num_layers", "optimizer"} <= notes
+
+
+@pytest.mark.parametrize("text", ["overrides: 3\n", "overrides: {num_layers: 6}\n"])
+def test_a_wrong_section_overrides_is_a_problem(tmp_path, text):
+    (place,) = lines([write(tmp_path / "own.yml", TINY + "train_micro_batch_size_per_gpu: 1\n" + text)])
+    assert place[1] == 8
+
+
 def test_a_fragment_without_braces(tmp_path):
     text = '# of gpt-neox\n"num-layers": 4,\n"optimizer": {\n  "params": {"lr": 1e-4,},\n},\n'
     text += '"rotary_pct": 0.25, # a quarter\n'
