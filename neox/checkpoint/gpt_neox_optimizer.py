@@ -26,7 +26,8 @@ def gpt_neox_layout(path: Path) -> dict[str, Any]:
     """Return the layout of a gpt-neox checkpoint whose optimizer state can be loaded.
 
     Raises:
-        CheckpointError: If it has no such state, or in a format that is not supported. The message says what to do.
+        CheckpointError: If it has no such state, or has it in a format that is not supported. The message gives a way
+            out.
     """
     weights = CheckpointReader(path)
     files: dict[Path, OptimizerFile] = {}

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint's model: what is stored about it, and its comparison with the model that loads it."""
+"""Identity of a checkpoint's model: the settings that are stored, and their comparison with those of a run."""
 
 from __future__ import annotations
 

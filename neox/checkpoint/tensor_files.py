@@ -200,7 +200,7 @@ def write_client_state(directory: Path, mp_rank: int, state: Mapping[str, Any]) 
 
 
 def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
-    """Write the run's keys as YAML into `configs/` of a checkpoint, where gpt-neox keeps its files too.
+    """Write the run's keys as YAML into `configs/` of a checkpoint, like gpt-neox its files.
 
     Raises:
         CheckpointError: If the disk refuses.

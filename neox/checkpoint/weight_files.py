@@ -116,7 +116,7 @@ def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
     if isinstance(loaded, Mapping):
         module = loaded.get("module")
     if not isinstance(module, Mapping):
-        raise CheckpointError(f"{path}: holds no weights, and there are no layer files beside it")
+        raise CheckpointError(f"{path}: holds no weights, and there are no layer files next to it")
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in module.items():
         match = _SEQUENTIAL.match(key)

@@ -73,7 +73,7 @@ def from_hf(
 
     Raises:
         ConfigError: For a degree that does not divide the network.
-        ConversionError: For what cannot be expressed here, and for missing, unknown or broken weights.
+        ConversionError: For networks that cannot be expressed here, and for missing, unknown or broken weights.
         CheckpointError: If the disk refuses.
     """
     source = Path(hf_dir)

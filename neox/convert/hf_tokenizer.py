@@ -44,7 +44,7 @@ _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A tokenizer and where it comes from.
+    """A tokenizer and its files.
 
     Attributes:
         tokenizer: The tokenizer.

@@ -1,7 +1,7 @@
 """Import of LoRA adapters that the package `peft` has written.
 
-Modules that peft has adapted one by one may be one linear layer here. Then their adapters become one with all rows of
-their A, of rank r1 + r2 + r3, whose B has zeros where a module does not use another one's rows:
+Several modules there may be one linear layer here. Their adapters then become one adapter of rank r1 + r2 + r3. Its A
+consists of theirs, and its B has zeros outside of theirs:
 
     [A1]      [B1  0   0 ]
     [A2]      [0   B2  0 ]

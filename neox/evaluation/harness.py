@@ -61,7 +61,7 @@ def open_tasks(names: Sequence[str]) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    # The harness takes seconds to index its thousands of tasks, so it does not where only files are given.
+    # Indexing the harness's thousands of tasks takes seconds and is not needed for files.
     manager = TaskManager(include_defaults=not all(map(_is_file, names)))
     check_names(names, manager)
     return manager

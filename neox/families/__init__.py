@@ -1,4 +1,4 @@
-"""Hugging Face architectures as data: configuration, tensor names and layouts, and what they cannot express. No torch.
+"""Hugging Face architectures as data: configuration, tensor names and layouts, and their limits. No torch.
 
 A family is a file of this package that holds a `Family`. `neox.convert` reads and writes its models.
 """
@@ -14,7 +14,7 @@ from neox.families.entries import ModelSettings
 from neox.families.family import Family, TensorMapping, TensorSource
 
 _FIRST = ("gpt_neox", "gpt2", "gptj", "llama")
-"""Families that are preferred where several can express a network: those that most programs read."""
+"""Families that come first if several can express a network, because most programs read them."""
 
 
 def _find_families() -> dict[str, Family]:

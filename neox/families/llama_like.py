@@ -1,7 +1,7 @@
 """Entries of `config.json` and names of tensors that Llama and the families derived from it have in common.
 
 They have RMSNorm before attention and MLP, rotary positions, fewer key heads than query heads, and a gated MLP. A
-family takes the pieces that it shares, and adds what differs.
+family takes the pieces that it shares, and adds its own.
 """
 
 from __future__ import annotations
