@@ -1,7 +1,7 @@
 """BERT (`BertForPreTraining`) and Megatron-LM's BERT (`MegatronBertForPreTraining`), with both heads.
 
-They differ in the places of their norms: BERT has them after each residual sum and after the embeddings, Megatron-LM's BERT
-before each sublayer and at the end. Source: transformers, models/bert and models/megatron_bert.
+They differ in the places of their norms: BERT has them after each residual sum and after the embeddings, Megatron-LM's
+BERT before each sublayer and at the end. Source: transformers, models/bert and models/megatron_bert.
 """
 
 from __future__ import annotations
