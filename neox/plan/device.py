@@ -30,7 +30,7 @@ class Device:
     """What one rank runs on, as far as its memory and speed are known.
 
     Attributes:
-        name: For messages: `a GPU of 80.0 GiB`.
+        name: Name in messages, such as `a GPU of 80.0 GiB`.
         size_key: Key that sets its size.
         source: Text that says where its size comes from.
         size: Its memory in bytes.

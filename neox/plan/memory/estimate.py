@@ -77,11 +77,16 @@ def fullest_stage(layers: LayerPlan, stages: Sequence[StagePlan], setting: Memor
 
 
 def _summed_gradients(setting: MemorySetting, count: ParameterCount) -> int:
-    """Return bytes of the fp32 sum of gradients over several steps that the noise scale is measured with."""
-    return 4 * count.trained if setting.sums_gradients else 0
+    """Return bytes of the fp32 sum of gradients over several steps, which the noise scale needs: trained x 4."""
+    if not setting.sums_gradients:
+        return 0
+    return 4 * count.trained
 
 
 def _held_for_a_time(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
-    """Return the most bytes of what a step's phases hold: passes, reduction by the engine, and update."""
+    """Return bytes of the phase of a step that holds the most: passes, reduction by the engine, or update.
+
+    Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.
+    """
     passes = activation_bytes(layers, stage, sharding.setting) + sharding.held_during_passes()
     return max(passes, sharding.engine_reduction(), sharding.update())
