@@ -11,10 +11,10 @@ from pydantic import Field
 
 from neox.corpus import expand_inputs
 from neox.errors import ConfigError
-from tools.web_text.chunks import Chunk, Place, read_chunks
+from tools.web_text.chunks import Chunk, Place, Reader, read_chunks
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
-from tools.web_text.pages import WARC_SUFFIXES, decode_page, warc_reader
+from tools.web_text.pages import HTML_SUFFIXES, WARC_SUFFIXES, decode_page, html_reader, warc_reader
 from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
 
 _KEY = "html"
@@ -25,7 +25,8 @@ _PAGE_KEYS = (_KEY, "charset", "too_large")
 class ExtractSettings(Settings):
     """Extract the text of web pages.
 
-    The inputs are `.jsonl[.zst]` with `html` and `url`, or WARC files (`.warc[.gz]`, as of Common Crawl; WET too).
+    The inputs are `.jsonl[.zst]` with `html` and `url`, WARC files (`.warc[.gz]`, as of Common Crawl; WET too), or HTML
+    files (`.html`, `.htm`, `.xhtml`), also in the directories inside a directory.
     """
 
     method: Literal["trafilatura", "bs4", "raw"] = "trafilatura"
@@ -104,31 +105,58 @@ def _paragraphs(html: str, url: str | None) -> str:
 
 
 def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Replace directories by the WARC files in them or, if there are none, by other inputs."""
+    """Replace directories by the WARC files in them or, if there are none, by HTML files or by other inputs."""
     files: list[str] = []
     for path in paths:
         warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
         if warc or path.name.endswith(WARC_SUFFIXES):
             files += expand_suffixes([path], WARC_SUFFIXES)
+        elif path.is_dir() and (pages := _html_files(path)):
+            files += pages
+        elif path.name.endswith(HTML_SUFFIXES):
+            files += expand_suffixes([path], HTML_SUFFIXES)
         else:
             files += expand_inputs([path])
     return tuple(files)
 
 
+def _html_files(directory: Path) -> list[str]:
+    """Return the HTML files in a directory and inside its directories, sorted by path."""
+    found = []
+    for file in sorted(directory.rglob("*")):
+        if file.name.endswith(HTML_SUFFIXES) and file.is_file():
+            found.append(str(file))
+    return found
+
+
 def extract(job: Job[ExtractSettings]) -> None:
-    """Write the texts of the pages of a job. Raises ConfigError if WARC files are mixed with others."""
-    warc = [file for file in job.files if file.endswith(WARC_SUFFIXES)]
-    if warc and len(warc) < len(job.files):
-        raise ConfigError("extract: give either WARC files or .jsonl files, not both at once")
-    if warc and "max_line_mb" in job.settings.model_fields_set:
-        raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of WARC files")
+    """Write the texts of the pages of a job. Raises ConfigError if inputs of several kinds are mixed."""
+    readers = {_reader_of(file) for file in job.files}
+    if len(readers) > 1:
+        raise ConfigError("extract: give WARC files, HTML files or .jsonl files, not several kinds at once")
+    (reader,) = readers
+    if reader is not None and "max_line_mb" in job.settings.model_fields_set:
+        raise ConfigError("extract: --max-line-mb is for .jsonl files; --max-page-mb limits the pages of other files")
     limit = job.settings.max_page_mb << 20
 
     def read_pages(files: tuple[str, ...], start: Place, _: int, consumed: Callable[[int], Any]) -> Iterator[Chunk]:
-        return warc_reader(files, start, limit, consumed)
+        assert reader is not None
+        return reader(files, start, limit, consumed)
 
     work = ChunkWork(build_extract, job.settings, key=_KEY, keep_text=False)
-    map_documents(job, work, read_pages if warc else read_chunks)
+    if reader is None:
+        map_documents(job, work, read_chunks)
+    else:
+        map_documents(job, work, read_pages)
+
+
+def _reader_of(file: str) -> Reader | None:
+    """Return the reader of whole pages for a file by its name; None for lines of JSON."""
+    if file.endswith(WARC_SUFFIXES):
+        return warc_reader
+    if file.endswith(HTML_SUFFIXES):
+        return html_reader
+    return None
 
 
 EXTRACT = Step(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.message import Message
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from neox.corpus import BadInput, Position
@@ -15,6 +16,7 @@ from tools.web_text.chunks import Chunk, Place
 from tools.web_text.step import Record
 
 WARC_SUFFIXES = (".warc", ".warc.gz")
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 PAGE_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_RECORDS = 256
@@ -81,6 +83,39 @@ def warc_reader(
         with os_errors(DataError, f"{files[number]} cannot be read"), open(files[number], "rb") as file:
             file.seek(at.offset)
             yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
+
+
+def html_reader(
+    files: tuple[str, ...],
+    start: Place,
+    max_bytes: int,
+    consumed: Callable[[int], Any],
+) -> Iterator[Chunk]:
+    """Yield the pages of HTML files, one a chunk: `url` (the file's own), `html` (bytes).
+
+    Args:
+        files: Paths of HTML files, a page each.
+        start: Number of the first file, and the position in it.
+        max_bytes: Longest page; the record of a longer one has `too_large` and no content.
+        consumed: Function that is called with the number of bytes newly read.
+
+    Raises:
+        DataError: If a file cannot be read.
+    """
+    first, position = start
+    if position.offset:  # its page was read
+        yield Chunk(None, (), (first + 1, Position()))
+        first += 1
+    for number in range(first, len(files)):
+        path = Path(files[number])
+        with os_errors(DataError, f"{path} cannot be read"):
+            size = path.stat().st_size
+            record: Record = {"url": path.absolute().as_uri(), "html": b"", "too_large": True}
+            if size <= max_bytes:
+                record = {"url": path.absolute().as_uri(), "html": path.read_bytes()}
+        consumed(size)
+        yield Chunk((record,), (), (number, Position(1, max(size, 1))))
+        yield Chunk(None, (), (number + 1, Position()))
 
 
 def _file_chunks(

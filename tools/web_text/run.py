@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -240,7 +241,18 @@ def describe_report(settings: Settings, report: Mapping[str, Any]) -> str:
     lines += _table("changed", report["changed"])
     if report["bad"]:
         lines.append(f"  skipped {report['bad']:>9,}  bad inputs, the first: {report['bad_examples'][0]}")
-    return "\n".join([*lines, f"  -> {settings.output}"])
+    return "\n".join([*lines, f"  -> {', '.join(_written_files(settings.output))}"])
+
+
+def _written_files(output: Path) -> list[str]:
+    """Return the output, or the files that begin with it if it is a prefix."""
+    if output.exists():
+        return [str(output)]
+    found = []
+    for file in sorted(output.parent.glob(f"{escape(output.name)}[._]*")):
+        if file.is_file() and file != sidecar_path(output):
+            found.append(str(file))
+    return found or [str(output)]
 
 
 def _table(word: str, counts: Mapping[str, int]) -> list[str]:

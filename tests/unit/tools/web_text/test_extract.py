@@ -14,8 +14,10 @@ from warcio.warcwriter import WARCWriter
 from neox.errors import ConfigError, DataError
 from tests.errors import raises_naming
 from tools.web_text import run_step
+from tools.web_text.chunks import START
 from tools.web_text.extract import EXTRACT, ExtractSettings, build_extract
-from tools.web_text.pages import decode_page, warc_reader
+from tools.web_text.pages import decode_page, html_reader, warc_reader
+from tools.web_text.run import _written_files, describe_report
 
 MAIN = "The river rises in the hills to the north of the town and flows past the old mill, which was built of stone. "
 
@@ -101,6 +103,39 @@ def test_reading_a_warc_resumes_at_any_chunk(tmp_path: Path, monkeypatch: pytest
     for number, chunk in enumerate(chunks):
         rest = list(warc_reader(files, chunk.next, 1 << 20, read.append))
         assert [[record["url"] for record in c.content or ()] for c in rest] == urls[number + 1 :]
+
+
+def test_a_directory_of_html_files(tmp_path: Path) -> None:
+    pages = tmp_path / "site"
+    (pages / "deep").mkdir(parents=True)
+    for name in ("a.html", "b.htm", "deep/c.html"):
+        (pages / name).write_text(page(1))
+    (pages / "large.html").write_text("<p>" + "x" * (2 << 20))
+    (pages / "style.css").write_text("p {}")
+    report, kept = extract(pages, tmp_path / "out.jsonl", max_page_mb=1)
+    assert [Path(record["url"]).name for record in kept] == ["a.html", "b.htm", "c.html"]
+    assert all("river" in record["text"] for record in kept)
+    assert {reason: count for reason, (count, _) in report["dropped"].items()} == {"page too large": 1}
+    settings = ExtractSettings(input=(pages,), output=tmp_path / "out.jsonl")
+    assert Path(describe_report(settings, report).split("-> ")[-1]).is_file()
+    (tmp_path / "x.jsonl").write_text('{"html": "x"}\n')
+    with raises_naming(ConfigError, ".jsonl"):
+        run_step(EXTRACT, ExtractSettings(input=(pages, tmp_path / "x.jsonl"), output=tmp_path / "out2.jsonl"))
+
+
+def test_reading_html_resumes_at_any_chunk(tmp_path: Path) -> None:
+    files = tuple(str(tmp_path / f"{number}.html") for number in range(3))
+    for file in files:
+        Path(file).write_text(page(1))
+    chunks = list(html_reader(files, START, 1 << 20, lambda _: None))
+    for number, chunk in enumerate(chunks):
+        assert list(html_reader(files, chunk.next, 1 << 20, lambda _: None)) == chunks[number + 1 :]
+
+
+def test_the_last_line_names_the_files_of_a_prefix(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx", ".step.json"):
+        (tmp_path / f"tokens{suffix}").touch()
+    assert _written_files(tmp_path / "tokens") == [str(tmp_path / "tokens.bin"), str(tmp_path / "tokens.idx")]
 
 
 def test_a_damaged_warc_is_named(tmp_path: Path) -> None:
