@@ -40,7 +40,7 @@ class GPTDataset:
     Neighbours share one token: the last target of a sample is the first input of the next one. Samples are then
     shuffled. With another `packing`, samples are whole documents and padding.
 
-    `len()` is gpt-neox's: one less than `num_samples`. All `num_samples` can be read.
+    `len()` is `num_samples - 1`, as in gpt-neox; the last sample can be read all the same.
 
     Attributes:
         indexed: Token dataset.

@@ -97,7 +97,7 @@ class Engine:
         self._values = StepValues(device, len(objective.names))
         self._before_next_update: Callable[[], None] | None = None
         optimizer.register_step_pre_hook(self._before_update)
-        # A group for what only hosts know: they need not wait for their devices to agree on it.
+        # A gloo group for flags of the hosts, so that agreeing on them does not wait for the GPUs.
         self._hosts: dist.ProcessGroup | None = None
         if device.type == "cuda" and grid.world_size > 1:
             self._hosts = dist.new_group(backend="gloo")
@@ -189,7 +189,7 @@ class Engine:
         size = self.plan.batch_schedule.batch_size(self.iteration)
         if size != engine.train_batch_size():
             engine.set_train_batch_size(size)
-        # DeepSpeed ends a step when the number of all micro batches is a multiple of the step's, as if none had fewer.
+        # DeepSpeed ends a step when its count of micro batches is a multiple of the step's, which may change.
         engine.micro_steps = 0
 
     def _cut(self, batches: Iterator[Batch], length: int) -> Iterator[Batch]:

@@ -80,7 +80,7 @@ class PlainSteps:
 
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step."""
-        if not self.engine.module.training:  # `train` walks over all modules
+        if not self.engine.module.training:  # `train` walks over all modules, which takes time
             self.engine.train()
         count = self.engine.gradient_accumulation_steps()
         total = self._no_scores()
@@ -174,7 +174,7 @@ class PipelineSteps:
         return scores, self._sent_by_last(weighted.amount)
 
     def _weighted(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
-        """Return the next micro batches, on the last stage with weights; DeepSpeed reads none on stages between."""
+        """Return the next micro batches. Only the last stage weights labels; middle stages read no batches."""
         if self._is_last:
             return self._weights.of_step(batches, count)
         return WeightedBatches(batches, 0.0)
@@ -194,7 +194,7 @@ class PipelineSteps:
         return logits
 
     def _expect(self, length: int) -> None:
-        """Let stages pass on hidden states of this many tokens of each sample."""
+        """Reset DeepSpeed's buffers of hidden states if the number of tokens of a sample has changed."""
         if self._length not in (None, length):
             self.engine.reset_activation_shape()
         self._length = length
@@ -215,7 +215,7 @@ class PipelineSteps:
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device; from pinned memory, because the host waits for a copy from any other."""
+    """Copy to a device. The memory is pinned first, because the host waits for a copy from other memory."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)

@@ -58,10 +58,10 @@ class Trainer:
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
-        self._flops_per_token = cache(partial(_flops_per_token, plan))  # by sequence length
+        self._flops_per_token = cache(partial(_flops_per_token, plan))  # cached by sequence length
 
     def fit(self) -> int:
-        """Train until the end, and evaluate and save there.
+        """Train until the end, then evaluate or save.
 
         Returns:
             The exit code: 0, or 130 after Ctrl-C.
@@ -146,7 +146,7 @@ class Trainer:
         self.rule.enforce(result, self.state.iteration)
 
     def evaluate(self, name: str, batches: BatchIterator | None) -> None:
-        """Report the objective's mean scores over `eval_iters` batches, once per iteration.
+        """Report the objective's mean scores over `eval_iters` batches, at most once at the same iteration.
 
         The perplexity of losses per token is reported, too. A signal ends the evaluation without a report.
 
@@ -196,10 +196,10 @@ class Trainer:
 
     @busy_saving()
     def save(self) -> None:
-        """Write a checkpoint of this iteration, once; with `async_save`, begin to.
+        """Write a checkpoint, unless this iteration is saved already; `async_save` only starts it.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written; with `async_save`, maybe the one before it.
+            CheckpointError: If the checkpoint could not be written; with `async_save` it may be the previous one.
         """
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:

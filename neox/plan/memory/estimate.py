@@ -24,7 +24,7 @@ class MemoryPlan:
         weights: Weights on the device.
         gradients: Gradients with the buffers of their reduction.
         optimizer: Optimizer states and fp32 copies of weights on the device.
-        activations: The most that is held for a time: activations and logits, or what the update needs.
+        activations: Peak of temporary memory: activations and logits, or what the update needs.
         host: Main memory of offloaded states and weights.
         copies: Main memory of the copies that background saves write.
         files: Files on a local disk with offloaded states and weights.
@@ -40,7 +40,7 @@ class MemoryPlan:
 
     @property
     def main_memory(self) -> int:
-        """Bytes in main memory if the rank computes on a GPU."""
+        """Bytes in main memory of what is offloaded or copied; on a CPU they are a part of `needed`."""
         return self.host + self.copies
 
     @property
@@ -63,7 +63,7 @@ def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) ->
         weights=sharding.weights(),
         gradients=sharding.gradients() + sharding.reduction_buckets() + _summed_gradients(setting, count),
         optimizer=sharding.optimizer_states(),
-        activations=_held_for_a_time(layers, stage, sharding),
+        activations=_temporary_peak(layers, stage, sharding),
         host=host_bytes(sharding),
         copies=copied_bytes(sharding),
         files=file_bytes(sharding),
@@ -83,7 +83,7 @@ def _summed_gradients(setting: MemorySetting, count: ParameterCount) -> int:
     return 4 * count.trained
 
 
-def _held_for_a_time(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
+def _temporary_peak(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
     """Return bytes of the phase of a step that holds the most: passes, reduction by the engine, or update.
 
     Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.

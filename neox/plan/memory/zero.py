@@ -6,8 +6,8 @@ place of stages 0 and 1 for some bf16 runs. The formulas use these words:
     held      elements of the weights on this tensor rank and pipeline stage
     trained   those of them that have gradients
     shard     trained / data ranks, which is this rank's part of them
-    number    bytes of a weight in training: 4 in fp32, 2 in fp16 and bf16
-    gradient  bytes of an accumulated gradient: 4 if bf16 gradients are accumulated in fp32, else number
+    width     bytes of a weight in training: 4 in fp32, 2 in fp16 and bf16
+    gradient  bytes of an accumulated gradient: 4 if bf16 gradients are accumulated in fp32, else width
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sharding(ABC):
         return self.setting.gradient_bytes * self.count.trained
 
     def weights(self) -> int:
-        """Return bytes of weights: held x number."""
+        """Return bytes of weights: held x width."""
         return self.setting.bytes_per_number * self.count.held
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Sharding(ABC):
     def exchanged_with_host(self) -> int:
         """Return bytes per trained element that offloading keeps in main memory next to the states.
 
-        They are the updated weights, before they are copied to the GPU: number.
+        They are the updated weights, before they are copied to the GPU: width.
         """
         return self.setting.bytes_per_number
 
@@ -103,7 +103,7 @@ class Unsharded(Sharding):
     shards_states = False
 
     def gradients(self) -> int:
-        """Return bytes of gradients: trained x number."""
+        """Return bytes of gradients: trained x width."""
         return self.setting.bytes_per_number * self.count.trained
 
     def all_states(self) -> int:
@@ -132,7 +132,7 @@ class Bf16Optimizer(Sharding):
     """
 
     def gradients(self) -> int:
-        """Return bytes of gradients: trained x gradient, and trained x number if bf16 gradients are not released."""
+        """Return bytes of gradients: trained x gradient, and trained x width if bf16 gradients are not released."""
         if self.setting.immediate_gradients:
             return self._gradients_of_all
         return self._gradients_of_all + self.setting.bytes_per_number * self.count.trained
@@ -150,7 +150,7 @@ class _ReducedByZero(Sharding):
     """ZeRO 1 to 3, which reduce gradients in buckets of their own."""
 
     def reduction_buckets(self) -> int:
-        """Return bytes of the buckets: number x elements of a bucket, twice if reduction overlaps the backward pass.
+        """Return bytes of the buckets: width x elements of a bucket, twice if reduction overlaps the backward pass.
 
         GPU memory is reserved whole. A CPU's memory is taken only when it is written to: for trained elements at most.
         """
@@ -208,7 +208,7 @@ class Zero2(_ReducedByZero):
         return self._gradients_of_all // self.setting.dp_size
 
     def held_during_passes(self) -> int:
-        """Return bytes of a second sum: shard x number for this backward pass's gradients, if several are summed."""
+        """Return bytes of a second sum: shard x width for this backward pass's gradients, if several are summed."""
         if self._sums_in_place or self.setting.offloads_states:
             return 0
         return self.setting.bytes_per_number * self.count.trained // self.setting.dp_size
@@ -224,7 +224,7 @@ class Zero2(_ReducedByZero):
         return self._shard_in_fp32(converted)
 
     def exchanged_with_host(self) -> int:
-        """Return bytes of main memory per element: number for updated weights, and number for a sum of gradients."""
+        """Return bytes of main memory per element: width for updated weights, and width for a sum of gradients."""
         updated_weights = self.setting.bytes_per_number
         if self._sums_in_place:
             return updated_weights
@@ -240,7 +240,7 @@ class Zero3(_ReducedByZero):
     """ZeRO 3: data ranks also divide weights, which are gathered for the layers at work."""
 
     def weights(self) -> int:
-        """Return bytes of weights: held x number / data ranks; none if they are offloaded."""
+        """Return bytes of weights: held x width / data ranks; none if they are offloaded."""
         if self.setting.offloads_weights:
             return 0
         return self.setting.bytes_per_number * self.count.held // self.setting.dp_size
@@ -252,7 +252,7 @@ class Zero3(_ReducedByZero):
         return self._gradients_of_all // self.setting.dp_size
 
     def held_during_passes(self) -> int:
-        """Return bytes of the weights of layers at work: number x the smaller of held and gathered elements.
+        """Return bytes of the weights of layers at work: width x the smaller of held and gathered elements.
 
         Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU.
         """
@@ -303,7 +303,7 @@ def sharding_of(setting: MemorySetting) -> type[Sharding]:
 def host_bytes(sharding: Sharding) -> int:
     """Return bytes in main memory of what a rank offloads: states, what it exchanges with the device, and weights.
 
-    shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + held x number / data ranks. What
+    shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + held x width / data ranks. What
     is in files does not count, but for the states of one sub-group.
     """
     setting = sharding.setting
@@ -322,7 +322,7 @@ def host_bytes(sharding: Sharding) -> int:
 
 
 def file_bytes(sharding: Sharding) -> int:
-    """Return bytes on a local disk: shard x (states + 4 + 4) and held x number / data ranks, as far as in files."""
+    """Return bytes on a local disk: shard x (states + 4 + 4) and held x width / data ranks, if in files."""
     setting = sharding.setting
     count = sharding.count
     total: float = 0
@@ -334,7 +334,7 @@ def file_bytes(sharding: Sharding) -> int:
 
 
 def copied_bytes(sharding: Sharding) -> int:
-    """Return bytes in main memory of the copies that a background save writes: all states and held x number."""
+    """Return bytes in main memory of the copies that a background save writes: all states and held x width."""
     setting = sharding.setting
     total = 0
     if setting.copies_states:
