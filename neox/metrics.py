@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
+_POINTS_WITHOUT_SMOOTHING = 50
 
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
@@ -108,10 +112,69 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
                 style["color"] = f"C{number % 10}"
                 if is_evaluation:
                     style["linestyle"] = "--"
-            axes.plot(iterations, values, **style)
+            _draw_curve(axes, iterations, values, style, smooths=not is_evaluation)
     axes.set_xlabel("iteration")
     axes.set_ylabel(" ".join(names) or "loss")
     axes.grid(alpha=0.3)
     axes.legend()
+    if len(runs) == 1:
+        for path in runs.values():
+            _add_token_axis(axes, path)
     figure.savefig(picture, format="png")
     return True
+
+
+def _draw_curve(
+    axes: Axes, iterations: list[int], values: list[float], style: dict[str, Any], *, smooths: bool
+) -> None:
+    """Draw a curve; one of many points as a pale line with a smoothed one over it."""
+    if not smooths or len(values) <= _POINTS_WITHOUT_SMOOTHING:
+        axes.plot(iterations, values, **style)
+        return
+    (line,) = axes.plot(iterations, smoothed(values), zorder=3, **style)
+    axes.plot(iterations, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the mean of the points around each point: a fiftieth of all to each side, fewer at the ends."""
+    reach = max(1, len(values) // 50)
+    means = []
+    for position in range(len(values)):
+        window = values[max(0, position - reach) : position + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def trained_tokens(path: Path) -> tuple[list[int], list[float]]:
+    """Return the iterations of a metrics file, from 0, and the tokens that each had trained; empty if unknown."""
+    steps = curves(path, ("train/batch_size", "train/seq_length"))
+    samples = steps.get("train/batch_size", {})
+    lengths = steps.get("train/seq_length", {})
+    if not samples or samples.keys() != lengths.keys():
+        return [], []
+    iterations = [0]
+    tokens = [0.0]
+    for iteration in sorted(samples):
+        since = iteration - iterations[-1]  # steps without a row had this batch, too
+        iterations.append(iteration)
+        tokens.append(tokens[-1] + since * samples[iteration] * lengths[iteration])
+    return iterations, tokens
+
+
+def _add_token_axis(axes: Axes, path: Path) -> None:
+    """Add an axis of trained tokens above the picture of a run, if its metrics have them."""
+    iterations, tokens = trained_tokens(path)
+    if not iterations:
+        return
+    last_step = (tokens[-1] - tokens[-2]) / (iterations[-1] - iterations[-2])
+    iterations = [-1_000 * iterations[1], *iterations, 2 * iterations[-1]]  # with the picture's margins
+    tokens = [-1_000 * tokens[1], *tokens, tokens[-1] + last_step * iterations[-2]]
+    import numpy as np  # with matplotlib
+
+    def to_tokens(values: Any) -> Any:
+        return np.interp(values, iterations, tokens)
+
+    def to_iterations(values: Any) -> Any:
+        return np.interp(values, tokens, iterations)
+
+    axes.secondary_xaxis("top", functions=(to_tokens, to_iterations)).set_xlabel("tokens")

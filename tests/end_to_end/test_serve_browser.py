@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import socket
-import subprocess
 import threading
 import time
 import urllib.request
@@ -19,35 +17,9 @@ if shutil.which("chromedriver") is None:
     pytest.skip("chromedriver (Debian: chromium-driver) is not installed", allow_module_level=True)
 
 from neox.generation.server import make_app  # noqa: E402 (after the skips)
+from tests.end_to_end.browser import browser, call, free_port, wait  # noqa: E402
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names elements
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def call(method, url, body=None):
-    """Send a WebDriver command and return its value."""
-    data = None if method != "POST" else json.dumps(body or {}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["value"]
-
-
-def wait(condition, seconds=60):
-    """Return the first true value of `condition()`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if value := condition():
-                return value
-        except OSError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("nothing happened in time")
 
 
 @contextmanager
@@ -62,26 +34,6 @@ def served(app):
     finally:
         server.should_exit = True
         thread.join()
-
-
-@contextmanager
-def browser(tmp_path):
-    """Start chromium; yield the address of its session."""
-    port = free_port()
-    driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait(lambda: call("GET", f"http://127.0.0.1:{port}/status")["ready"])
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        options = {"goog:chromeOptions": {"args": [*arguments, f"--user-data-dir={tmp_path / 'profile'}"]}}
-        session = call("POST", f"http://127.0.0.1:{port}/session", {"capabilities": {"alwaysMatch": options}})
-        address = f"http://127.0.0.1:{port}/session/{session['sessionId']}"
-        try:
-            yield address
-        finally:
-            call("DELETE", address)
-    finally:
-        driver.terminate()
-        driver.wait()
 
 
 def test_text_comes_into_the_page_and_stops_when_told(tmp_path):

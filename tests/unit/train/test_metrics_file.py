@@ -9,7 +9,7 @@ import pytest
 
 from neox.engine import SaveReport, StepResult
 from neox.errors import DataError, TrainingError
-from neox.metrics import curves, draw, read_metrics
+from neox.metrics import METRICS_FILE, curves, draw, read_metrics, smoothed, trained_tokens
 from neox.train.callbacks import StepReport, TrainState
 from neox.train.trackers import MetricsFile
 
@@ -143,3 +143,25 @@ def test_several_runs_in_one_picture(tmp_path, monkeypatch):
     for several_or_none in (tmp_path / "a", tmp_path / "none"):
         with pytest.raises(DataError):
             script["metrics_file"](str(several_or_none))
+
+
+def test_a_picture_of_a_long_run_has_tokens_and_a_smoothed_line(tmp_path):
+    file = tmp_path / METRICS_FILE
+    with file.open("w") as stream:
+        for iteration in range(2, 122, 2):
+            row = {"iteration": iteration, "kind": "step", "train/lm_loss": 2.0 + iteration % 4}
+            batch = 4.0 if iteration <= 60 else 8.0
+            stream.write(json.dumps({**row, "train/batch_size": batch, "train/seq_length": 16.0}) + "\n")
+    iterations, tokens = trained_tokens(file)
+    assert (iterations[0], iterations[-1]) == (0, 120)
+    assert (tokens[0], tokens[30], tokens[-1]) == (0, 60 * 4 * 16, 60 * 4 * 16 + 60 * 8 * 16)
+    assert draw({"run": file}, tmp_path / "loss.png")
+
+
+def test_smoothing_keeps_ends_and_mean():
+    values = [float(position % 2) for position in range(100)]
+    found = smoothed(values)
+    assert found[0] == pytest.approx(sum(values[:3]) / 3)
+    assert len(found) == 100
+    assert max(found[10:-10]) - min(found[10:-10]) < 0.5
+    assert smoothed([3.0] * 60) == [3.0] * 60
