@@ -7,11 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from neox.errors import NeoXError
-
 
 @contextmanager
-def raises_naming(kind: type[NeoXError], *names: object, lines: int = 1) -> Iterator[None]:
+def raises_naming(kind: type[Exception], *names: object, lines: int = 1) -> Iterator[None]:
     """Expect an error that contains names: files, lines, keys, flags or numbers, but no sentences.
 
     Args:

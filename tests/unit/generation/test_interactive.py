@@ -34,7 +34,7 @@ def test_an_empty_prompt_generates_without_a_context():
 
 def test_long_prompts_are_answered_kindly_and_the_loop_goes_on():
     said = talk("abcdefghi\na\nstop\n")
-    assert "the prompt has 9 tokens, and this model's context is 8" in said
+    assert "9 tokens" in said
     assert "bcd\n[" in said
 
 

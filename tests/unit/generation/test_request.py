@@ -6,6 +6,7 @@ from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.generation.request import check_generation, check_output, notes, read_prompts
 from neox.generation.run import write_completions
+from tests.errors import raises_naming
 from tests.unit.generation.toy import ToyCodec
 
 
@@ -30,37 +31,37 @@ def test_jsonl(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "places"),
     [
-        ("p.txt", "", "contains no prompts"),
-        ("p.txt", "\n \n", "contains no prompts"),
-        ("p.txt", "a\n\nb\n", r"p.txt:2: empty prompt"),
-        ("p.jsonl", '{"text": "a"}\n{"text": \n', r"p.jsonl:2: not JSON"),
-        ("p.jsonl", '{"question": "a"}\n', r"p.jsonl:1: no prompt"),
-        ("p.jsonl", '{"text": "\\ud800"}\n', r"p.jsonl:1: the prompt contains a lone"),
-        ("p.jsonl", "[" * 100_000, r"p.jsonl:1: not JSON"),
-        ("p.jsonl", '{"text": 3}\n[]\n', r"(?s)p.jsonl:1: no prompt.*p.jsonl:2: no prompt"),
+        ("p.txt", "", ["p.txt:"]),
+        ("p.txt", "\n \n", ["p.txt:"]),
+        ("p.txt", "a\n\nb\n", ["p.txt:2:"]),
+        ("p.jsonl", '{"text": "a"}\n{"text": \n', ["p.jsonl:2:"]),
+        ("p.jsonl", '{"question": "a"}\n', ["p.jsonl:1:"]),
+        ("p.jsonl", '{"text": "\\ud800"}\n', ["p.jsonl:1:"]),
+        ("p.jsonl", "[" * 100_000, ["p.jsonl:1:"]),
+        ("p.jsonl", '{"text": 3}\n[]\n', ["p.jsonl:1:", "p.jsonl:2:"]),
     ],
 )
-def test_bad_files_are_named_with_their_lines(tmp_path, name, text, message):
-    with pytest.raises(GenerationError, match=message):
+def test_bad_files_are_named_with_their_lines(tmp_path, name, text, places):
+    with raises_naming(GenerationError, *places, lines=len(places)):
         read_prompts(write(tmp_path, name, text))
 
 
 def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(GenerationError, match="No such file"):
+    with raises_naming(GenerationError, tmp_path / "none.txt", "No such file"):
         read_prompts(tmp_path / "none.txt")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(GenerationError, match="cannot be read"):
+    with raises_naming(GenerationError, tmp_path / "b.txt"):
         read_prompts(tmp_path / "b.txt")
 
 
 def test_a_file_that_cannot_be_written_is_said_before_and_after(tmp_path):
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out.jsonl"
-    with pytest.raises(GenerationError, match=r"out.jsonl: cannot be written \((Not a directory|File exists)"):
+    with raises_naming(GenerationError, out):
         write_completions(out, [])
-    with pytest.raises(GenerationError, match=r"sample_output_file .*out.jsonl: cannot be written"):
+    with raises_naming(GenerationError, "sample_output_file", out):
         check_output(NeoXConfig.from_flat({"sample_output_file": str(out)}))
     check_output(NeoXConfig.from_flat({"sample_output_file": str(tmp_path / "new" / "out.jsonl")}))
     assert not list((tmp_path / "new").iterdir())
@@ -78,19 +79,19 @@ def test_what_a_run_would_refuse_is_said_without_a_model(tmp_path):
     check(codec=ToyCodec(), sample_input_file=None)
     check(num_return_sequences=2, top_k=3)
     check(num_samples=2)  # counts only where there is no file
-    for keys, message in (
-        ({"codec": ToyCodec()}, "prompt 2: the prompt has 8 tokens, and this model's context is 8"),
-        ({"sample_output_file": str(prompts)}, "is the file of prompts"),
-        ({"sample_output_file": str(tmp_path)}, "is a directory"),
-        ({"sample_output_file": f"{prompts}/new/out"}, "nothing can be written in .*p.txt"),
-        ({"sample_input_file": None, "text_gen_type": "input-file"}, "is not given"),
-        ({"num_beams": 2, "stop_strings": ["x"]}, "stop strings and num_beams > 1"),
-        ({"num_beams": 2, "return_logits": True}, "return_logits and num_beams > 1"),
-        ({"num_return_sequences": 2}, "num_return_sequences is 2, but greedy decoding"),
-        ({"num_return_sequences": 2, "num_beams": 2}, "beam search gives the same text"),
-        ({"num_samples": 2, "sample_input_file": None}, "num_samples is 2"),
+    for keys, named in (
+        ({"codec": ToyCodec()}, ("prompt 2", "8 tokens")),
+        ({"sample_output_file": str(prompts)}, ("sample_output_file", prompts)),
+        ({"sample_output_file": str(tmp_path)}, ("sample_output_file", tmp_path)),
+        ({"sample_output_file": f"{prompts}/new/out"}, ("sample_output_file", prompts)),
+        ({"sample_input_file": None, "text_gen_type": "input-file"}, ("text_gen_type", "sample_input_file")),
+        ({"num_beams": 2, "stop_strings": ["x"]}, ("stop", "num_beams")),
+        ({"num_beams": 2, "return_logits": True}, ("return_logits", "num_beams")),
+        ({"num_return_sequences": 2}, ("num_return_sequences is 2",)),
+        ({"num_return_sequences": 2, "num_beams": 2}, ("num_return_sequences is 2", "beam")),
+        ({"num_samples": 2, "sample_input_file": None}, ("num_samples is 2",)),
     ):
-        with pytest.raises(GenerationError, match=message):
+        with raises_naming(GenerationError, *named):
             check(**keys)
 
 

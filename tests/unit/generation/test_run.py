@@ -9,6 +9,7 @@ import pytest
 from neox.errors import GenerationError
 from neox.generation.completion import Completion
 from neox.generation.run import write_completions
+from tests.errors import raises_naming
 from tests.unit.generation.interrupted_run import PROMPTS, Interrupting, Run, interrupt
 
 
@@ -49,7 +50,7 @@ def test_a_line_that_was_cut_is_made_again(run):
 
 def test_an_output_that_could_not_be_written_costs_nothing(run):
     run.out.mkdir()
-    with pytest.raises(GenerationError, match="cannot be written"):
+    with raises_naming(GenerationError, run.out):
         run(Interrupting())
     run.out.rmdir()
     rest = Interrupting()
@@ -72,14 +73,14 @@ def test_another_run_starts_over_and_says_so(run, change, caplog):
     with caplog.at_level(logging.WARNING, logger="neox"):
         run(model, **keys)
     assert len(model.began) == 3
-    assert "with other prompts, settings or weights" in caplog.text
+    assert str(run.partial) in caplog.text
     assert not run.partial.exists()
 
 
 def test_a_broken_file_is_named(run):
     interrupt(run)
     run.partial.write_text(run.partial.read_text() + "[1]\n")
-    with pytest.raises(GenerationError, match=r"out.jsonl.partial: is broken .* remove it to start over"):
+    with raises_naming(GenerationError, "out.jsonl.partial"):
         run(Interrupting())
 
 
@@ -99,7 +100,7 @@ def test_completions_appear_whole_or_not_at_all(tmp_path):
         yield done
         raise GenerationError("no more")
 
-    with pytest.raises(GenerationError, match="no more"):
+    with raises_naming(GenerationError, "no more"):
         write_completions(path, failing())
     assert len(path.read_text().splitlines()) == 1
     assert [p.name for p in path.parent.iterdir()] == ["out.jsonl"]

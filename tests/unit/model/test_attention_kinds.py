@@ -14,6 +14,7 @@ from neox.model import GPT, BlockContext
 from neox.ops import block_layout, sparse_pairs
 from neox.parallel import ParallelGrid
 from neox.plan.rules import notes_without_effect
+from tests.errors import raises_naming
 from tests.plans import SMALL, problem_keys, small_plan
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -67,9 +68,9 @@ def test_settings_are_checked_and_those_without_effect_are_named() -> None:
 
 def test_a_network_with_gates_generates_without_a_cache_and_within_its_length() -> None:
     model = GPT(small_plan(attention_config=["global", "gmlp"]), ParallelGrid.single()).eval()
-    with pytest.raises(NeoXError, match="no keys and values"):
+    with raises_naming(NeoXError, "gmlp"):
         model.new_cache(batch=1, max_length=4)
-    with pytest.raises(NeoXError, match="over 16 positions"):
+    with raises_naming(NeoXError, "seq_length", 16, 17):
         model(torch.zeros(1, 17, dtype=torch.long))
 
 
