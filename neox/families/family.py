@@ -22,6 +22,10 @@ _PLAIN_SETTINGS = ModelSettings(
 """Settings with which `Family.problems` writes a `config.json`: any that every family can express."""
 
 
+Layout = Literal["same", "heads"]
+"""Order of rows; its functions are the entry of the same name in `neox.convert.layouts.ROWS`."""
+
+
 @dataclass(frozen=True)
 class TensorSource:
     """Hugging Face modules that hold one module of ours, and how our tensors are made from theirs.
@@ -41,7 +45,7 @@ class TensorSource:
 
     modules: tuple[str, ...]
     transpose: bool = False
-    layout: Literal["same", "heads"] = "same"
+    layout: Layout = "same"
     interleaved: bool = False
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
-from neox.convert.layouts import from_hf_layout, to_hf_layout
+from neox.convert.layouts import ROWS, from_hf_layout, to_hf_layout
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, TensorSource
+from neox.families.family import Layout
 from tests.errors import raises_naming
 from tests.unit.convert.test_to_hf import SIZES, checkpoint, tensors
 
@@ -24,6 +26,10 @@ FUSED = TensorSource(("c_attn",), transpose=True, layout="heads")
 NEIGHBOURS = replace(SEPARATE, interleaved=True)
 HALVES = TensorSource(("gate", "up"))
 TRANSPOSED = TensorSource(("c_fc",), transpose=True)
+
+
+def test_every_layout_has_functions():
+    assert set(ROWS) == set(get_args(Layout))
 
 
 @pytest.mark.parametrize("source", [SEPARATE, FUSED, HALVES, TRANSPOSED], ids=lambda source: "-".join(source.modules))
