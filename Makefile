@@ -80,8 +80,8 @@ $(VENV)/transformers-4/.installed: requirements/requirements-transformers-4.txt 
 reference: install  ## write the generated pages of configs/ again
 	$(PY) -m neox.config.reference
 
-docs: install-dev  ## the pages of docs/ as HTML in build/site
-	$(VENV)/bin/mkdocs build --strict --quiet
+docs: install-dev  ## the pages of docs/ as HTML in build/site; `.venv/bin/mkdocs serve` shows them with their search
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:  ## remove the quickstart's data and runs
 	rm -rf runs/quickstart runs/quickstart_llama runs/quickstart_gpt2 runs/quickstart_bert data/quickstart data/quickstart_bert
