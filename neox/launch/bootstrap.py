@@ -6,7 +6,9 @@ while the interpreter waits inside C code. A crash in C code writes them, too.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import os
 import runpy
 import signal
 import sys
@@ -32,6 +34,18 @@ def _start_tracebacks_at(script: str) -> None:
     sys.excepthook = hook
 
 
+def _end_failed() -> None:
+    """End with status 1, after the functions that were registered for the end.
+
+    The interpreter would destroy process groups first. If the other ranks have gone by then, that can abort the
+    process, which would hide the error and its status.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def main() -> None:
     """Run the script that the first argument names, as `__main__`."""
     script = sys.argv[1]
@@ -45,7 +59,11 @@ def main() -> None:
     _start_tracebacks_at(script)
     if is_own_script(script):
         end_at_interrupts()
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch.distributed may have replaced it
+        _end_failed()
 
 
 if __name__ == "__main__":
