@@ -68,7 +68,14 @@ def _recompute(setting: MemorySetting) -> Recompute:
 
 
 def likely_gpu(plan: RunPlan) -> tuple[str, Gpu]:
-    """Return the row of the table that fits `gpu_memory_gib` and `peak_theoretical_tflops` best, with its name."""
+    """Return the GPU of `gpu_type`, or else the one that fits `gpu_memory_gib` and `peak_theoretical_tflops` best.
+
+    Returns:
+        Its name in the table, and its row.
+    """
+    asked = plan.config.runner.gpu_type
+    if asked is not None:
+        return asked, GPUS[asked]
     memory = plan.config.runner.gpu_memory_gib
     peak = plan.config.logging.peak_theoretical_tflops or GPUS["h100"].peak_tflops
 

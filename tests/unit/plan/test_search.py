@@ -85,3 +85,7 @@ def test_networks_without_an_estimate_are_refused() -> None:
 def test_gpus_by_memory(memory: float, expected: str) -> None:
     peak = {} if expected != "v100" else {"peak_theoretical_tflops": 125.0}
     assert likely_gpu(make_plan(1, gpu_memory_gib=memory, **peak))[0] == expected
+
+
+def test_the_gpu_that_the_configuration_names() -> None:
+    assert likely_gpu(make_plan(1, gpu_type="a100-40", gpu_memory_gib=80))[0] == "a100-40"
