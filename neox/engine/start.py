@@ -125,7 +125,7 @@ def _run_in_save(plan: RunPlan) -> Path | None:
     found = find_run(save)
     if found is None:
         return None
-    if found.identity is None or found.identity.run_id != run_identity(config).run_id:
+    if not found.is_run_of(config):
         raise CheckpointError(other_run_message(config, found))
     _log.info("%s holds this run at iteration %d: it is resumed instead of `load`", save, found.iteration)
     return save

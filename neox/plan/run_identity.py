@@ -55,6 +55,10 @@ class FoundRun:
     iteration: int
     identity: RunIdentity | None
 
+    def is_run_of(self, config: NeoXConfig) -> bool:
+        """Return whether it is the run that a configuration starts; False if its run is not recorded."""
+        return self.identity is not None and self.identity.run_id == run_identity(config).run_id
+
 
 def run_identity(config: NeoXConfig) -> RunIdentity:
     """Return the identity of the run that a configuration starts."""

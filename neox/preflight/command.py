@@ -113,10 +113,8 @@ class _Command:
 
     def show(self) -> int:
         """Print the plan; problems are warnings. Return 2 if it does not fit, and nothing was assumed."""
-        placement, warnings = choose_hosts(self.config, self.arguments)
-        job = Job(find_script(self.arguments.script), placement, dry_run=True)
-        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
-        warnings += map(str, planned.problems)
+        job, planned, warnings = self._plan_without_run()
+        placement = job.placement
         imagined = self.arguments.hosts or self.arguments.gpus  # such hosts need no programs
         warnings += self._launcher_problems(placement, None if imagined else self.environment["PATH"])
         spec = self._spec(job, planned, self._run_directory())
@@ -138,13 +136,18 @@ class _Command:
 
     def suggest(self) -> int:
         """Print the fastest layouts; problems are warnings."""
-        placement, warnings = choose_hosts(self.config, self.arguments)
-        job = Job(find_script(self.arguments.script), placement, dry_run=True)
-        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
-        _print_to_stderr("warning", [*warnings, *map(str, planned.problems)])
+        _, planned, warnings = self._plan_without_run()
+        _print_to_stderr("warning", warnings)
         output = self.arguments.suggest_output
         print(suggest(planned.plan, self.arguments.suggest, None if output is None else Path(output)))
         return 0
+
+    def _plan_without_run(self) -> tuple[Job, PlannedJob, list[str]]:
+        """Return the job, its plan, and what is wrong, for a command that starts nothing."""
+        placement, warnings = choose_hosts(self.config, self.arguments)
+        job = Job(find_script(self.arguments.script), placement, dry_run=True)
+        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
+        return job, planned, [*warnings, *map(str, planned.problems)]
 
     def start(self) -> int:
         """Check everything that can be known before ranks start, then start the run and follow it."""

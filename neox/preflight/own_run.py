@@ -12,7 +12,6 @@ from neox.plan.run_identity import (
     find_run,
     other_run_message,
     resumes_own_directory,
-    run_identity,
 )
 from neox.preflight.data_decisions import DecidedConfig
 
@@ -29,7 +28,7 @@ def with_own_run(config: NeoXConfig) -> DecidedConfig:
         return DecidedConfig(config)
     if resumes_own_directory(config):
         return DecidedConfig(config, _changes(config, found))
-    if found.identity is None or found.identity.run_id != run_identity(config).run_id:
+    if not found.is_run_of(config):
         return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
     note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
     dropped = [key for key in ("load", "finetune", "iteration") if config.given(key)]
