@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from neox.data.fill_in_middle import FillInMiddle
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.packing import Packing, build_padded_maps, padded_rows, usable_documents
+from neox.data.rows import Cuts, Part, TokenRows
 from neox.errors import DataError
 
 
@@ -44,10 +44,14 @@ class GPTDataset:
 
     Attributes:
         indexed: Token dataset.
+        documents: Numbers of the sequences that are used.
+        requested_samples: Number of samples that determines the number of epochs.
+        seed: Seed of the shuffles.
+        cache_dir: Directory that keeps the maps between runs; None if they are in memory.
         labels: Labels of its tokens with the same sequences, IGNORED for a token that is not predicted. None if each
             token is its own label.
         packing: The way documents become samples.
-        fill_in_middle: Rearrangement of documents; None leaves them in their order.
+        rows: Reader of samples of joined documents.
         seq_length: Number of tokens of a sample's input.
         num_samples: Number of samples that can be read.
         maps: Index maps.
@@ -85,10 +89,14 @@ class GPTDataset:
         if documents.step != 1 or not 0 <= documents.start < documents.stop <= len(indexed):
             raise DataError(f"{indexed.prefix} has {len(indexed)} documents; {documents} is not a range of them")
         self.indexed = indexed
+        self.documents = documents
+        self.requested_samples = num_samples
+        self.seed = seed
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self.labels = labels
         self.packing = packing or Packing()
-        self.fill_in_middle = fill_in_middle
-        assert fill_in_middle is None or not self.has_labels
+        assert fill_in_middle is None or not self.packing.is_padded
+        self.rows = TokenRows(indexed, labels, fill_in_middle, seq_length + 1)
         self.seq_length = seq_length
         self.maps = self._maps(documents, num_samples, seed, cache_dir)
         self.num_samples = len(self.maps.shuffle_map)
@@ -121,6 +129,16 @@ class GPTDataset:
         return self.num_samples - 1
 
     @property
+    def part(self) -> Part:
+        """The dataset and documents that the samples are cut from."""
+        return Part(self.rows, self.documents, self.cache_dir)
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the documents."""
+        return len(self.maps.document_map) // len(self.documents)
+
+    @property
     def row_width(self) -> int:
         """Number of ids in a row of `read`."""
         return self.seq_length + 1
@@ -128,9 +146,7 @@ class GPTDataset:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the rows of `read`."""
-        if self.fill_in_middle is None:
-            return self.indexed.dtype
-        return np.result_type(self.indexed.dtype, np.min_scalar_type(max(self.fill_in_middle.tokens)))
+        return self.rows.dtype
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return one sample, int64 [seq_length + 1]."""
@@ -143,7 +159,10 @@ class GPTDataset:
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the token ids of samples [len(indices), seq_length + 1]. Padding is 0."""
-        return self._rows(self.indexed, indices, padding=0, dtype=self.dtype)
+        samples = self._stream_samples(indices)
+        if self.packing.is_padded:
+            return padded_rows(self.indexed, self.maps, samples, self.row_width, 0, self.dtype)
+        return self.rows.read(self._cuts(samples))
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the label of each token of samples, IGNORED for a token that is not predicted.
@@ -151,87 +170,17 @@ class GPTDataset:
         Returns:
             Labels, int32 or int64 [len(indices), seq_length + 1].
         """
-        source = self.indexed if self.labels is None else self.labels
-        return self._rows(source, indices, padding=IGNORED, dtype=np.result_type(self.dtype, source.dtype, np.int32))
-
-    def _rows(
-        self, source: IndexedDataset, indices: Sequence[int] | np.ndarray, *, padding: int, dtype: np.dtype
-    ) -> np.ndarray:
-        samples = self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)
+        samples = self._stream_samples(indices)
         if self.packing.is_padded:
-            return padded_rows(source, self.maps, samples, self.row_width, padding, dtype)
-        pieces = locate_pieces(source, self.maps, samples)
-        if self.fill_in_middle is None:
-            rows = joined_rows(source, pieces, self.row_width)
-        elif self.fill_in_middle.level == "document":
-            parts = self._rearranged_parts(pieces, self.fill_in_middle)
-            rows = np.concatenate(parts).reshape(len(samples), self.row_width)
-        else:
-            rows = joined_rows(source, pieces, self.row_width)
-            rows = self.fill_in_middle.samples(rows, samples)
-        return rows.astype(dtype, copy=False)
+            rows = self.rows
+            return padded_rows(rows.label_source, self.maps, samples, self.row_width, IGNORED, rows.label_dtype)
+        return self.rows.read_labels(self._cuts(samples))
 
-    def _rearranged_parts(self, pieces: Pieces, fill_in_middle: FillInMiddle) -> list[np.ndarray]:
-        """Return the tokens of pieces of documents, of which those that fit into a sample may be rearranged."""
-        documents = self.maps.document_map[pieces.entries]
-        starts = self.indexed.starts(documents).tolist()
-        sizes = self.indexed.sizes[documents].tolist()
-        parts = []
-        for entry, start, size, begin, end in zip(
-            pieces.entries.tolist(), starts, sizes, pieces.begins, pieces.ends, strict=True
-        ):
-            ids = self.indexed.tokens[start : start + size]
-            if size <= self.row_width:
-                ids = fill_in_middle.document(ids, entry)
-            parts.append(ids[begin - start : end - start])
-        return parts
+    def _cuts(self, samples: np.ndarray) -> Cuts:
+        """Return where samples with given numbers in the stream are cut."""
+        sample_map = self.maps.sample_map
+        return Cuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
 
-
-class Pieces(NamedTuple):
-    """Pieces of documents that make samples.
-
-    Attributes:
-        entries: Entry of the document of each piece in `document_map` [pieces].
-        begins: First token of each piece in the file [pieces].
-        ends: Token after the last one of each piece in the file [pieces].
-    """
-
-    entries: np.ndarray
-    begins: list[int]
-    ends: list[int]
-
-
-def locate_pieces(source: IndexedDataset, maps: IndexMaps, samples: np.ndarray) -> Pieces:
-    """Locate the pieces of samples in the stream of joined documents.
-
-    A sample consists of one piece of each document that it touches. All pieces of all samples are located at once:
-
-        | document 7 |     document 2     |   document 9   |
-               |-------------- sample -------------|
-               |- piece -|----- piece ----|- piece |
-
-    Args:
-        source: Tokens, or their labels.
-        maps: Index maps.
-        samples: Numbers of the samples in the stream.
-    """
-    first_entries, first_offsets = maps.sample_map[samples].T
-    last_entries, last_offsets = maps.sample_map[samples + 1].T
-    pieces = last_entries.astype(np.intp) - first_entries + 1  # of each sample [n]
-    first_pieces = np.cumsum(pieces) - pieces
-    last_pieces = first_pieces + pieces - 1
-    # Entry of each piece in `document_map`: from the first to the last entry of its sample [all pieces].
-    entries = np.arange(pieces.sum()) + np.repeat(first_entries - first_pieces, pieces)
-    documents = maps.document_map[entries]
-    begins = source.starts(documents)
-    ends = begins + source.sizes[documents]
-    ends[last_pieces] = begins[last_pieces] + last_offsets + 1
-    begins[first_pieces] += first_offsets
-    return Pieces(entries, begins.tolist(), ends.tolist())
-
-
-def joined_rows(source: IndexedDataset, pieces: Pieces, width: int) -> np.ndarray:
-    """Return samples of `width` tokens [samples, width], in the dtype of `source`."""
-    tokens = source.tokens
-    parts = [tokens[begin:end] for begin, end in zip(pieces.begins, pieces.ends, strict=True)]
-    return np.concatenate(parts).reshape(-1, width)
+    def _stream_samples(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the numbers of samples in the stream, before they are shuffled."""
+        return self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)

@@ -1,0 +1,199 @@
+"""Passes over the documents of a dataset, which can be read in samples of any length."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from neox.data.index_maps import IndexMaps, load_or_build
+from neox.data.indexed_dataset import IndexedDataset
+from neox.data.lanes import Lanes, lane_bounds
+from neox.data.rows import Cuts
+
+_FORMAT = "neox pass 1"
+_SEED = 11  # keeps the draws apart from others with the same seed
+_NUMBERS = 1 << 44  # numbers of samples, or of entries, of one pass; more than any pass has
+
+
+class Pass(Protocol):
+    """Documents in an order, from which samples are cut.
+
+    A state says how far a pass has been read. It is an array, whose meaning is the pass's own.
+    """
+
+    def start(self) -> np.ndarray:
+        """Return the state before the first sample."""
+
+    def room(self, state: np.ndarray, length: int) -> int:
+        """Return the number of samples of a length that are left after a state."""
+
+    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+        """Return the state after `count` further samples of a length."""
+
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+        """Return where samples of a length are cut. They are numbered from 0 after the state."""
+
+
+class GptNeoxPass:
+    """All passes of a run in gpt-neox's order, which joins them and shuffles samples of one length.
+
+    Its state is the number of samples that are read.
+    """
+
+    def __init__(self, maps: IndexMaps, length: int) -> None:
+        self.maps = maps
+        self.length = length
+
+    def start(self) -> np.ndarray:
+        """Return the number of samples read, 0."""
+        return np.zeros(1, dtype=np.int64)
+
+    def room(self, state: np.ndarray, length: int) -> int:
+        """Return the number of samples that are left; none of another length."""
+        if length != self.length:
+            return 0
+        return max(0, len(self.maps.shuffle_map) - int(state[0]))
+
+    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+        """Return the number of samples read after further ones."""
+        return state + count
+
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+        """Return where samples are cut, as `GPTDataset` does."""
+        samples = self.maps.shuffle_map[numbers + state[0]].astype(np.intp)
+        sample_map = self.maps.sample_map
+        return Cuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
+
+    def unread_documents(self, state: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the documents of which no token is read, int32, one entry for each time they would be read.
+
+        Args:
+            state: Number of samples read.
+            sizes: Number of tokens of every sequence of the dataset.
+        """
+        samples = len(self.maps.shuffle_map)
+        is_read = np.zeros(samples + 1, dtype=np.int64)  # the last one stands for tokens after the last sample
+        is_read[self.maps.shuffle_map[: int(state[0])]] = 1
+        read_before = np.append(0, np.cumsum(is_read))  # samples before each one
+        ends = np.cumsum(sizes[self.maps.document_map], dtype=np.int64)
+        begins = ends - sizes[self.maps.document_map]
+        first_samples = np.minimum(begins // self.length, samples)
+        last_samples = np.minimum(np.maximum(ends - 1, begins) // self.length, samples)
+        touched = read_before[last_samples + 1] - read_before[first_samples]
+        return np.asarray(self.maps.document_map[touched == 0])
+
+
+class DocumentOrder(NamedTuple):
+    """Order of the documents of a pass.
+
+    Attributes:
+        documents: Numbers of the sequences, int32 [entries].
+        ends: Number of tokens up to the end of each entry, int64 [entries].
+    """
+
+    documents: np.ndarray
+    ends: np.ndarray
+
+
+class LanePass:
+    """One pass over documents in random order, divided into lanes.
+
+    Its state is the number of tokens read of each lane.
+
+    Attributes:
+        indexed: Token dataset.
+        documents: Numbers of the sequences.
+        number: Number of the pass, from 0; -1 for documents left over by gpt-neox's order.
+    """
+
+    def __init__(
+        self, indexed: IndexedDataset, documents: np.ndarray, number: int, seed: int, cache_dir: str | Path | None
+    ) -> None:
+        """Describe a pass. Its order is built or loaded when it is needed.
+
+        Args:
+            indexed: Token dataset.
+            documents: Numbers of the sequences.
+            number: Number of the pass.
+            seed: Seed of the order.
+            cache_dir: Directory that keeps the order between runs; None builds it in memory.
+        """
+        self.indexed = indexed
+        self.documents = documents
+        self.number = number
+        self._seed = seed
+        self._cache_dir = cache_dir
+        self._rest: tuple[int, bytes, Lanes] | None = None
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """First token of each lane, and the end of the last one."""
+        return lane_bounds(int(self.indexed.sizes[self.documents].sum(dtype=np.int64)))
+
+    @cached_property
+    def order(self) -> DocumentOrder:
+        """Order of the documents."""
+        sizes = self.indexed.sizes[self.documents]
+
+        def build() -> dict[str, np.ndarray]:
+            random = np.random.default_rng([self._seed, _SEED, self.number + 1])
+            order = random.permutation(len(self.documents))
+            documents = self.documents[order].astype(np.int32)
+            return {"documents": documents, "ends": np.cumsum(sizes[order], dtype=np.int64)}
+
+        if self._cache_dir is None:
+            return DocumentOrder(**build())
+        digest = hashlib.sha256(f"{_FORMAT} {self._seed} {self.number}\n".encode())
+        digest.update(np.ascontiguousarray(self.documents, dtype=np.int64).data)
+        digest.update(np.ascontiguousarray(sizes, dtype=np.int64).data)
+        key = digest.hexdigest()[:32]
+        return DocumentOrder(**load_or_build(self._cache_dir, key, DocumentOrder._fields, build))
+
+    def release(self) -> None:
+        """Release the memory of the order. It is built or loaded again when it is needed."""
+        self.__dict__.pop("order", None)
+
+    def start(self) -> np.ndarray:
+        """Return the number of tokens read of each lane, 0."""
+        return np.zeros(len(self.bounds) - 1, dtype=np.int64)
+
+    def room(self, state: np.ndarray, length: int) -> int:
+        """Return the number of samples that are left."""
+        return self._lanes(state, length).samples
+
+    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+        """Return the number of tokens read of each lane after further samples."""
+        return self._lanes(state, length).offsets_after(count)
+
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+        """Return where samples are cut."""
+        starts = self._lanes(state, length).starts(numbers)
+        order = self.order
+        first_number = (self.number + 2) * _NUMBERS  # gpt-neox's order has the numbers before
+        return Cuts(
+            documents=order.documents,
+            firsts=self._places(order, starts),
+            lasts=self._places(order, starts + length),
+            numbers=first_number + starts,
+            first_entry=first_number,
+        )
+
+    def _lanes(self, state: np.ndarray, length: int) -> Lanes:
+        """Return what is left after a state. The last result is kept."""
+        key = state.tobytes()
+        rest = self._rest
+        if rest is None or rest[0] != length or rest[1] != key:
+            rest = (length, key, Lanes(self.bounds, state, length))
+            self._rest = rest
+        return rest[2]
+
+    def _places(self, order: DocumentOrder, tokens: np.ndarray) -> np.ndarray:
+        """Return the entry of tokens of the stream, and their offset in its document [tokens, 2]."""
+        entries = np.searchsorted(order.ends, tokens, side="right")
+        sizes = self.indexed.sizes[order.documents[entries]]
+        offsets = tokens - (order.ends[entries] - sizes)
+        return np.stack([entries, offsets], axis=1)
