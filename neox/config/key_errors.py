@@ -163,16 +163,16 @@ def _choices(annotation: Any) -> Iterator[Any]:
 
 
 def _field_path(section: type[BaseModel], location: Sequence[str | int], flat: FlatKeys) -> tuple[str, ...]:
-    """Return the part of pydantic's location that names fields, without items of lists and members of unions.
+    """Return the part of pydantic's location that names fields, and items of lists of blocks.
 
-    The last name need not be a field: it is the unknown or missing one.
+    Items of other lists and members of unions are left out. The last name need not be a field: it is the unknown or
+    missing one.
     """
     path: list[str] = []
     for part in location:
-        block = _block_class(section, path, flat)
-        if isinstance(part, int) or block is None:
+        if _block_class(section, path, flat) is None or (isinstance(part, int) and not path):
             break
-        path.append(part)
+        path.append(str(part))
     return tuple(path)
 
 
@@ -186,6 +186,8 @@ def _block_class(section: type[BaseModel], path: Sequence[str], flat: FlatKeys) 
     """Return the class of the block at a path; None if no block is there."""
     block: type[BaseModel] | None = section
     for name in path:
+        if name.isdigit():  # an item of a list of blocks
+            continue
         if block is None or name not in block.model_fields:
             return None
         if block is OptimizerSettings and name == "params":
@@ -197,8 +199,11 @@ def _block_class(section: type[BaseModel], path: Sequence[str], flat: FlatKeys) 
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an annotation such as `Block | None` names; None if it names none."""
-    for part in (annotation, *get_args(annotation)):
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            return part
+    """Return the section that an annotation such as `Block | None` or a list of blocks names; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        found = _model_in(part)
+        if found is not None:
+            return found
     return None

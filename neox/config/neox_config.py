@@ -220,7 +220,7 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, BaseModel):
         return str(value.model_dump(exclude_none=True))
     if isinstance(value, tuple):
-        return str(list(value))
+        return f"[{', '.join(map(yaml_text, value))}]"
     return str(value)
 
 

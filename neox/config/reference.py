@@ -69,7 +69,8 @@ def type_name(annotation: Any) -> str:
     if origin is tuple and Ellipsis in arguments:
         return f"list of {type_name(arguments[0])}"
     if origin is tuple:
-        return f"list of {len(arguments)} numbers"
+        items = "texts" if arguments[0] is str else "numbers"
+        return f"list of {len(arguments)} {items}"
     if annotation is Any:
         return "any"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -101,11 +102,18 @@ def _table_cells(row: NeoXKey) -> tuple[str, str]:
 def blocks_of(cls: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the dotted path and class of each block in a section, nested ones after their parent."""
     for key, info in cls.model_fields.items():
-        for member in (info.annotation, *get_args(info.annotation)):
+        for member in _members(info.annotation):
             if isinstance(member, type) and issubclass(member, BaseModel):
                 yield key, member
                 for inner, block in blocks_of(member):
                     yield f"{key}.{inner}", block
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and everything inside it, such as the items of a list."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _members(part)
 
 
 def optimizer_rows() -> Iterator[str]:

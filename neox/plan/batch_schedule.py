@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.schedule import CurriculumSettings
 from neox.plan.batch import BATCH_KEYS, MICRO, BatchPlan
+from neox.plan.mixtures import Mixture, mixtures_of
 from neox.problems import Problem
 
 RAMP_KEY = "rampup_batch_size"
@@ -52,13 +53,15 @@ class BatchSchedule:
         batch: Batch sizes after the ramp-up.
         full_length: Value of `seq_length`.
         phases: Steps of each batch size, ascending; one phase without ramp-up.
-        curriculum: Growth of the sequence length; None if every step has `full_length`.
+        curriculum: Growth of the sequence length; None if there is none.
+        mixtures: Stages of the training data, which have lengths of their own; the first one starts at step 0.
     """
 
     batch: BatchPlan
     full_length: int
     phases: tuple[Phase, ...]
     curriculum: CurriculumSettings | None = None
+    mixtures: tuple[Mixture, ...] = ()
 
     @classmethod
     def of(cls, config: NeoXConfig, batch: BatchPlan) -> BatchSchedule:
@@ -70,7 +73,8 @@ class BatchSchedule:
         curriculum = config.schedule.curriculum_learning
         if curriculum is not None and not curriculum.enabled:
             curriculum = None
-        return cls(batch, config.model.seq_length or 0, phases, curriculum)
+        schedule = cls(batch, config.model.seq_length or 0, phases, curriculum)
+        return replace(schedule, mixtures=mixtures_of(config, schedule))
 
     def batch_size(self, step: int) -> int:
         """Return the samples of a step."""
@@ -88,17 +92,24 @@ class BatchSchedule:
 
     def seq_length(self, step: int) -> int:
         """Return the tokens of each sample in a step."""
-        if self.curriculum is None:
-            return self.full_length
-        return min(self.full_length, _length(self.curriculum, step))
+        if self.curriculum is not None:
+            return min(self.full_length, _length(self.curriculum, step))
+        if self.mixtures:
+            return self.mixtures[self.mixture_number(step)].seq_length
+        return self.full_length
+
+    def mixture_number(self, step: int) -> int:
+        """Return the number of the stage of the training data in a step."""
+        return bisect_right(self.mixtures, step, key=lambda mixture: mixture.step) - 1
 
     def segments(self, steps: int) -> Iterator[Segment]:
         """Yield the first `steps` steps in parts of equal batch size and length."""
         first = 0
         while first < steps:
             sizes = self._sizes(first)
-            # Sizes only grow, so a binary search finds the end of equal ones.
-            last = first + bisect_right(range(first, steps), sizes, key=self._sizes)
+            end = min([steps, *(mixture.step for mixture in self.mixtures if mixture.step > first)])
+            # Within a stage sizes only grow, so a binary search finds the end of equal ones.
+            last = first + bisect_right(range(first, end), sizes, key=self._sizes)
             yield Segment(first, last, *sizes)
             first = last
 

@@ -3,16 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from neox.config.sections.data import DataConfig
+from neox.plan.readings import readings
+from neox.plan.run_plan import RunPlan
+
+MANY_PASSES = 4
+"""Passes over a dataset after which further ones help little (arXiv:2305.16264)."""
 
 
-def data_lines(data: DataConfig) -> Iterator[str]:
-    """Yield lines about the training data; none if documents are read as they are."""
+def data_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield what is read of each training dataset, a line for each stage; nothing for a single dataset."""
+    if plan.config.data.train_data_paths is None or not plan.dataset_tokens:
+        return
+    found = readings(plan.config, plan.batch_schedule, plan.dataset_tokens)
+    for reading in found:
+        shares = []
+        for path, share, size in zip(dataset_names(plan), reading.shares, plan.dataset_tokens, strict=True):
+            if share:
+                shares.append(f"{path} {100 * share:.3g} % ({share * reading.tokens / size:.3g} passes)")
+        stage = ""
+        if len(found) > 1:
+            stage = f"{reading.mixture.name} from step {reading.mixture.step:,}: "
+        length = ""
+        if reading.mixture.seq_length != plan.batch_schedule.full_length:
+            length = f" in samples of {reading.mixture.seq_length:,}"
+        yield f"{stage}{reading.tokens:,} tokens{length}: {', '.join(shares)}"
+
+
+def notes_on_passes(plan: RunPlan) -> list[str]:
+    """Return notes on datasets that are read many times; none if their sizes are not known."""
+    if not plan.dataset_tokens:
+        return []
+    read = [0.0] * len(plan.dataset_tokens)
+    for reading in readings(plan.config, plan.batch_schedule, plan.dataset_tokens):
+        read = [before + share * reading.tokens for before, share in zip(read, reading.shares, strict=True)]
+    notes = []
+    for name, tokens, size in zip(dataset_names(plan), read, plan.dataset_tokens, strict=True):
+        if size and tokens > MANY_PASSES * size:
+            notes.append(
+                f"{name} is read {tokens / size:.1f} times: more than {MANY_PASSES} passes help little; use more data, "
+                "fewer steps, or train_data_max_passes"
+            )
+    return notes
+
+
+def dataset_names(plan: RunPlan) -> list[str]:
+    """Return the names of the training datasets in messages."""
+    data = plan.config.data
+    paths = data.train_data_paths or (data.data_path or "",)
+    return [Path(path).name for path in paths]
+
+
+def fim_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield how documents are rearranged for fill in the middle; nothing if they are not."""
+    data = plan.config.data
     if not any(data.fim_rates):
         return
     rates = ", ".join(f"{100 * rate:g} %" for rate in data.fim_rates)
     units = "the documents in each sample"
     if data.fim_level == "document":
         units = "the documents that fit into a sample"
-    yield f"fim       {rates} of {units} (fim_rate), {100 * data.fim_spm_rate:g} % of them suffix first (fim_spm_rate)"
+    yield f"{rates} of {units} (fim_rate), {100 * data.fim_spm_rate:g} % of them suffix first (fim_spm_rate)"

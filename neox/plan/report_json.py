@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import BaseModel
+
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.device import Device, gpu_device, memory_on
 from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
@@ -99,7 +101,9 @@ def count(number: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return mappings and tuples, and those inside them, as dicts and lists."""
+    """Return mappings, blocks and tuples, and those inside them, as dicts and lists."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

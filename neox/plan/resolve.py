@@ -20,6 +20,7 @@ from neox.plan.fp8 import fp8_problems
 from neox.plan.memory import fullest_stage, memory_setting
 from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
 from neox.plan.rules import notes_without_effect, static_problems
+from neox.plan.rules.data_stages import order_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import StagePlan, plan_stages
 from neox.plan.topology import Topology, solve_grid
@@ -50,6 +51,8 @@ def resolve(
     batch = solve_batch(config, None if grid is None else grid.dp_size, problems)
     if batch is not None:
         problems += ramp_problems(config, batch)
+    if batch is not None and not problems:
+        problems += order_problems(config, batch)
     problems += _vocabulary_problems(config, vocab_size)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))

@@ -38,6 +38,7 @@ class RunPlan:
         notes: Messages on what was translated, assumed or dropped.
         attention: Attention kernel of each block.
         epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
+        dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
     """
 
     config: NeoXConfig
@@ -55,6 +56,7 @@ class RunPlan:
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionImpl, ...] = ()
     epoch_samples: int = 0
+    dataset_tokens: tuple[int, ...] = ()
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:

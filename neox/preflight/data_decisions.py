@@ -53,7 +53,7 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> DecidedConfig:
     """
     epochs = config.training.num_train_epochs
     length = config.model.seq_length
-    if epochs is None or length is None or config.training.train_iters is not None:
+    if epochs is None or length is None or config.training.train_iters is not None or config.data.data_stages:
         return DecidedConfig(config)
     grid = solve_grid(config, world_size, [])
     if grid is None:

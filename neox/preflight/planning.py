@@ -33,6 +33,7 @@ from neox.preflight.checks import (
     nvme_problems,
     task_problems,
 )
+from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
 from neox.preflight.own_run import with_own_run
@@ -162,6 +163,8 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
     if job.trains:
         notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
+        plan, missing = with_amounts(plan)
+        problems += missing
     return PlannedJob(plan, device, tuple(problems), fits=not too_large)
 
 

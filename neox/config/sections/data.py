@@ -8,8 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import Excludes, OnlyWith
-from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
@@ -33,6 +33,34 @@ class Blend(NamedTuple):
     labels: tuple[str, ...] | None
 
 
+class DataStage(Section):
+    """A stage of `data_stages`. The first one starts the run; each other one has one of the four `start` keys."""
+
+    name: str | None = None
+    """Name in the plan, by default its number."""
+
+    start_step: PositiveInt | None = None
+    """Number of steps before the stage."""
+
+    start_tokens: PositiveFloat | None = None
+    """Number of tokens before the stage; it starts with the first step after them."""
+
+    start_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of train_iters before the stage."""
+
+    start_at_lr_decay: bool = False
+    """Start the stage where the decay of `lr_decay_style: WSD` starts."""
+
+    weights: Weights = None
+    """Weight of each of train_data_paths, by default train_data_weights. 0 leaves a dataset out."""
+
+    temperature: PositiveFloat | None = None
+    """Weight train_data_paths by size as train_data_temperature does, instead of weights."""
+
+    seq_length: PositiveInt | None = None
+    """Number of tokens of a sample, by default the key seq_length, which is the largest."""
+
+
 class DataConfig(Section):
     """Token files, splits and blends."""
 
@@ -53,6 +81,36 @@ class DataConfig(Section):
 
     train_data_weights: Annotated[Weights, OnlyWith("train_data_paths"), _ONE_WEIGHTING] = None
     """Weight of each training prefix; by default all are equal."""
+
+    train_data_temperature: Annotated[
+        PositiveFloat | None,
+        OnlyWith("train_data_paths"),
+        _ONE_WEIGHTING,
+        Excludes("train_data_weights", reason="both set weights"),
+        Excludes("objective", ("masked_lm",), reason="it counts tokens of documents"),
+    ] = None
+    """Weight training prefixes by their number of tokens, to the power of 1 / temperature. 1 is by size; larger values
+    give small sets more weight."""
+
+    train_data_max_passes: Annotated[
+        PositiveFloat | tuple[PositiveFloat, ...] | None,
+        OnlyWith("train_data_paths"),
+        Excludes("objective", ("masked_lm",), reason="it counts tokens of documents"),
+    ] = None
+    """How often a training prefix is read at most: one number, or one for each. The weight of one that would be read
+    more often is lowered, and the others get what is left."""
+
+    data_stages: Annotated[
+        tuple[DataStage, ...] | None,
+        Requires("train_data_paths", advice="name the datasets there, even a single one"),
+        Excludes("weight_by_num_documents", reason="both set weights"),
+        Excludes("pack_impl", ("pack_until_overflow", "unpacked"), reason="they are for joined documents"),
+        Excludes("objective", ("masked_lm",), reason="they are for joined documents"),
+        Excludes("curriculum_learning.enabled", reason="both set the length of samples"),
+        Excludes("num_train_epochs", reason="the passes over the datasets follow from them", advice="give train_iters"),
+    ] = None
+    """Stages of the training data, each with weights and a length of samples, one after the other. Each dataset is read
+    on where the stage before has stopped: `[{weights: [7, 3, 0]}, {start_fraction: 0.9, weights: [4, 3, 3]}]`."""
 
     valid_label_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("valid_data_paths"), _NO_LABELS] = None
     """Prefixes of the labels of valid_data_paths: files of the same shape, with -100 for tokens without loss."""
@@ -159,6 +217,14 @@ class DataConfig(Section):
         Excludes("soft_prompt_tuning.enabled", reason="each document would need the prompt"),
     ] = False
     """Restart attention and positions after each end of a document, so that no token attends to another document."""
+
+    @property
+    def max_passes(self) -> tuple[float, ...] | None:
+        """The value of `train_data_max_passes` for each training dataset; None if there is no limit."""
+        passes = self.train_data_max_passes
+        if passes is None or isinstance(passes, tuple):
+            return passes
+        return (passes,) * len(self.train_data_paths or ())
 
     @property
     def fim_rates(self) -> tuple[float, ...]:

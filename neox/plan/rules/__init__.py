@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from neox.config.keys import UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.plan.rules.data import data_problems
+from neox.plan.rules.data_stages import stage_problems
 from neox.plan.rules.deepspeed import deepspeed_problems
 from neox.plan.rules.encoder import encoder_problems
 from neox.plan.rules.fields import field_problems
@@ -33,6 +34,7 @@ _RULES = (
     deepspeed_problems,
     training_problems,
     data_problems,
+    stage_problems,
     schedule_problems,
 )
 

@@ -15,7 +15,7 @@ def data_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about data that are broken."""
     if config.data.train_data_paths is None:
         yield from _split(config)
-    yield from _fim_rates(config)
+    yield from _numbers_of_datasets(config)
     for blend in config.data.blends:
         yield from _weights(config, blend)
         yield from _labels(config, blend)
@@ -31,12 +31,14 @@ def _split(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem("split", "has more than three parts; they are training, validation and test")
 
 
-def _fim_rates(config: NeoXConfig) -> Iterator[Problem]:
-    rates = config.data.fim_rate
-    paths = config.data.train_data_paths or ()
-    if isinstance(rates, tuple) and len(rates) != len(paths):
-        rule = f"has {len(rates)} rates for {len(paths)} train_data_paths; give one number, or one for each path"
-        yield config.problem("fim_rate", rule, "train_data_paths")
+def _numbers_of_datasets(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield keys that have a number for each dataset, and too few or too many of them."""
+    paths = len(config.data.train_data_paths or ())
+    for key in ("fim_rate", "train_data_max_passes"):
+        value = config.value(key)
+        if isinstance(value, tuple) and len(value) != paths:
+            rule = f"has {len(value)} numbers for {paths} train_data_paths; give one number, or one for each path"
+            yield config.problem(key, rule, "train_data_paths")
 
 
 def _weights(config: NeoXConfig, blend: Blend) -> Iterator[Problem]:

@@ -55,8 +55,8 @@ def _divided_tokens(config: NeoXConfig) -> Iterator[Problem]:
         rule = f"cannot be divided over {ranks} ({_DIVIDED_TOKENS}); use {nearest}, or remove that"
         yield config.problem("seq_length", rule, _TENSOR_RANKS, _DIVIDED_TOKENS)
     for uneven in _uneven_lengths(config, degree)[:1]:
-        rule = f"needs lengths that divide over {ranks}; curriculum_learning has {uneven}"
-        yield config.problem(_DIVIDED_TOKENS, rule, _TENSOR_RANKS, "curriculum_learning")
+        rule = f"needs lengths that divide over {ranks}; one is {uneven}"
+        yield config.problem(_DIVIDED_TOKENS, rule, _TENSOR_RANKS, "curriculum_learning", "data_stages")
     if config.training.partition_activations:
         rule = f"has nothing to divide: {_DIVIDED_TOKENS} divides inputs; keep one of them"
         yield config.problem("partition_activations", rule, _DIVIDED_TOKENS)
@@ -67,12 +67,13 @@ def _divided_tokens(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def _uneven_lengths(config: NeoXConfig, degree: int) -> list[int]:
-    """Return the lengths of a curriculum, or the numbers they follow from, that a degree does not divide."""
+    """Return lengths of stages and a curriculum, or the numbers they follow from, that a degree does not divide."""
+    lengths: list[int | None] = [stage.seq_length for stage in config.data.data_stages or ()]
     curriculum = config.schedule.curriculum_learning
-    if curriculum is None or not curriculum.enabled:
-        return []
-    steps = curriculum.schedule_config
-    lengths: tuple[int | None, ...] = (curriculum.max_difficulty, steps.difficulty_step)
-    if curriculum.schedule_type == "fixed_discrete":
-        lengths = steps.difficulty
+    if curriculum is not None and curriculum.enabled:
+        steps = curriculum.schedule_config
+        if curriculum.schedule_type == "fixed_discrete":
+            lengths += steps.difficulty
+        else:
+            lengths += [curriculum.max_difficulty, steps.difficulty_step]
     return [length for length in lengths if length and length % degree]

@@ -131,17 +131,21 @@ class WarmupStableDecay(Annealing):
     final_decay: str = "exponential"
     final_iterations: int = 1
 
+    @property
+    def first_decay_step(self) -> int:
+        """First step of the decay."""
+        return self.decay_iterations - self.final_iterations
+
     def _after_warmup(self, step: int) -> float:
-        first = self.decay_iterations - self.final_iterations
-        progress = (step - first) / self.final_iterations
+        progress = (step - self.first_decay_step) / self.final_iterations
         left = _FINAL_DECAYS[self.final_decay](min(max(progress, 0.0), 1.0))
         return self.minimum + left * (self.start - self.minimum)
 
     def describe(self) -> str:
         """Return the schedule in one line."""
         rise = _describe_warmup(self.warmup_iterations, self.start)
-        first = self.decay_iterations - self.final_iterations
-        fall = f"{self.final_decay} down to {self.minimum:g} from step {first:,} to {self.decay_iterations:,}"
+        steps = f"from step {self.first_decay_step:,} to {self.decay_iterations:,}"
+        fall = f"{self.final_decay} down to {self.minimum:g} {steps}"
         return f"WSD: {rise}, held, {fall}"
 
 

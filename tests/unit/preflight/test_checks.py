@@ -15,6 +15,7 @@ import yaml
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.launch.remote import path_state
+from neox.plan import resolve
 from neox.preflight import checks
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
@@ -24,6 +25,7 @@ from neox.preflight.checks import (
     nvme_problems,
     task_problems,
 )
+from neox.preflight.data_amounts import training_tokens, with_amounts
 from neox.preflight.data_checks import data_problems, missing_data
 from neox.preflight.tokenizer_checks import read_vocabulary
 from neox.problems import COMMAND_LINE, Problem
@@ -247,6 +249,23 @@ def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
     keys["train_label_data_paths"] = [str(tmp_path / "none")]
     (problem,) = data_problems(config(**keys), tokenizer, dry_run=False)
     assert "none.bin" in problem.message
+
+
+def test_amounts_of_training_data(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for prefix in prefixes:
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            builder.add_documents(np.arange(100), [10] * 10)
+    keys = {"train_data_paths": prefixes, "train_iters": 20, "seq_length": 100, "train_micro_batch_size_per_gpu": 1}
+    assert training_tokens(config(**keys)) == (100, 100)
+    assert training_tokens(config(data_path=prefixes[0], split="80,20")) == (80,)
+    assert training_tokens(config(data_path=str(tmp_path / "none"))) == ()
+    plan, problems = with_amounts(resolve(config(**keys), 1, 100))
+    assert problems == ()
+    assert plan.dataset_tokens == (100, 100)
+    assert len(plan.notes) == 2
+    _, (problem,) = with_amounts(resolve(config(**keys, train_data_max_passes=1), 1, 100))
+    assert problem.keys[0] == "train_data_max_passes"
 
 
 def test_a_tokenizer_without_tokens_for_fill_in_the_middle(tmp_path: Path) -> None:
