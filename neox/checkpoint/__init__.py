@@ -5,7 +5,7 @@ from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import check_same_adapters, check_same_model, identity_state, padding_note
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, reshard, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
-from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
+from neox.checkpoint.names import CONFIG, LEDGER, layer_file, mp_rank_file
 from neox.checkpoint.optimizer_formats import ORDER
 from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
@@ -32,6 +32,7 @@ from neox.checkpoint.tensor_files import (
 
 __all__ = [
     "CONFIG",
+    "LEDGER",
     "ORDER",
     "SUPERSEDED",
     "WRITER",

@@ -15,7 +15,7 @@ from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, Layer
 from neox.checkpoint.finding import damaged_weights, why_incomplete
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.manifest import read_manifest
-from neox.checkpoint.names import parse_optimizer_file
+from neox.checkpoint.names import LEDGER, parse_optimizer_file
 from neox.checkpoint.reader import UNUSED_IN_NEOX, CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_full_layer
@@ -356,9 +356,9 @@ def _check_degree(layers: LayerPlan, tp_size: int) -> None:
 
 
 def _identity(reader: CheckpointReader, tp_size: int, pp_size: int) -> dict[str, dict[str, Any]]:
-    """Return the model's part of a checkpoint's client state for other degrees, without settings of the run."""
+    """Return the parts of a checkpoint's client state about the model, for other degrees, and about the data."""
     stored: dict[str, dict[str, Any]] = {}
-    for key in (ARGS, MODEL):
+    for key in (ARGS, MODEL, LEDGER):
         part = reader.client_state.get(key)
         if isinstance(part, Mapping):
             stored[key] = dict(part)

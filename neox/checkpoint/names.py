@@ -15,6 +15,8 @@ from typing import NamedTuple
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CONFIG = "configs/config.yml"
+LEDGER = "data_ledger"
+"""Name in the client state of the record of what was read of each dataset."""
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")

@@ -31,6 +31,7 @@ class BlendedDataset:
 
     Attributes:
         datasets: Blended datasets.
+        shares: Weight of each dataset.
         seq_length: Number of tokens of a sample's input.
         row_width: Number of values in a row of `read`.
         dtype: Dtype of the rows of `read`.
@@ -61,6 +62,7 @@ class BlendedDataset:
         if len(lengths) > 1:
             raise DataError(f"datasets of a blend must have one seq_length, not {sorted(lengths)}")
         self.datasets = tuple(datasets)
+        self.shares = tuple(weights)
         self.seq_length = datasets[0].seq_length
         self.row_width = datasets[0].row_width
         self.dtype = np.result_type(*(dataset.dtype for dataset in datasets))

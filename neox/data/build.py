@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from neox.config import NeoXConfig
-from neox.config.sections.data import Blend, DataConfig
+from neox.config.sections.data import DataConfig
 from neox.data.batches import BatchIterator, MaskedBatchIterator
-from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.blend import BlendedDataset
+from neox.data.factory import DatasetFactory, Masking, SampleCounts, Samples
 from neox.data.fill_in_middle import FillInMiddle
-from neox.data.gpt_dataset import GPTDataset, split_documents
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.ledger import Ledger
 from neox.data.masking import MaskingVocabulary
-from neox.data.packing import Packing
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset
-from neox.data.sidecar import check_fits, check_labels
+from neox.data.training import Dataset, TrainingData, in_gpt_neox_order, in_stages
 from neox.errors import DataError
 from neox.log import get_logger
+from neox.plan.readings import readings
 from neox.plan.run_plan import RunPlan
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 _log = get_logger(__name__)
 
-Samples = GPTDataset | SentencePairDataset
-Dataset = Samples | BlendedDataset
-
 
 class Datasets(NamedTuple):
     """Datasets of a run. A dataset is None if it has no documents, or no samples of it are read."""
 
-    train: Dataset | None
-    valid: Dataset | None
-    test: Dataset | None
+    train: Samples | BlendedDataset | None
+    valid: Samples | BlendedDataset | None
+    test: Samples | BlendedDataset | None
 
 
 class DataIterators(NamedTuple):
-    """Batch iterators of one data-parallel rank. An iterator is None if there is nothing to read."""
+    """Batch iterators of one data-parallel rank.
+
+    Attributes:
+        train: Training batches.
+        valid: Batches of the validation; None if there is nothing to read.
+        test: Batches of the test; None if there is nothing to read.
+        ledger_at: Function from a number of steps to the record of what they have read, as JSON for checkpoints; None
+            if it is not recorded.
+    """
 
     train: BatchIterator
     valid: BatchIterator | None
     test: BatchIterator | None
-
-
-class SampleCounts(NamedTuple):
-    """Number of samples that all ranks of a run read together."""
-
-    train: int
-    valid: int
-    test: int
+    ledger_at: Callable[[int], dict[str, Any]] | None = None
 
 
 def sample_counts(train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int) -> SampleCounts:
@@ -93,7 +90,14 @@ def build_datasets(
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer.
     """
-    factory = _DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking, fill_in_middle)
+    factory = DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking, fill_in_middle)
+    return _open_datasets(factory, counts)
+
+
+def _open_datasets(factory: DatasetFactory, counts: SampleCounts) -> Datasets:
+    """Open the datasets of all splits."""
+    data = factory.data
+    datasets: Sequence[Samples | BlendedDataset | None]
     if data.train_data_paths is not None:
         datasets = [factory.blend(blend, count) for blend, count in zip(data.blends, counts, strict=True)]
     elif data.data_path is not None:
@@ -113,6 +117,7 @@ def build_data_iterators(
     *,
     tokenizer: Tokenizer | None = None,
     cache_dir: str | Path | None = None,
+    ledger: Mapping[str, Any] | None = None,
 ) -> DataIterators:
     """Build the batch iterators of one data-parallel rank.
 
@@ -126,6 +131,8 @@ def build_data_iterators(
         consumed_iterations: Number of training iterations that are done.
         tokenizer: Tokenizer of the run (default: it is built from the configuration).
         cache_dir: Directory of the index maps (default: `index_maps/` next to the data).
+        ledger: Record of the checkpoint, from `DataIterators.ledger_at`. With it, a run whose datasets or weights have
+            changed reads nothing twice.
 
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer, or there is nothing to train on.
@@ -136,9 +143,9 @@ def build_data_iterators(
         raise DataError('"train_iters" is missing; it determines how much data is read')
     if tokenizer is None:
         tokenizer = tokenizer_of(plan.config)
-    datasets = _datasets_of_run(plan, training.train_iters, tokenizer, cache_dir)
-    if datasets.train is None:
-        raise DataError("there are no documents to train on: `split` needs a first part above 0, and train_iters too")
+    factory = _factory(plan, tokenizer, cache_dir)
+    counts = sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size)
+    data, evaluation = _training_and_evaluation(plan, factory, counts, consumed_iterations, ledger)
     iterator = partial(_iterator, plan, tokenizer, dp_rank)
     train_start = plan.batch_schedule.samples(consumed_iterations) // batch.samples_at_once
     evaluations = consumed_iterations // training.eval_interval
@@ -146,29 +153,52 @@ def build_data_iterators(
         evaluations = max(0, evaluations - 1)  # a completed run that is started again repeats its last evaluation
     valid_start = evaluations * training.eval_iters * batch.gradient_accumulation_steps
     return DataIterators(
-        train=iterator(datasets.train, train_start),
-        valid=iterator(datasets.valid, valid_start) if datasets.valid else None,
-        test=iterator(datasets.test, 0) if datasets.test else None,
+        train=iterator(data.dataset, train_start),
+        valid=iterator(evaluation.valid, valid_start) if evaluation.valid else None,
+        test=iterator(evaluation.test, 0) if evaluation.test else None,
+        ledger_at=data.ledger_at,
     )
 
 
-def _datasets_of_run(plan: RunPlan, train_iters: int, tokenizer: Tokenizer, cache_dir: str | Path | None) -> Datasets:
-    """Open the datasets of a run. Arguments as for `build_data_iterators`."""
+def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) -> DatasetFactory:
+    """Return the factory of the datasets of a run."""
     config = plan.config
-    training = config.training
+    data = config.data
+    seed = config.training.seed
     assert config.model.seq_length is not None
-    counts = sample_counts(train_iters, training.eval_interval, training.eval_iters, plan.batch.train_batch_size)
-    return build_datasets(
-        config.data,
-        counts._replace(train=plan.batch_schedule.samples(train_iters)),
-        seq_length=config.model.seq_length,
-        seed=training.seed,
-        vocab_size=plan.vocab_size,
-        tokenizer_hash=tokenizer.content_hash,
-        cache_dir=cache_dir,
-        masking=_masking(config, tokenizer),
-        fill_in_middle=[FillInMiddle.of(config.data, rate, tokenizer, training.seed) for rate in config.data.fim_rates],
+
+    def training_shares(sizes: Sequence[int]) -> Sequence[float]:
+        return readings(config, plan.batch_schedule, sizes)[0].shares
+
+    follows_sizes = data.train_data_temperature is not None or data.max_passes is not None
+    return DatasetFactory(
+        data,
+        config.model.seq_length,
+        seed,
+        plan.vocab_size,
+        tokenizer.content_hash,
+        cache_dir,
+        _masking(config, tokenizer),
+        [FillInMiddle.of(data, rate, tokenizer, seed) for rate in data.fim_rates],
+        training_shares if follows_sizes else None,
     )
+
+
+def _training_and_evaluation(
+    plan: RunPlan, factory: DatasetFactory, counts: SampleCounts, steps: int, saved: Mapping[str, Any] | None
+) -> tuple[TrainingData, Datasets]:
+    """Return the training data after some steps, and the datasets of evaluations."""
+    ledger = None
+    if saved is not None:
+        ledger = Ledger.from_json(saved)
+    if plan.config.data.data_stages:
+        evaluation = _open_datasets(factory, counts._replace(train=0))
+        return in_stages(plan, factory.parts(factory.data.blends[0]), steps, ledger), evaluation
+    samples = plan.batch_schedule.samples(plan.config.training.train_iters or 0)
+    datasets = _open_datasets(factory, counts._replace(train=samples))
+    if datasets.train is None:
+        raise DataError("there are no documents to train on: `split` needs a first part above 0, and train_iters too")
+    return in_gpt_neox_order(plan, datasets.train, steps, ledger), datasets
 
 
 def _iterator(plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Dataset, start: int) -> BatchIterator:
@@ -192,13 +222,6 @@ def _iterator(plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Datase
     )
 
 
-class Masking(NamedTuple):
-    """Settings and vocabulary of masked language modelling."""
-
-    settings: PairSettings
-    vocabulary: MaskingVocabulary
-
-
 def _masking(config: NeoXConfig, tokenizer: Tokenizer) -> Masking | None:
     """Return the settings of masked language modelling; None for causal language modelling."""
     data = config.data
@@ -215,119 +238,3 @@ def _masking(config: NeoXConfig, tokenizer: Tokenizer) -> Masking | None:
         whole_words=data.whole_word_mask,
     )
     return Masking(settings, MaskingVocabulary.of(tokenizer))
-
-
-@dataclass(frozen=True)
-class _DatasetFactory:
-    """Factory of the datasets of one run. Its attributes are the arguments of `build_datasets`."""
-
-    data: DataConfig
-    seq_length: int
-    seed: int
-    vocab_size: int
-    tokenizer_hash: str | None
-    cache_dir: str | Path | None
-    masking: Masking | None
-    fill_in_middle: Sequence[FillInMiddle | None]
-
-    def open(self, prefix: str) -> IndexedDataset:
-        """Open a token dataset and check that it fits the run."""
-        indexed = IndexedDataset(prefix, self.data.data_impl)
-        check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hash=self.tokenizer_hash)
-        if self.data.mmap_warmup:
-            indexed.warm_up()
-        return indexed
-
-    def samples(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        num_samples: int,
-        label_prefix: str | None = None,
-        fill_in_middle: FillInMiddle | None = None,
-    ) -> Samples:
-        """Return the samples of documents of a token dataset."""
-        cache_dir = self.index_cache(indexed.prefix)
-        if self.masking is not None:
-            settings, vocabulary = self.masking
-            return SentencePairDataset(indexed, documents, num_samples, settings, vocabulary, self.seed, cache_dir)
-        labels = None
-        if label_prefix is not None:
-            labels = self.open(label_prefix)
-            check_labels(indexed, labels)
-        packing = Packing(self.data.pack_impl, self.data.allow_chopped)
-        return GPTDataset(
-            indexed,
-            documents,
-            num_samples,
-            self.seq_length,
-            self.seed,
-            cache_dir,
-            packing=packing,
-            labels=labels,
-            fill_in_middle=fill_in_middle,
-        )
-
-    def rearrangements(self, split: str, datasets: int) -> Sequence[FillInMiddle | None]:
-        """Return the rearrangement of each dataset of a split. Only training has any."""
-        if split == "train" and self.fill_in_middle:
-            return self.fill_in_middle
-        return [None] * datasets
-
-    def num_documents(self, indexed: IndexedDataset) -> int:
-        """Return the number of documents. For causal language modelling each sequence is one, as in gpt-neox."""
-        return len(indexed) if self.masking is None else indexed.num_documents
-
-    def index_cache(self, prefix: str) -> Path:
-        """Return the directory for the index maps of a dataset."""
-        if self.cache_dir is not None:
-            return Path(self.cache_dir)
-        return Path(prefix).parent / "index_maps"
-
-    def split(self, prefix: str, split: str, counts: SampleCounts) -> list[Dataset | None]:
-        """Divide one dataset into the parts for training, validation and test."""
-        indexed = self.open(prefix)
-        total = self.num_documents(indexed)
-        result: list[Dataset | None] = []
-        parts = split_documents(split, total)
-        for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
-            if num_samples and documents:
-                (fill_in_middle,) = self.rearrangements(name, 1)
-                result.append(self.samples(indexed, documents, num_samples, fill_in_middle=fill_in_middle))
-                continue
-            result.append(None)
-            if num_samples:
-                _log.warning("split %r of %d documents leaves none for %s", split, total, name)
-        return result
-
-    def blend(self, blend: Blend, num_samples: int) -> Dataset | None:
-        """Blend several datasets. If no samples are needed or no paths are given, return None."""
-        if num_samples == 0:
-            return None
-        if not blend.paths:
-            _log.warning("no %s_data_paths are given: there is nothing to read for %s", blend.split, blend.split)
-            return None
-        parts = [self.open(path) for path in blend.paths]
-        shares = self.shares(blend, parts)
-        counts = samples_of_each(shares, num_samples)
-        labels: Sequence[str | None] = blend.labels or [None] * len(parts)
-        rearrangements = self.rearrangements(blend.split, len(parts))
-        datasets = []
-        for part, count, label, fill_in_middle in zip(parts, counts, labels, rearrangements, strict=True):
-            documents = range(self.num_documents(part))
-            datasets.append(self.samples(part, documents, count, label, fill_in_middle))
-        listed = ", ".join(f"{path} {100 * share:.2f} %" for path, share in zip(blend.paths, shares, strict=True))
-        _log.info("%s: %s", blend.split, listed)
-        return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))
-
-    def shares(self, blend: Blend, parts: Sequence[IndexedDataset]) -> list[float]:
-        """Return the share of each dataset in a blend: by number of documents, by weight, or equal."""
-        if self.data.weight_by_num_documents:
-            documents = [self.num_documents(part) for part in parts]
-            return weights_by_documents(documents, self.data.weighted_sampler_alpha)
-        if blend.weights is None:
-            return normalized([1.0] * len(parts))
-        if len(blend.weights) != len(parts):
-            name = blend.split
-            raise DataError(f"{name}_data_weights has {len(blend.weights)} weights for {len(parts)} {name}_data_paths")
-        return normalized(blend.weights)

@@ -69,6 +69,8 @@ class Engine:
         schedule: Schedule of the learning rate.
         iteration: Number of completed steps, skipped ones included.
         run: Identity of the run, which its checkpoints carry.
+        ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
+        ledger_at: Function from a number of steps to that record, which checkpoints carry; None to save none.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Engine:
         self.deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
         self.run = run_identity(plan.config)
+        self.ledger: Mapping[str, Any] | None = None
+        self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
         self._steps = steps
         self._timers = timers
         self._noise_scale = _noise_scale(plan, optimizer)

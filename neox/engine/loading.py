@@ -104,6 +104,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: St
 def _load_state(engine: Engine, start: Start) -> None:
     """Load the optimizer's state, set the engine's position, and check the forward pass if asked to."""
     engine.iteration = start.iteration
+    engine.ledger = start.ledger
     path = start.checkpoint
     if path is not None and start.with_optimizer:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")

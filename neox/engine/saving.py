@@ -16,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from torch import Tensor
 
 from neox.checkpoint import (
+    LEDGER,
     ORDER,
     FileRecord,
     commit,
@@ -127,6 +128,8 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     deepspeed_engine.checkpoint_engine = writer
     client_state = neox_client_state(plan, grid, engine.iteration)
     client_state[ORDER] = optimizer_order(deepspeed_engine.module, plan)
+    if engine.ledger_at is not None:
+        client_state[LEDGER] = engine.ledger_at(engine.iteration)
     logits: Tensor | None = None
     if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
         logits = fixed_logits(engine)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from neox.checkpoint import (
+    LEDGER,
     WRITER,
     CheckpointReader,
     check_same_adapters,
@@ -53,6 +54,7 @@ class Start:
         new_prompt: Whether a soft prompt has its initial values.
         finetune: Whether positions, attention and head may differ from the checkpoint's.
         run: Identity of the run, which its checkpoints carry.
+        ledger: Record of what was read of each dataset; None if the run starts at iteration 0, or there is none.
     """
 
     run: RunIdentity
@@ -62,6 +64,7 @@ class Start:
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     new_prompt: bool = True
     finetune: bool = False
+    ledger: Mapping[str, Any] | None = None
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -94,16 +97,17 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
         return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True)
+    ledger = reader.client_state.get(LEDGER)
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return Start(run, path, reader.iteration, new_prompt=False)
+        return Start(run, path, reader.iteration, new_prompt=False, ledger=ledger)
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if "optimizer" in changed and not goes_on(*changed["optimizer"]):
         raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
     if changed:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
-    return Start(run, path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False)
+    return Start(run, path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False, ledger=ledger)
 
 
 def _run_in_save(plan: RunPlan) -> Path | None:

@@ -42,7 +42,7 @@ def pretrain(plan: RunPlan) -> int:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
     warn_of_other_samples(engine)
-    data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
+    data = build_data_iterators(plan, grid.dp_rank, engine.iteration, ledger=engine.ledger)
     tasks = build_tasks(plan, engine, grid, device)
     code = Trainer(plan, engine, data, callbacks, tasks).fit()
     if code:
@@ -53,10 +53,13 @@ def pretrain(plan: RunPlan) -> int:
 
 
 def warn_of_other_samples(engine: Engine) -> None:
-    """Warn if a resumed run has read other samples than it would have with this batch: some are skipped or repeated."""
+    """Warn if a resumed run has read other samples than it would have with this batch: some are skipped or repeated.
+
+    With a record of what was read, the run goes on after that.
+    """
     read = engine.deepspeed_engine.global_samples
     expected = engine.plan.batch_schedule.samples(engine.iteration)
-    if read in (0, expected):  # 0: counters were not loaded
+    if read in (0, expected) or engine.ledger is not None:  # 0: counters were not loaded
         return
     _log.warning(
         "the checkpoint has seen %d samples in %d iterations, and this batch means %d: %d samples are %s",

@@ -43,6 +43,7 @@ class Trainer:
     ) -> None:
         self.plan = plan
         self.engine = engine
+        self.engine.ledger_at = data.ledger_at
         self.data = data
         self.callbacks = tuple(callbacks)
         self.tasks = tasks

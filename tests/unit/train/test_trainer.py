@@ -179,7 +179,7 @@ def test_steps_report_what_they_took(fit):
 def test_a_resume_with_another_batch_says_what_it_reads(caplog, read, words):
     counters = SimpleNamespace(global_samples=read)
     plan = small_plan(rampup_batch_size=[2, 2, 8], train_batch_size=6)
-    warn_of_other_samples(SimpleNamespace(iteration=4, deepspeed_engine=counters, plan=plan))
+    warn_of_other_samples(SimpleNamespace(iteration=4, deepspeed_engine=counters, plan=plan, ledger=None))
     messages = [record.getMessage() for record in caplog.records]
     assert not messages if words is None else words in messages[0]
 

@@ -1,0 +1,190 @@
+"""Datasets of a run: opened, checked, and turned into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from neox.config.sections.data import Blend, DataConfig
+from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.fill_in_middle import FillInMiddle
+from neox.data.gpt_dataset import GPTDataset, split_documents
+from neox.data.indexed_dataset import IndexedDataset
+from neox.data.masking import MaskingVocabulary
+from neox.data.packing import Packing
+from neox.data.rows import Part, TokenRows
+from neox.data.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.sidecar import check_fits, check_labels
+from neox.errors import DataError
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+
+Samples = GPTDataset | SentencePairDataset
+
+
+class SampleCounts(NamedTuple):
+    """Number of samples of each split that all ranks of a run read together."""
+
+    train: int
+    valid: int
+    test: int
+
+
+class Masking(NamedTuple):
+    """Settings and vocabulary of masked language modelling."""
+
+    settings: PairSettings
+    vocabulary: MaskingVocabulary
+
+
+@dataclass(frozen=True)
+class DatasetFactory:
+    """Factory of the datasets of one run.
+
+    Attributes:
+        data: Data section of the configuration.
+        seq_length: Number of tokens of a sample's input.
+        seed: Seed of the shuffles.
+        vocab_size: Number of ids of the run.
+        tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out the comparison with that of the data.
+        cache_dir: Directory of the index maps; None is `index_maps/` next to the data.
+        masking: Settings of masked language modelling; None for causal language modelling.
+        fill_in_middle: Rearrangement of the documents of each training dataset; empty if there is none.
+        training_shares: Function from the numbers of tokens of the training datasets to their shares in a blend; None
+            for the weights of the configuration.
+    """
+
+    data: DataConfig
+    seq_length: int
+    seed: int
+    vocab_size: int
+    tokenizer_hash: str | None
+    cache_dir: str | Path | None
+    masking: Masking | None
+    fill_in_middle: Sequence[FillInMiddle | None] = ()
+    training_shares: Callable[[Sequence[int]], Sequence[float]] | None = None
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """Open a token dataset and check that it fits the run."""
+        indexed = IndexedDataset(prefix, self.data.data_impl)
+        check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hash=self.tokenizer_hash)
+        if self.data.mmap_warmup:
+            indexed.warm_up()
+        return indexed
+
+    def samples(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        num_samples: int,
+        label_prefix: str | None = None,
+        fill_in_middle: FillInMiddle | None = None,
+    ) -> Samples:
+        """Return the samples of documents of a token dataset."""
+        cache_dir = self.index_cache(indexed.prefix)
+        if self.masking is not None:
+            settings, vocabulary = self.masking
+            return SentencePairDataset(indexed, documents, num_samples, settings, vocabulary, self.seed, cache_dir)
+        labels = self.labels(indexed, label_prefix)
+        packing = Packing(self.data.pack_impl, self.data.allow_chopped)
+        return GPTDataset(
+            indexed,
+            documents,
+            num_samples,
+            self.seq_length,
+            self.seed,
+            cache_dir,
+            packing=packing,
+            labels=labels,
+            fill_in_middle=fill_in_middle,
+        )
+
+    def labels(self, indexed: IndexedDataset, prefix: str | None) -> IndexedDataset | None:
+        """Open the labels of a dataset, if it has any."""
+        if prefix is None:
+            return None
+        labels = self.open(prefix)
+        check_labels(indexed, labels)
+        return labels
+
+    def parts(self, blend: Blend) -> list[Part]:
+        """Open the datasets of a blend, without an order of samples."""
+        paths = blend.paths or ()
+        labels: Sequence[str | None] = blend.labels or [None] * len(paths)
+        parts = []
+        for path, label, fill_in_middle in zip(
+            paths, labels, self.rearrangements(blend.split, len(paths)), strict=True
+        ):
+            indexed = self.open(path)
+            rows = TokenRows(indexed, self.labels(indexed, label), fill_in_middle, self.seq_length + 1)
+            parts.append(Part(rows, range(len(indexed)), self.index_cache(path)))
+        return parts
+
+    def rearrangements(self, split: str, datasets: int) -> Sequence[FillInMiddle | None]:
+        """Return the rearrangement of each dataset of a split. Only training has any."""
+        if split == "train" and self.fill_in_middle:
+            return self.fill_in_middle
+        return [None] * datasets
+
+    def num_documents(self, indexed: IndexedDataset) -> int:
+        """Return the number of documents. For causal language modelling each sequence is one, as in gpt-neox."""
+        return len(indexed) if self.masking is None else indexed.num_documents
+
+    def index_cache(self, prefix: str) -> Path:
+        """Return the directory for the index maps of a dataset."""
+        if self.cache_dir is not None:
+            return Path(self.cache_dir)
+        return Path(prefix).parent / "index_maps"
+
+    def split(self, prefix: str, split: str, counts: SampleCounts) -> list[Samples | BlendedDataset | None]:
+        """Divide one dataset into the parts for training, validation and test."""
+        indexed = self.open(prefix)
+        total = self.num_documents(indexed)
+        result: list[Samples | BlendedDataset | None] = []
+        parts = split_documents(split, total)
+        for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
+            if num_samples and documents:
+                (fill_in_middle,) = self.rearrangements(name, 1)
+                result.append(self.samples(indexed, documents, num_samples, fill_in_middle=fill_in_middle))
+                continue
+            result.append(None)
+            if num_samples:
+                _log.warning("split %r of %d documents leaves none for %s", split, total, name)
+        return result
+
+    def blend(self, blend: Blend, num_samples: int) -> BlendedDataset | None:
+        """Blend several datasets. If no samples are needed or no paths are given, return None."""
+        if num_samples == 0:
+            return None
+        if not blend.paths:
+            _log.warning("no %s_data_paths are given: there is nothing to read for %s", blend.split, blend.split)
+            return None
+        parts = [self.open(path) for path in blend.paths]
+        shares = self.shares(blend, parts)
+        counts = samples_of_each(shares, num_samples)
+        labels: Sequence[str | None] = blend.labels or [None] * len(parts)
+        rearrangements = self.rearrangements(blend.split, len(parts))
+        datasets = []
+        for part, count, label, fill_in_middle in zip(parts, counts, labels, rearrangements, strict=True):
+            documents = range(self.num_documents(part))
+            datasets.append(self.samples(part, documents, count, label, fill_in_middle))
+        listed = ", ".join(f"{path} {100 * share:.2f} %" for path, share in zip(blend.paths, shares, strict=True))
+        _log.info("%s: %s", blend.split, listed)
+        return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))
+
+    def shares(self, blend: Blend, parts: Sequence[IndexedDataset]) -> list[float]:
+        """Return the share of each dataset in a blend: by number of documents, by weight, or equal."""
+        if self.data.weight_by_num_documents:
+            documents = [self.num_documents(part) for part in parts]
+            return weights_by_documents(documents, self.data.weighted_sampler_alpha)
+        if blend.split == "train" and self.training_shares is not None:
+            return list(self.training_shares([part.num_tokens for part in parts]))
+        if blend.weights is None:
+            return normalized([1.0] * len(parts))
+        if len(blend.weights) != len(parts):
+            name = blend.split
+            raise DataError(f"{name}_data_weights has {len(blend.weights)} weights for {len(parts)} {name}_data_paths")
+        return normalized(blend.weights)

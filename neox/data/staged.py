@@ -1,0 +1,164 @@
+"""Samples of a run whose mixture of datasets changes."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from neox.data.blend import blend_indices
+from neox.data.index_maps import load_or_build
+from neox.data.ledger import DatasetRecord
+from neox.data.stream import Cursor, DatasetStream
+
+
+class Segment(NamedTuple):
+    """Successive samples of a run that have one mixture and one length.
+
+    Attributes:
+        first: Number of the first sample in the run.
+        samples: Number of samples.
+        seq_length: Number of tokens of a sample's input.
+        shares: Share of each dataset.
+    """
+
+    first: int
+    samples: int
+    seq_length: int
+    shares: tuple[float, ...]
+
+
+class _Order(NamedTuple):
+    """Order of the samples of a segment.
+
+    Attributes:
+        datasets: Dataset of each sample, uint8 [samples].
+        numbers: Number of each sample among those of its dataset in the segment, int64 [samples].
+        cursors: Samples of each dataset of the segment, which follow those read before it.
+    """
+
+    datasets: np.ndarray
+    numbers: np.ndarray
+    cursors: Mapping[int, Cursor]
+
+
+class StagedDataset:
+    """Samples of several datasets, in shares and lengths that change from segment to segment.
+
+    Within a segment the datasets take turns as in a `BlendedDataset`. Each dataset is read on where the segment before
+    has stopped. A batch must lie within a segment.
+
+    Attributes:
+        streams: Samples of each dataset.
+        segments: Segments of the run, from the first sample that is read on.
+        seq_length: Number of tokens of the longest sample.
+        num_samples: Number of samples of the whole run.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[DatasetStream],
+        segments: Sequence[Segment],
+        records: Sequence[DatasetRecord],
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """Build or load the orders.
+
+        Args:
+            streams: Samples of each dataset.
+            segments: Segments of the run.
+            records: What was read of each dataset before the first segment.
+            cache_dir: Directory that keeps the orders between runs; None builds them in memory.
+
+        Raises:
+            DataError: If a dataset has no sample of a length.
+        """
+        self.streams = tuple(streams)
+        self.segments = tuple(segments)
+        self.seq_length = max(segment.seq_length for segment in segments)
+        self.num_samples = segments[-1].first + segments[-1].samples
+        self._records = [tuple(records)]  # before each segment, and after the last one
+        self._orders: list[_Order] = []
+        for segment in segments:
+            self._orders.append(self._order(segment, cache_dir))
+            self._records.append(self._read_in(len(self._orders) - 1, segment.samples))
+
+    def _order(self, segment: Segment, cache_dir: str | Path | None) -> _Order:
+        used = [number for number, share in enumerate(segment.shares) if share > 0]
+        shares = np.array([segment.shares[number] for number in used])
+
+        def build() -> dict[str, np.ndarray]:
+            chosen, numbers = blend_indices(shares, segment.samples)
+            return {"datasets": np.array(used, dtype=np.uint8)[chosen], "numbers": numbers}
+
+        key = hashlib.sha256(f"neox stage 1 {used} {shares.tolist()} {segment.samples}".encode()).hexdigest()[:32]
+        arrays = load_or_build(cache_dir, key, ("datasets", "numbers"), build)
+        cursors = {}
+        for number in used:
+            reads = self._records[-1][number].reads
+            cursors[number] = self.streams[number].after(reads, segment.seq_length)
+        return _Order(arrays["datasets"], arrays["numbers"], cursors)
+
+    def _read_in(self, number: int, samples: int) -> tuple[DatasetRecord, ...]:
+        """Return what is read of each dataset after the first samples of a segment."""
+        counts = np.bincount(self._orders[number].datasets[:samples], minlength=len(self.streams))
+        length = self.segments[number].seq_length
+        before = self._records[number]
+        return tuple(record.with_read(length, count) for record, count in zip(before, counts.tolist(), strict=True))
+
+    def records_at(self, samples: int) -> tuple[DatasetRecord, ...]:
+        """Return what is read of each dataset after the first `samples` samples of the run."""
+        number = self._segment(samples)
+        return self._read_in(number, samples - self.segments[number].first)
+
+    def _segment(self, sample: int) -> int:
+        """Return the number of the segment of a sample."""
+        return max(0, bisect_right(self.segments, sample, key=lambda segment: segment.first) - 1)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the rows of `read`, which can hold the ids of every dataset."""
+        return np.result_type(*(stream.rows.dtype for stream in self.streams))
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether some tokens are not predicted, so that the labels differ from the tokens."""
+        return any(stream.rows.labels is not None for stream in self.streams)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return samples of one segment [len(indices), length + 1]."""
+        groups, length = self._groups(np.asarray(indices))
+        rows = np.empty((len(indices), length + 1), dtype=self.dtype)
+        for chosen, cursor, numbers in groups:
+            rows[chosen] = cursor.read(numbers)
+        return rows
+
+    def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the label of each token of samples of one segment, int64 [len(indices), length + 1]."""
+        groups, length = self._groups(np.asarray(indices))
+        rows = np.empty((len(indices), length + 1), dtype=np.int64)
+        for chosen, cursor, numbers in groups:
+            rows[chosen] = cursor.read_labels(numbers)
+        return rows
+
+    def _groups(self, indices: np.ndarray) -> tuple[list[tuple[np.ndarray, Cursor, np.ndarray]], int]:
+        """Return the samples of each dataset, which of them they are, and the length of all."""
+        number = self._segment(int(indices.min()))
+        segment = self.segments[number]
+        order = self._orders[number]
+        places = indices - segment.first
+        assert places.min() >= 0, "samples before the first segment are not known"
+        assert places.max() < segment.samples, "a batch lies within one segment"
+        datasets = order.datasets[places]
+        groups = []
+        for dataset in np.unique(datasets).tolist():
+            chosen = datasets == dataset
+            groups.append((chosen, order.cursors[dataset], order.numbers[places[chosen]]))
+        return groups, segment.seq_length
