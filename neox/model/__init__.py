@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
+from neox.model.block import RESIDUAL_RULES, Block, TransformerLayer
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
@@ -11,6 +11,7 @@ from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
+from neox.model.mlp import MLPS
 from neox.model.positions import POSITIONS
 from neox.model.shared_parameters import share_parameters
 from neox.model.soft_prompt import SoftPrompt

@@ -1,6 +1,6 @@
 """A transformer block: attention and MLP, with norms around them and a rule that adds them to the residual stream.
 
-Legend: B batch, S sequence, H hidden, W inner width of the MLP, T tensor ranks.
+Legend: B batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
@@ -14,47 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
 from neox.architecture import RESIDUALS, Architecture
 from neox.model.attention import ATTENTION, SelfAttention
 from neox.model.context import Aux, BlockContext
 from neox.model.gmlp import GatedMLPLayer
-from neox.ops import ACTIVATIONS, NORMS, AttentionImpl, linear
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions, TokenShares
-
-
-class MLP(nn.Module):
-    """H -> W -> H with an activation between; W is split over tensor ranks.
-
-    Every entry of `MLPS` has this constructor and these methods.
-    """
-
-    def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]):
-        super().__init__()
-        hidden = architecture.hidden_size
-        width = architecture.mlp_width
-        bias = architecture.mlp_bias
-        inner_width = width * ACTIVATIONS_ON_PAPER[architecture.activation].width_factor
-        self.activation = ACTIVATIONS[architecture.activation]
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, bias=bias, multiply=linear, **options)
-        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, bias=bias, multiply=linear, **options)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Aux]:
-        """Return the output [B, S, H] for x [B, S, H], and the losses that the MLP adds to the objective's."""
-        return self.dense_4h_to_h(self._inner(x)), {}
-
-    def summand(self, x: Tensor) -> tuple[Summand, Aux]:
-        """Return what `forward` does, before the sum over tensor ranks."""
-        return self.dense_4h_to_h.summand(self._inner(x)), {}
-
-    def _inner(self, x: Tensor) -> Tensor:
-        """Return the activations between the two products: [B, S, H] -> [B, S, W/T]."""
-        return self.activation(self.dense_h_to_4h(x))
-
-
-MLPS: Mapping[str, type[MLP]] = MappingProxyType({"dense": MLP})
-"""Kind of MLP (`Architecture.mlp`) -> module."""
-
+from neox.model.mlp import MLPS
+from neox.ops import NORMS, AttentionImpl
+from neox.parallel import ParallelGrid, Summand, TensorOptions, TokenShares
 
 NormFunction = Callable[[Tensor], Tensor]
 
@@ -156,7 +122,7 @@ class TransformerLayer(TokenShares):
     def reduces_once(self) -> bool:
         """Return whether a parallel rule sums attention and MLP before tensor ranks exchange anything.
 
-        Not if tokens are divided and dropped: the masks are of a share of the tokens, which only exist after the sum.
+        Not with sequence parallelism and dropout: masks are for shares of the tokens, which exist after the sum only.
         """
         if self.grid.tp_size == 1:
             return False
@@ -164,9 +130,9 @@ class TransformerLayer(TokenShares):
         return not drops_shares
 
     def reduced_together(self, *summands: Summand) -> Tensor:
-        """Add summands of this rank and sum them over tensor ranks, with one all-reduce for all.
+        """Sum this rank's summands of several results over tensor ranks, with one all-reduce for all.
 
-        Dropout multiplies each summand by the mask of its sum, which is drawn alike on all ranks.
+        Each result has a dropout mask, which is the same on all ranks. So its summands can be multiplied by it.
         """
         partials = []
         biases = []

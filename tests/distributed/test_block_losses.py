@@ -21,9 +21,9 @@ def curves(plans: list[RunPlan], *, with_losses: bool = True) -> list[list[dict[
     """Train each plan on this rank, with MLPs that want small outputs; return scores and gradient norm of each step."""
     from neox.architecture import choices
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.model import block
+    from neox.model import block, mlp
 
-    class Small(block.MLP):
+    class Small(mlp.MLP):
         """Adds the mean square of its output."""
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,0 +1,51 @@
+"""MLPs of a block, by name of their kind.
+
+Legend: B batch, S sequence, H hidden, W inner width, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Unpack
+
+from torch import Tensor, nn
+
+from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
+from neox.architecture import Architecture
+from neox.model.context import Aux
+from neox.ops import ACTIVATIONS, linear
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions
+
+
+class MLP(nn.Module):
+    """H -> W -> H with an activation between; W is split over tensor ranks.
+
+    Every entry of `MLPS` has this constructor and these methods.
+    """
+
+    def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]):
+        super().__init__()
+        hidden = architecture.hidden_size
+        width = architecture.mlp_width
+        bias = architecture.mlp_bias
+        inner_width = width * ACTIVATIONS_ON_PAPER[architecture.activation].width_factor
+        self.activation = ACTIVATIONS[architecture.activation]
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, bias=bias, multiply=linear, **options)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, bias=bias, multiply=linear, **options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Aux]:
+        """Return the output [B, S, H] for x [B, S, H], and the losses that the MLP adds to the objective's."""
+        return self.dense_4h_to_h(self._inner(x)), {}
+
+    def summand(self, x: Tensor) -> tuple[Summand, Aux]:
+        """Return what `forward` does, before the sum over tensor ranks."""
+        return self.dense_4h_to_h.summand(self._inner(x)), {}
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Return the activations between the two products: [B, S, H] -> [B, S, W/T]."""
+        return self.activation(self.dense_h_to_4h(x))
+
+
+MLPS: Mapping[str, type[MLP]] = MappingProxyType({"dense": MLP})
+"""Kind of MLP (`Architecture.mlp`) -> module."""
