@@ -235,8 +235,8 @@ def test_a_ledger_does_not_depend_on_where_files_are(folder: Path, tmp_path: Pat
 def test_a_stage_without_a_ledger_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan = run_of(folder, data_stages=[{}])
     open_run(plan, 10)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
     ledger = saved(open_run(plan), 10)
     newer = copy.deepcopy(ledger) | {"version": 99}
     open_run(plan, 10, newer)
-    assert len(caplog.records) == 2
+    assert [record.levelname for record in caplog.records].count("WARNING") == 2
