@@ -33,14 +33,16 @@ from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
 TIE = "embedding"
+EMBEDDING_INDEX = 0
 BuildLayer = Callable[[int], nn.Module]
+"""Index of a layer in the layer plan -> its module."""
 
 
 class _PlannedLayer(LayerSpec):  # type: ignore[misc]
     """Specification of a layer, which is built only on the stage that holds it."""
 
     def __init__(self, build: BuildLayer, index: int) -> None:
-        super().__init__(nn.Module)
+        super().__init__(nn.Module)  # DeepSpeed wants a class here; `build` below replaces what it would do with it
         self._build_layer = build
         self._index = index
 
@@ -49,16 +51,24 @@ class _PlannedLayer(LayerSpec):  # type: ignore[misc]
 
 
 class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """Specification of a layer that uses the embedding: the embedding itself, or a head with a copy of its weight."""
+    """Specification of a layer with the embedding's weight: the embedding itself, or the head tied to it.
 
-    def __init__(self, build: BuildLayer, index: int, forward_fn: Callable[..., Tensor] | None = None) -> None:
-        super().__init__(TIE, nn.Module, forward_fn=forward_fn, tied_weight_attr=WORD_EMBEDDINGS)
+    A stage that holds only the head builds an embedding too, and keeps nothing but its words.
+
+    Args:
+        build: Builds a layer.
+        is_head: Whether this is the head.
+    """
+
+    def __init__(self, build: BuildLayer, *, is_head: bool) -> None:
+        forward = Embedding.logits if is_head else None
+        super().__init__(TIE, nn.Module, forward_fn=forward, tied_weight_attr=WORD_EMBEDDINGS)
         self._build_layer = build
-        self._index = index
+        self._is_head = is_head
 
     def build(self, log: bool = False) -> nn.Module:
-        layer = self._build_layer(self._index)
-        if self.forward_fn is not None and isinstance(layer, Embedding):
+        layer = self._build_layer(EMBEDDING_INDEX)
+        if self._is_head and isinstance(layer, Embedding):
             layer.keep_words()
         return layer
 
@@ -79,8 +89,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         stage: The layers of this rank.
         train_schedule: Class of the instructions of this stage in a training step.
         score_count: Number of the objective's scores.
-        targets: What the scores of the next micro batch need next to the network's output; on the last stage.
-        loss_factor: What DeepSpeed multiplies the objective's loss with before its backward pass.
+        targets: What the objective compares the network's output of the next micro batch with; on the last stage.
+        loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
     """
 
     targets: tuple[Tensor, ...] | None = None
@@ -92,11 +102,12 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self._stages = plan.stages
         self._objective = objective
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
+        # This constructor calls `_partition_layers` below and builds this stage's layers.
         # DeepSpeed prints its topology here, and broadcasts tied weights with gradients enabled.
         with hidden_stdout(), torch.no_grad():
             super().__init__(
                 layers=_specs(plan, build),
-                # With a model axis even for one tensor rank: DeepSpeed then names files as NeoX does.
+                # There is a model axis even for one tensor rank, so that DeepSpeed names files as NeoX does.
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
@@ -105,18 +116,23 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self._dtype = dtype
         self._handoff = Handoff.of(plan.architecture)
         held = plan.stages[grid.pp_rank]
-        head_index = plan.layers.head.index
-        if plan.architecture.bidirectional and held.holds(head_index):
-            # DeepSpeed's list of layers holds only the tied weight of this head.
-            self.add_module(str(head_index), build(head_index))
+        head = plan.layers.head
+        if head.kind == "masked_lm_head" and held.holds(head.index):
+            # This head has layers of its own next to the tied weight, which is all that DeepSpeed's list holds.
+            self.add_module(str(head.index), build(head.index))
         self._shared = self._share_over_stages(plan, grid)
         self.stage = Stage(plan, grid, self._layers(), held.ranges)
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run this stage on what DeepSpeed received: an objective's inputs on the first stage, else a `Handoff`.
+        """Run this stage.
 
-        The last stage returns the objective's scores. They are computed here, because DeepSpeed prepares for a backward
-        pass when the gradient of this module's output arrives, and would clear gradients of the head that came before.
+        Args:
+            given: What DeepSpeed received: an objective's inputs on the first stage, a packed `Handoff` on others.
+
+        Returns:
+            A packed `Handoff`; on the last stage the objective's scores. DeepSpeed would compute the loss outside of
+            this module. But it clears gradients for a new backward pass when the gradient of the module's output
+            arrives, and gradients of the head that came before would be lost. So the scores are part of the module.
         """
         earlier: Aux = {}
         part = self.stage.parts[0]
@@ -142,7 +158,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         """Return this stage's modules by their index in the layer plan, with the embedding of a tied head."""
         layers = {}
         if TIE in self.tied_modules:
-            layers[0] = self.tied_modules[TIE]
+            layers[EMBEDDING_INDEX] = self.tied_modules[TIE]
         for index in range(self._local_start, self._local_stop):
             module = getattr(self, str(index), None)
             if isinstance(module, nn.Module):
@@ -150,17 +166,18 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return layers
 
     def _share_over_stages(self, plan: RunPlan, grid: ParallelGrid) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Make copies of parameters that blocks share one on this stage, and one over all stages that hold blocks.
+        """Make parameters that blocks share one parameter on this stage, and equal on all stages that hold them.
 
         Returns:
-            The shared parameters, each with the group over which its gradients are summed. Initial values are equal,
-            and stay so.
+            The shared parameters, each with the group over which its gradients are summed. They start equal, and equal
+            updates keep them so.
         """
         shared = share_parameters(self.weight_layers(), plan.layers)
         holders = _stages_with_shared_parameters(plan)
         if not holders:
             return []
         result = []
+        # Every rank must take part in the creation of every group, including those that it is not in.
         for dp_rank in range(grid.dp_size):
             for tp_rank in range(grid.tp_size):
                 ranks = [grid.topology.rank_of(stage, dp_rank, tp_rank) for stage in holders]
@@ -178,9 +195,10 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return [(weight, group) for weight, group in held if weight.requires_grad]
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Split where the plan says; DeepSpeed would derive it from class names.
+        """Split where the plan says. DeepSpeed would split by counts of layers or parameters.
 
-        DeepSpeed's module holds one range of layers, which is all that its schedule, 1F1B, asks for.
+        DeepSpeed's `parts` are the bounds of all stages: stage i holds layers `parts[i]` to `parts[i + 1] - 1`. So each
+        stage holds one range of layers, which is all that the schedule 1F1B needs.
         """
         assert all(len(stage.ranges) == 1 for stage in self._stages), self._stages
         here = self._topo.get_coord(self.global_rank).pipe
@@ -205,9 +223,9 @@ def _specs(plan: RunPlan, build: BuildLayer) -> list[Any]:
         elif not is_tied:
             specs.append(_PlannedLayer(build, entry.index))
         elif entry.kind == "embedding":
-            specs.append(_TiedLayer(build, 0))
+            specs.append(_TiedLayer(build, is_head=False))
         else:
-            specs.append(_TiedLayer(build, 0, Embedding.logits))
+            specs.append(_TiedLayer(build, is_head=True))
     return specs
 
 

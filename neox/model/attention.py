@@ -1,6 +1,7 @@
 """Self-attention of one block, by name of the attention kind.
 
-Legend: B batch, S sequence, H hidden, N heads here, K heads of keys and values here, D head dim, T tensor ranks.
+Legend: B batch, S sequence, L keys, H hidden, D head dim; N heads of queries and K heads of keys and values on this
+rank; T tensor ranks; C blocks of tokens in a sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear,
 class SelfAttention(nn.Module):
     """Multi-head attention with heads split over tensor ranks; causal unless the network is bidirectional.
 
-    The rows of the fused projection are laid out [heads, 3, D] as in NeoX. If there are fewer heads of keys and values
-    than of queries, they are all queries, all keys, all values of this rank.
+    Rows of the fused projection: [heads, 3, D] with as many heads of keys and values as of queries, as in NeoX;
+    otherwise this rank's queries, then its keys, then its values.
 
     Args:
         architecture: The network.
@@ -35,12 +36,16 @@ class SelfAttention(nn.Module):
         grid: Process groups; the numbers of heads must be multiples of the tensor-parallel degree.
         impl: Kernel.
         dropout: Probability of dropping an attention weight in training.
-        layer_scaling: NeoX's query-key layer scaling: divide scores by the block's number, counted from 1.
+        layer_scaling: NeoX's query-key layer scaling: the product of queries and keys is divided by the block's
+            number, counted from 1, and the softmax multiplies by it again. So scores in fp16 do not overflow.
         **options: Device and type of the parameters.
 
     Attributes:
-        recompute: What the backward pass computes again: `full_attn` everything before the output projection,
-            `core_attn` everything after queries, keys and values.
+        recompute: What the backward pass computes again. `full_attn`: everything before the output projection.
+            `core_attn`: what follows the projection to queries, keys and values.
+        score_scale: Factor of the attention scores, 1 / sqrt(D) unless the network says otherwise.
+        softmax_scale: The part of `score_scale` that the softmax applies: the block's number with layer scaling,
+            otherwise 1.
 
     Raises:
         ValueError: The heads cannot be divided.
@@ -75,13 +80,10 @@ class SelfAttention(nn.Module):
         self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
         self.dropout = dropout
+        self.score_scale = architecture.attention_scale or 1.0 / math.sqrt(self.head_dim)
         self.softmax_scale = 1.0
         if layer_scaling:
             self.softmax_scale = float(number + 1)
-        divisor = math.sqrt(self.head_dim)
-        if architecture.attention_scale:
-            divisor = 1.0 / architecture.attention_scale
-        self.scale = 1.0 / (divisor * self.softmax_scale)
 
         hidden = architecture.hidden_size
         rows = (heads + 2 * kv_heads) * self.head_dim
@@ -107,7 +109,7 @@ class SelfAttention(nn.Module):
         return self.dense(self._heads(x, context))
 
     def summand(self, x: Tensor, context: BlockContext) -> Summand:
-        """Return what `forward` does, before the sum over tensor ranks."""
+        """Return this rank's part of the output, before the reduction over tensor ranks."""
         return self.dense.summand(self._heads(x, context))
 
     def _heads(self, x: Tensor, context: BlockContext) -> Tensor:
@@ -127,10 +129,10 @@ class SelfAttention(nn.Module):
         cache = context.cache
         if cache is not None:
             pairs = self.pairs(positions, cache.positions)
-            out = cache.attend(q, k, v, self.scale * self.softmax_scale, pairs, bias)
+            out = cache.attend(q, k, v, self.score_scale, pairs, bias)
         else:
             mask = _both(context.visible, self.pairs(positions, positions))
-            if self.impl == "flash" and bias is None:  # the kernel keeps nothing that would be worth recomputing
+            if self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
                 out = self._core(q, k, v, mask, bias)
             else:
                 out = self._recomputed("core_attn", self._core, q, k, v, mask, bias)
@@ -148,7 +150,7 @@ class SelfAttention(nn.Module):
             k,
             v,
             impl=self.impl,
-            scale=self.scale,
+            scale=self.score_scale / self.softmax_scale,
             softmax_scale=self.softmax_scale,
             dropout_p=dropout_p,
             dropout_context=dropout_context,
@@ -158,7 +160,7 @@ class SelfAttention(nn.Module):
         )
 
     def _recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call a function. In training, the activations of a part that is to be recomputed are not kept."""
+        """Call a function. In training, if `recompute` names this part, its activations are recomputed, not kept."""
         if self.recompute == part and self.training and torch.is_grad_enabled():
             return cast(Tensor, self.grid.rng.checkpoint(function, *args))
         return function(*args)
@@ -170,47 +172,68 @@ class SelfAttention(nn.Module):
 
         Args:
             x: Hidden states [B, S, H].
-            encode: Puts positions into queries and keys [B, S, N, 1 or 2, D].
+            encode: Puts positions into queries and keys [B, S, heads, 1 or 2, D]; None leaves them as they are.
         """
+        qkv = self.query_key_value(x)
+        if self._norm_names:
+            queries, keys, values = self._normalised(*self._split(qkv))
+            if encode is not None:
+                queries = encode(queries.unsqueeze(3)).squeeze(3)
+                keys = encode(keys.unsqueeze(3)).squeeze(3)
+            return queries, keys, values
+        if encode is None:
+            return self._split(qkv)
+        # Without norms, one call encodes queries and keys together.
         n = self.heads_here
         k = self.kv_heads_here
-        qkv = self.query_key_value(x)
-        batch, length, _ = qkv.shape
         if n == k:
-            together, values = qkv.view(batch, length, n, 3, self.head_dim).split((2, 1), dim=3)  # [B, S, N, 2, D]
-            values = values.squeeze(3)
-        else:
-            together, values = qkv.view(batch, length, n + 2 * k, self.head_dim).split((n + k, k), dim=2)
-            together = together.unsqueeze(3)  # [B, S, N + K, 1, D]
-        if encode is not None and not self._norm_names:
-            together = encode(together)
-        if n == k:
-            queries, keys = together.unbind(3)
-        else:
-            queries, keys = together.squeeze(3).split((n, k), dim=2)
-        if not self._norm_names:
-            return queries, keys, values
-        if self.attended_heads != k:  # each query head gets keys and values of its own
-            keys = keys.repeat_interleave(n // k, dim=2)
-            values = values.repeat_interleave(n // k, dim=2)
-        queries = self.get_submodule(self._norm_names[0])(queries)
-        keys = self.get_submodule(self._norm_names[-1])(keys)
-        if encode is not None:
-            queries = encode(queries.unsqueeze(3)).squeeze(3)
-            keys = encode(keys.unsqueeze(3)).squeeze(3)
+            queries_and_keys, values = qkv.unflatten(-1, (n, 3, self.head_dim)).split((2, 1), dim=3)
+            queries, keys = encode(queries_and_keys).unbind(3)  # from [B, S, N, 2, D]
+            return queries, keys, values.squeeze(3)
+        queries_and_keys, values = qkv.unflatten(-1, (n + 2 * k, self.head_dim)).split((n + k, k), dim=2)
+        encoded = encode(queries_and_keys.unsqueeze(3)).squeeze(3)  # [B, S, N + K, D]
+        queries, keys = encoded.split((n, k), dim=2)
         return queries, keys, values
 
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the fused projection into queries [B, S, N, D], keys and values [B, S, K, D]."""
+        n = self.heads_here
+        k = self.kv_heads_here
+        if n == k:
+            queries, keys, values = qkv.unflatten(-1, (n, 3, self.head_dim)).unbind(3)
+        else:
+            queries, keys, values = qkv.unflatten(-1, (n + 2 * k, self.head_dim)).split((n, k, k), dim=2)
+        return queries, keys, values
+
+    def _normalised(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the norms of queries and keys.
+
+        gpt-neox has one norm for both, with a row of parameters for each query head. There each query head gets its own
+        copy of the keys and values that it shares with others (`Architecture.attended_heads`).
+        """
+        if self.attended_heads != self.kv_heads_here:
+            copies = self.heads_here // self.kv_heads_here
+            keys = keys.repeat_interleave(copies, dim=2)
+            values = values.repeat_interleave(copies, dim=2)
+        query_norm = self.get_submodule(self._norm_names[0])
+        key_norm = self.get_submodule(self._norm_names[-1])
+        return query_norm(queries), key_norm(keys), values
+
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Return the pairs that this kind of attention allows, for positions [S] or [B, S] and [T] or [B, T].
+        """Return which queries may see which keys in this kind of attention.
+
+        Args:
+            queries: Positions of the queries, [S] or [B, S].
+            keys: Positions of the keys, [L] or [B, L].
 
         Returns:
-            Bool [B or 1, N or 1, S, T], causal; None for all earlier keys.
+            Bool [B or 1, N or 1, S, L], causal; None if each query sees itself and all earlier keys.
         """
         return None
 
     @property
     def encoding(self) -> PositionEncoding | None:
-        """What positions do here, if anything."""
+        """The position encoding that acts in attention, if the network has one."""
         if self._encoding_name is None:
             return None
         return cast(PositionEncoding, getattr(self, self._encoding_name))
@@ -218,7 +241,7 @@ class SelfAttention(nn.Module):
     def position_tables(
         self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None
     ) -> Tables | None:
-        """Return what blocks need of the new tokens; arguments as `PositionEncoding.tables` takes them."""
+        """Return the tables of the new tokens, which all blocks share; arguments as for `PositionEncoding.tables`."""
         if self.encoding is None:
             return None
         return self.encoding.tables(positions, keys, dtype, slots)
@@ -228,7 +251,8 @@ class SparseSelfAttention(SelfAttention):
     """Self-attention to the keys that a pattern of blocks allows (`neox.architecture.sparsity`).
 
     Attributes:
-        layout: Blocks that see each other in the longest sequence, bool [N or 1, C, C]; in no checkpoint.
+        layout: Which blocks of tokens see each other in the longest sequence, bool [N or 1, C, C]. Checkpoints leave it
+            out, because it follows from the architecture.
     """
 
     layout: Tensor
@@ -245,7 +269,7 @@ class SparseSelfAttention(SelfAttention):
         self.register_buffer("layout", layout, persistent=False)
 
     def reset(self) -> None:
-        """Compute the buffer again, after a module made on the meta device got memory."""
+        """Fill the buffer again, after a module from the meta device got memory."""
         self.layout.copy_(self._layout_of(self.longest_blocks))
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -263,7 +287,7 @@ class SparseSelfAttention(SelfAttention):
 
 
 class WindowedSelfAttention(SelfAttention):
-    """Self-attention to the last `window` tokens, the query's own included."""
+    """Self-attention to the last `window` tokens, including the query's own."""
 
     def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
         assert not architecture.bidirectional, "a window is causal"

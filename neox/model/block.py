@@ -49,8 +49,7 @@ class TransformerLayer(TokenShares):
         impl: Attention kernel.
         attention_dropout: Dropout probability of attention weights.
         hidden_dropout: Dropout probability of what is added to the residual stream.
-        layer_scaling: Whether scores are divided by the block's number and multiplied in the softmax
-            (`SelfAttention`).
+        layer_scaling: Whether NeoX's query-key layer scaling is on (`SelfAttention`).
         **options: Device and type of the parameters.
     """
 
@@ -82,7 +81,7 @@ class TransformerLayer(TokenShares):
         self.norms = BlockNorms(before_attention, after_attention, before_mlp, after_mlp)
 
     def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
-        """Run the block by the network's residual rule; norms in slots without one are left out.
+        """Run the block by the network's residual rule. A slot without a norm does nothing.
 
             sequential               parallel                  post_norm
 
@@ -109,20 +108,21 @@ class TransformerLayer(TokenShares):
         return self.add_sublayers(self, x, context)
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Apply the dropout of what is added to the residual stream."""
+        """Apply dropout to what is about to be added to the residual stream."""
         if self.training and self.hidden_dropout > 0.0:
             return F.dropout(x, self.hidden_dropout)
         return x
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
-        """Return the norms' parameters."""
+        """Return the norms' parameters. Every rank holds them whole, but its norms see only its share of the tokens."""
         norms = [norm for norm in self.norms if isinstance(norm, nn.Module)]
         return [parameter for norm in norms for parameter in norm.parameters()]
 
     def reduces_once(self) -> bool:
-        """Return whether a parallel rule sums attention and MLP before tensor ranks exchange anything.
+        """Return whether a parallel rule adds attention and MLP on each rank first, and reduces over ranks once.
 
-        Not with sequence parallelism and dropout: masks are for shares of the tokens, which exist after the sum only.
+        False if sequence parallelism and hidden dropout are both on: each rank's dropout mask covers only its share of
+        the tokens, and shares exist only after the reduction.
         """
         if self.grid.tp_size == 1:
             return False
@@ -130,9 +130,13 @@ class TransformerLayer(TokenShares):
         return not drops_shares
 
     def reduced_together(self, *summands: Summand) -> Tensor:
-        """Sum this rank's summands of several results over tensor ranks, with one all-reduce for all.
+        """Return the sum of several sublayers' outputs over tensor ranks, reduced once.
 
-        Each result has a dropout mask, which is the same on all ranks. So its summands can be multiplied by it.
+        Each sublayer has a dropout mask of its own, which is the same on all tensor ranks. So the mask can be applied
+        before the reduction.
+
+        Args:
+            *summands: This rank's part of each sublayer's output.
         """
         partials = []
         biases = []
@@ -143,7 +147,9 @@ class TransformerLayer(TokenShares):
             partials.append(partial if mask is None else partial * mask)
             if bias is not None:
                 biases.append(bias if mask is None else bias * mask)
-        reduced = self.attention.dense.reduced(functools.reduce(torch.add, partials))
+        total = functools.reduce(torch.add, partials)
+        # Any row-parallel layer reduces in the same way: all-reduce, or reduce-scatter with sequence parallelism.
+        reduced = self.attention.dense.reduced(total)
         if not biases:
             return reduced
         return reduced + sum(biases)

@@ -1,6 +1,6 @@
 """MLPs of a block, by name of their kind.
 
-Legend: B batch, S sequence, H hidden, W inner width, T tensor ranks.
+Legend: B batch, S sequence, H hidden, W width of the MLP, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from neox.architecture import ACTIVATIONS as ACTIVATIONS_ON_PAPER
+from neox.architecture import ACTIVATIONS as ACTIVATION_SPECS
 from neox.architecture import Architecture
 from neox.model.context import Aux
 from neox.ops import ACTIVATIONS, linear
@@ -19,7 +19,9 @@ from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear,
 
 
 class MLP(nn.Module):
-    """H -> W -> H with an activation between; W is split over tensor ranks.
+    """H -> W -> H with an activation between. W is split over tensor ranks.
+
+    A gated activation reads two vectors of W features and returns one, so the first product has 2W outputs.
 
     Every entry of `MLPS` has this constructor and these methods.
     """
@@ -29,9 +31,9 @@ class MLP(nn.Module):
         hidden = architecture.hidden_size
         width = architecture.mlp_width
         bias = architecture.mlp_bias
-        inner_width = width * ACTIVATIONS_ON_PAPER[architecture.activation].width_factor
+        up_width = width * ACTIVATION_SPECS[architecture.activation].width_factor
         self.activation = ACTIVATIONS[architecture.activation]
-        self.dense_h_to_4h = ColumnParallelLinear(hidden, inner_width, grid, bias=bias, multiply=linear, **options)
+        self.dense_h_to_4h = ColumnParallelLinear(hidden, up_width, grid, bias=bias, multiply=linear, **options)
         self.dense_4h_to_h = RowParallelLinear(width, hidden, grid, bias=bias, multiply=linear, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Aux]:
