@@ -12,18 +12,19 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
-from neox.checkpoint import CONFIG, checkpoint_at
-from neox.convert import to_hf, upload, write_peft_adapter
+from neox.checkpoint import CONFIG, checkpoint_at, with_steps
+from neox.config import NeoXConfig
+from neox.convert import choose_family, to_hf, upload, write_peft_adapter
 from neox.errors import ConfigError, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
-from neox.plan import config_from_files
+from neox.plan import config_from_files, model_directory
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", required=True, help="a global_stepN directory, or one that holds some")
+    add("--input_dir", help="a global_stepN directory, or one that holds some (default: what --config_file trains)")
     add("--config_file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", required=True, help="a directory that does not exist yet, or an empty one")
     add_overrides(parser)
@@ -61,14 +62,31 @@ def saved_config(checkpoint: Path) -> Path:
     raise ConfigError(f"{saved} does not exist (gpt-neox writes none): give the run's YAML with --config_file")
 
 
+def choose_input(args: argparse.Namespace) -> tuple[NeoXConfig, Path]:
+    """Return the configuration and the checkpoint. Raises ConfigError; for the configuration first."""
+    if args.input_dir is None and not args.config_file:
+        raise ConfigError("give --input_dir, a directory of checkpoints, or --config_file, the YAML of a run")
+    if not args.config_file:
+        checkpoint = checkpoint_at(Path(args.input_dir))
+        return config_from_files([saved_config(checkpoint)], overrides=args.set), checkpoint
+    config = config_from_files(args.config_file, overrides=args.set)
+    choose_family(config, args.hf_architecture)
+    if args.input_dir is not None:
+        return config, checkpoint_at(Path(args.input_dir))
+    directory = model_directory(config)
+    if directory is None:
+        raise ConfigError("the configuration has neither `load` nor `save`: give --input_dir, the directory to export")
+    return config, checkpoint_at(directory)
+
+
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    files = args.config_file or [saved_config(checkpoint_at(Path(args.input_dir)))]
-    config = config_from_files(files, overrides=args.set)
+    config, checkpoint = choose_input(args)
+    print(with_steps(checkpoint), flush=True)
     if args.adapter:
         written = write_peft_adapter(
-            args.input_dir,
+            checkpoint,
             config,
             args.output_dir,
             base=args.adapter,
@@ -78,7 +96,7 @@ def main() -> None:
         print(written)
         return
     result = to_hf(
-        args.input_dir,
+        checkpoint,
         config,
         args.output_dir,
         precision=None if args.precision == "auto" else args.precision,

@@ -67,6 +67,7 @@ def main() -> None:
             "precision": keys.inference_precision or plan.precision,
             "config": plan.config.to_flat(),
         }
+        print(f"{checkpoint}, {iteration:,} steps\n")
         print(format_table(results), flush=True)  # a full disk or a tracker that fails loses no scores
         now = datetime.now()
         path = write_results(keys.eval_results_prefix, results, about, now)

@@ -1,6 +1,13 @@
 """Checkpoints on disk: names, atomic saves, manifests, safe reading at any parallel degrees, and tools."""
 
-from neox.checkpoint.finding import checkpoint_at, damaged_weights, find_checkpoint, keep_last, why_incomplete
+from neox.checkpoint.finding import (
+    checkpoint_at,
+    damaged_weights,
+    find_checkpoint,
+    keep_last,
+    why_incomplete,
+    with_steps,
+)
 from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import check_same_adapters, check_same_model, identity_state, padding_note
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, reshard, summarize, tensor_stats
@@ -72,6 +79,7 @@ __all__ = [
     "supersede_all",
     "tensor_stats",
     "why_incomplete",
+    "with_steps",
     "write_client_state",
     "write_config",
     "write_full_layer",

@@ -11,7 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from neox.checkpoint.manifest import check_manifest, read_manifest
-from neox.checkpoint.names import LATEST, parse_layer_file, parse_mp_rank_file, step_directory
+from neox.checkpoint.names import (
+    LATEST,
+    parse_layer_file,
+    parse_mp_rank_file,
+    parse_step_directory,
+    step_directory,
+)
 from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint
 from neox.checkpoint.weight_files import open_source
 from neox.errors import CheckpointError, ConfigError
@@ -258,8 +264,16 @@ def _check_to_load(path: Path, verify: bool, reasons: list[str]) -> list[str]:
     skipped = ""
     if reasons:
         skipped = f"; skipped {len(reasons)} newer: {' | '.join(reasons)}"
-    _log.info("loading checkpoint %s (%s)%s", path, checked, skipped)
+    _log.info("loading checkpoint %s (%s)%s", with_steps(path), checked, skipped)
     return []
+
+
+def with_steps(path: Path) -> str:
+    """Return a checkpoint's path and its number of steps, as far as its name tells it."""
+    step = parse_step_directory(path.resolve().name)
+    if step is None:
+        return str(path)
+    return f"{path}, {step:,} steps"
 
 
 def keep_last(save: str | Path, count: int) -> list[Path]:

@@ -18,7 +18,15 @@ from neox.errors import CheckpointError, ConfigError
 from neox.launch.machine import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
-from neox.plan import Capabilities, RunPlan, config_from_files, decode_payload, resolve, saved_precision
+from neox.plan import (
+    Capabilities,
+    RunPlan,
+    config_from_files,
+    decode_payload,
+    resolve,
+    saved_precision,
+    with_trained_model,
+)
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 # Keys of a training configuration that do not apply to a single process.
@@ -64,7 +72,8 @@ def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
     overrides = list(args.set)
     if args.iteration is not None:
         overrides.append(f"iteration={args.iteration}")
-    config = one_process(config_from_files(args.files, conf_dir=args.conf_dir, overrides=overrides))
+    training = config_from_files(args.files, conf_dir=args.conf_dir, overrides=overrides)
+    config = one_process(with_trained_model(training))
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
     tokenizer = tokenizer_of(config)
@@ -99,7 +108,7 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
 
 
 def choose_checkpoint(plan: RunPlan) -> Path:
-    """Return the `global_stepN` directory to load: of `load`, or where that is not given of `save`.
+    """Return the `global_stepN` directory to load: from `load`, or from `save` if `load` is not given.
 
     It reads every file (unless `checkpoint_verify` is off), so call it on one rank.
 

@@ -24,6 +24,7 @@ from neox.plan.rules import missing_for_training, static_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import LayerRange, StagePlan
 from neox.plan.topology import Topology
+from neox.plan.trained_model import model_directory, with_trained_model
 
 __all__ = [
     "AttentionImpl",
@@ -51,11 +52,13 @@ __all__ = [
     "host_device",
     "memory_problem",
     "missing_for_training",
+    "model_directory",
     "plan_as_dict",
     "resolve",
     "saved_architecture",
     "saved_precision",
     "setting_differences",
     "static_problems",
+    "with_trained_model",
     "yaml_keys",
 ]

@@ -22,6 +22,7 @@ from neox.plan import (
     decides_run,
     resolve,
     saved_precision,
+    with_trained_model,
 )
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
@@ -99,7 +100,7 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     """
     loaded = load_config(arguments.conf_file, conf_dir=arguments.conf_dir, overrides=overrides(arguments))
     if Path(arguments.script).stem in INFERENCE:
-        loaded = replace(loaded, config=for_inference(loaded.config))
+        loaded = replace(loaded, config=for_inference(with_trained_model(loaded.config)))
     if not loaded.problems:
         return loaded.config
     if arguments.script == "doctor":

@@ -55,6 +55,7 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
                 assert python == "python"
                 said.append(run(tmp_path, str(ROOT / script), *arguments))
     whole = "\n".join(said)
+    assert whole.count("runs/own/global_step10, 10 steps") >= 2  # text and export
     assert "parameters are trained" in whole
     assert "\n+  1<|endoftext|>" in whole
     for made in ("own-model/model.safetensors", "lora-model/model.safetensors", "lora-adapter/adapter_config.json"):

@@ -1,0 +1,51 @@
+"""The model that generation, evaluation and export read, from `load`, `save` and `finetune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from neox.plan import config_from_files, model_directory, with_trained_model
+
+FINETUNING = "load: BASE\nsave: OWN\nfinetune: true\niteration: 3\n"
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> Path:
+    """A base model in `base`, a directory of a run in `own`, and its YAML file."""
+    (tmp_path / "base" / "global_step3").mkdir(parents=True)
+    (tmp_path / "own").mkdir()
+    text = FINETUNING.replace("BASE", str(tmp_path / "base")).replace("OWN", str(tmp_path / "own"))
+    (tmp_path / "c.yml").write_text(text)
+    return tmp_path
+
+
+def chosen(directory: Path, *overrides: str) -> tuple[str | None, int | None, bool]:
+    """Return the name of the directory of `load`, `iteration` and `finetune`."""
+    config = config_from_files([directory / "c.yml"], overrides=overrides)
+    keys = with_trained_model(config).checkpoint
+    assert model_directory(config) == Path(str(keys.load))
+    return Path(str(keys.load)).name, keys.iteration, keys.finetune
+
+
+def test_a_fine_tuned_model_is_read_as_soon_as_there_is_one(directories: Path) -> None:
+    assert chosen(directories) == ("base", 3, True)
+    (directories / "own" / "global_step10").mkdir()
+    assert chosen(directories) == ("own", None, False)
+    assert chosen(directories, "iteration=10") == ("own", 10, False)
+
+
+def test_a_directory_of_the_command_line_is_read(directories: Path) -> None:
+    (directories / "own" / "global_step10").mkdir()
+    assert chosen(directories, f"load={directories / 'base'}") == ("base", 3, True)
+    both = (f"load={directories / 'base'}", f"save={directories / 'own'}")  # the command of the training, typed again
+    assert chosen(directories, *both) == ("own", None, False)
+
+
+def test_other_runs_read_load_and_then_save(directories: Path) -> None:
+    (directories / "own" / "global_step10").mkdir()
+    assert chosen(directories, "finetune=false") == ("base", 3, False)
+    config = config_from_files([directories / "c.yml"], overrides=["finetune=false", "load=null"])
+    assert model_directory(config) == directories / "own"
+    assert model_directory(config.updated({}, without=("save",))) is None
