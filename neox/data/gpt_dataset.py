@@ -48,7 +48,7 @@ class GPTDataset:
         requested_samples: Number of samples that determines the number of epochs.
         seed: Seed of the shuffles.
         cache_dir: Directory that keeps the maps between runs; None if they are in memory.
-        labels: Labels of its tokens with the same sequences, IGNORED for a token that is not predicted. None if each
+        labels: Labels of the tokens, with the same sequences; IGNORED for a token that is not predicted. None if each
             token is its own label.
         packing: The way documents become samples.
         rows: Reader of samples of joined documents.
@@ -111,16 +111,16 @@ class GPTDataset:
         sizes = self.indexed.sizes
         settings = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
         build: Callable[..., IndexMaps] = build_index_maps
-        packing = b""
+        packing_key = b""
         if self.packing.is_padded:
             usable = usable_documents(
                 self.indexed, self.labels, documents, self.seq_length, allow_chopped=self.packing.allow_chopped
             )
             build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
-            packing = self.packing.impl.encode() + np.packbits(usable).tobytes()
+            packing_key = self.packing.impl.encode() + np.packbits(usable).tobytes()
         if cache_dir is None:
             return build(sizes, documents, **settings)
-        key = content_key(sizes, documents, **settings, packing=packing)
+        key = content_key(sizes, documents, **settings, packing=packing_key)
         names = tuple(field.name for field in fields(IndexMaps))
         arrays = load_or_build(cache_dir, key, names, lambda: vars(build(sizes, documents, **settings)))
         return IndexMaps(**arrays)
@@ -158,11 +158,11 @@ class GPTDataset:
         return self.labels is not None or self.packing.is_padded
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the token ids of samples [len(indices), seq_length + 1]. Padding is 0."""
-        samples = self._stream_samples(indices)
+        """Return the token ids of samples, [len(indices), seq_length + 1]. Padding is 0."""
+        numbers = self._numbers_in_stream(indices)
         if self.packing.is_padded:
-            return padded_rows(self.indexed, self.maps, samples, self.row_width, 0, self.dtype)
-        return self.rows.read(self._cuts(samples))
+            return padded_rows(self.indexed, self.maps, numbers, self.row_width, 0, self.dtype)
+        return self.rows.read(self._cuts(numbers))
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the label of each token of samples, IGNORED for a token that is not predicted.
@@ -170,17 +170,17 @@ class GPTDataset:
         Returns:
             Labels, int32 or int64 [len(indices), seq_length + 1].
         """
-        samples = self._stream_samples(indices)
+        numbers = self._numbers_in_stream(indices)
         if self.packing.is_padded:
-            rows = self.rows
-            return padded_rows(rows.label_source, self.maps, samples, self.row_width, IGNORED, rows.label_dtype)
-        return self.rows.read_labels(self._cuts(samples))
+            source = self.rows.label_source  # the labels, or the tokens themselves if there are none
+            return padded_rows(source, self.maps, numbers, self.row_width, IGNORED, self.rows.label_dtype)
+        return self.rows.read_labels(self._cuts(numbers))
 
-    def _cuts(self, samples: np.ndarray) -> Cuts:
-        """Return where samples with given numbers in the stream are cut."""
+    def _cuts(self, numbers: np.ndarray) -> Cuts:
+        """Return where the samples with these numbers in the stream start and end."""
         sample_map = self.maps.sample_map
-        return Cuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
+        return Cuts(self.maps.document_map, sample_map[numbers], sample_map[numbers + 1], numbers)
 
-    def _stream_samples(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the numbers of samples in the stream, before they are shuffled."""
+    def _numbers_in_stream(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the numbers that samples have in the stream, before samples are shuffled."""
         return self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)

@@ -130,9 +130,7 @@ class Engine:
             self._steps.train(self._cut(batches, length), length)
         self.iteration += 1
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
-        scores, grad_norm = self._take_values()
-        if skipped:
-            grad_norm = math.inf
+        scores, grad_norm = self._take_values(skipped)
         return StepResult(
             scores=scores,
             grad_norm=grad_norm,
@@ -202,15 +200,17 @@ class Engine:
             return batches
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
 
-    def _take_values(self) -> tuple[dict[str, float], float]:
-        """Return the scores and the gradient norm of the step."""
+    def _take_values(self, skipped: bool) -> tuple[dict[str, float], float]:
+        """Return the scores and the gradient norm of the step; the norm of a skipped update is inf."""
         values = self._values.take()
-        if values is None:  # DeepSpeed has skipped the update
+        if values is None:  # nothing was queued, because DeepSpeed skipped the update before it began
             scores = self.deepspeed_engine.step_scores.tolist()
-            norm = math.inf
+            skipped = True
         else:
             scores, norm = values
-        if self.optimizer.scope is not None:
+        if skipped:
+            norm = math.inf
+        elif self.optimizer.scope is not None:
             norm = self.optimizer.last_norm
         return dict(zip(self.objective.names, scores, strict=True)), norm
 
