@@ -26,6 +26,8 @@ class ParameterSpec:
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
+        lr_factor: Factor of the learning rate that `parameter_groups` gives it.
+        weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
         of_norm: It scales or shifts elements, whatever its shape.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
             and every layer's file holds a copy.
@@ -38,6 +40,8 @@ class ParameterSpec:
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
     trained: bool = True
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
     of_norm: bool = False
     shared_with: int | None = None
 

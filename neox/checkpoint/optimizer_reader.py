@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ class OptimizerReader:
         """Return the names of the states of a parameter; none before the first step."""
         key = self._known(index, name)
         return self._stages[self._stage_of[key]][0].names(key)
+
+    def check_has(self, keys: Iterable[Key]) -> None:
+        """Raise CheckpointError if the optimizer has no state of one of these parameters: it was frozen, or is new."""
+        missing = sorted(set(keys) - self._stage_of.keys())
+        if missing:
+            layer, name = missing[0]
+            raise CheckpointError(
+                f"{self.path}: no optimizer state for {len(missing)} parameters that this run trains, such as layer "
+                f"{layer} {name}: they were frozen when it was saved, or are new. Set no_load_optim to start all "
+                "states at zero, or keep them frozen (parameter_groups)"
+            )
 
     def full(self, index: int, name: str, state: str) -> Tensor:
         """Return a full parameter's fp32 weights (`FP32`) or a state, the vocabulary fitted to the plan's padding."""
@@ -123,8 +134,7 @@ class OptimizerReader:
     def _known(self, index: int, name: str) -> Key:
         """Return the key of a parameter. Raises CheckpointError if the optimizer has no such parameter."""
         key = Key(index, name)
-        if key not in self._stage_of:
-            raise CheckpointError(f"{self.path}: no optimizer state for layer {index} {name}")
+        self.check_has([key])
         return key
 
     def _parts(self, key: Key, state: str) -> list[Tensor] | None:

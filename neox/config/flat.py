@@ -137,12 +137,18 @@ def without(flat: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
 
 
 def look_up(flat: Mapping[str, Any], path: str) -> tuple[bool, Any]:
-    """Return whether a dotted path is present, and its value. A block of a wrong type counts as absent."""
+    """Return whether a dotted path is present, and its value. A block of a wrong type counts as absent.
+
+    A number in the path is an item of a list.
+    """
     value: Any = flat
     for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
             return False, None
-        value = value[part]
     return True, value
 
 

@@ -199,11 +199,18 @@ class NeoXConfig(Section):
 def for_inference(config: NeoXConfig) -> NeoXConfig:
     """Return a training configuration as generation and evaluation read it: on any number of ranks.
 
-    The batch of training and `fp8` are left out, and `lora`: a checkpoint's adapters are added to the weights that are
-    read.
+    The batch of training, `fp8` and `parameter_groups` are left out, and `lora`: a checkpoint's adapters are added to
+    the weights that are read.
     `global_num_gpus` in a file counts the ranks of training and is left out too; on the command line it counts these.
     """
-    without = ["train_batch_size", "gradient_accumulation_steps", "rampup_batch_size", "lora", "fp8"]
+    without = [
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "rampup_batch_size",
+        "lora",
+        "fp8",
+        "parameter_groups",
+    ]
     if not config.source("global_num_gpus").is_command_line:
         without.append("global_num_gpus")
     micro = "train_micro_batch_size_per_gpu"

@@ -129,7 +129,10 @@ def load_optimizer(engine: Engine, path: Path) -> None:
     reader = OptimizerReader(path, engine.plan.layers)
     model = engine.deepspeed_engine.module
     wrapper = engine.deepspeed_engine.optimizer
-    for target in optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer):
+    targets = list(optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer))
+    for target in targets:
+        reader.check_has(fragment.key for fragment in target.fragments)
+    for target in targets:
         states = _fill_weights_and_read_states(target, engine, reader)
         engine.optimizer.keep(target.tensor, states)
         if isinstance(wrapper, SwappedStage3):

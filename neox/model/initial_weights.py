@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerEntry, ParameterSpec
 from neox.model.positions import reset_buffers
-from neox.parallel import ParallelGrid, derive_seed, mark_decay, mark_hidden, mark_lr_factor, mark_split, shard
+from neox.parallel import (
+    ParallelGrid,
+    derive_seed,
+    mark_decay,
+    mark_group,
+    mark_hidden,
+    mark_lr_factor,
+    mark_split,
+    shard,
+)
 
 
 def draw(
@@ -106,6 +115,7 @@ class InitialWeights:
             mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
             target.requires_grad_(spec.trained)
             mark_decay(target, spec.is_matrix)
+            mark_group(target, spec.lr_factor, spec.weight_decay)
             mark_hidden(target, entry.is_hidden(spec))
             if spec.init == "ones":
                 target.fill_(1.0)

@@ -28,9 +28,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into torch optimizer groups.
 
-    A group holds parameters that agree in three things: whether they are hidden matrices that are updated in another
-    way, whether weight decay applies, and the factor of their learning rate. Groups come in the order of (hidden,
-    decayed, smallest factor first).
+    A group holds parameters that agree in whether they are hidden matrices that are updated in another way, in whether
+    and how much they decay, and in the factors of their learning rate. Groups come in the order of (hidden, decayed,
+    smallest factors first).
 
     Args:
         named_parameters: Parameters in the order that each group keeps; frozen ones are left out.
@@ -39,23 +39,21 @@ def parameter_groups(
         hidden_apart: Whether hidden matrices (`mark_hidden`) have groups of their own, which have `hidden`.
 
     Returns:
-        The groups that have members. A group whose factor is not 1 has it as `lr_factor`. The product of learning rate
-        and weight decay is the same in all groups that decay.
+        The groups that have members. A group whose factor is not 1 has it as `lr_factor`. Factors of `mark_lr_factor`
+        leave the product of learning rate and weight decay as it is; those of `mark_group` change it, as the learning
+        rate of one of torch's groups does.
     """
     members: dict[_GroupKey, list[nn.Parameter]] = {}
     for _, parameter in named_parameters:
         if parameter.requires_grad:
-            key = _GroupKey(hidden_apart and is_hidden(parameter), decays(parameter), _factor(parameter))
+            key = _key(parameter, weight_decay, hidden_apart=hidden_apart)
             members.setdefault(key, []).append(parameter)
     groups = []
-    for key in sorted(members, key=lambda key: (not key.hidden, not key.decayed, key.factor)):
+    for key in sorted(members, key=_order):
         factor = scale * key.factor
-        group: dict[str, Any] = {
-            "params": members[key],
-            "weight_decay": weight_decay / factor if key.decayed else 0.0,
-        }
-        if factor != 1.0:
-            group["lr_factor"] = factor
+        group: dict[str, Any] = {"params": members[key], "weight_decay": key.decay / factor}
+        if factor * key.group_factor != 1.0:
+            group["lr_factor"] = factor * key.group_factor
         if key.hidden:
             group["hidden"] = True
         groups.append(group)
@@ -63,11 +61,37 @@ def parameter_groups(
 
 
 class _GroupKey(NamedTuple):
-    """What the parameters of one group have in common."""
+    """What the parameters of one group have in common.
+
+    Attributes:
+        hidden: Whether they are hidden matrices that are updated in another way.
+        decayed: Whether weight decay applies.
+        decay: Weight decay at a factor of 1.
+        factor: Factor of the learning rate that follows from the network.
+        group_factor: Factor of the learning rate that `parameter_groups` gives.
+    """
 
     hidden: bool
     decayed: bool
+    decay: float
     factor: float
+    group_factor: float
+
+
+def _key(parameter: nn.Parameter, weight_decay: float, *, hidden_apart: bool) -> _GroupKey:
+    """Return what a parameter has in common with others of its group."""
+    decayed = decays(parameter)
+    decay = weight_decay if decayed else 0.0
+    given: float | None = getattr(parameter, "group_weight_decay", None)
+    if given is not None:
+        decayed = given > 0
+        decay = given
+    group_factor = float(getattr(parameter, "group_lr_factor", 1.0))
+    return _GroupKey(hidden_apart and is_hidden(parameter), decayed, decay, _factor(parameter), group_factor)
+
+
+def _order(key: _GroupKey) -> tuple[bool, bool, float, float, float]:
+    return not key.hidden, not key.decayed, key.factor, key.group_factor, key.decay
 
 
 def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -70,6 +70,19 @@ def mark_lr_factor(parameter: nn.Parameter, factor: float) -> nn.Parameter:
     return parameter
 
 
+def mark_group(parameter: nn.Parameter, lr_factor: float, weight_decay: float | None) -> nn.Parameter:
+    """Mark a parameter with what `parameter_groups` says of its updates, and return it.
+
+    Args:
+        parameter: The parameter.
+        lr_factor: Factor of the learning rate, on top of that of `mark_lr_factor`.
+        weight_decay: Weight decay; None for that of `mark_decay`.
+    """
+    parameter.group_lr_factor = lr_factor  # type: ignore[attr-defined]
+    parameter.group_weight_decay = weight_decay  # type: ignore[attr-defined]
+    return parameter
+
+
 def shard_size(total: int, tp_size: int, what: str) -> int:
     """Return total / tp_size; ValueError if there is a remainder."""
     if total % tp_size:

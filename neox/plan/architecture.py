@@ -12,6 +12,7 @@ from neox.config.sections.base import Section
 from neox.config.sections.model import ModelConfig
 from neox.errors import ConfigError
 from neox.plan.architecture_keys import ARCHITECTURE_KEYS, FIELD_KEYS
+from neox.plan.parameter_groups import with_parameter_groups
 
 # Stored by every program that writes a checkpoint's settings. Those without the key `objective` train causal networks.
 _STORED_BY_ALL = "hidden_size"
@@ -109,7 +110,12 @@ def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
     layers = build_layer_plan(
         architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
     )
-    return with_adapters(layers, config)
+    return trained_layers(layers, config)
+
+
+def trained_layers(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
+    """Return the layers of a network with adapters, and with what is said of their parameters' updates."""
+    return with_parameter_groups(with_adapters(layers, config), config)
 
 
 def with_adapters(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:

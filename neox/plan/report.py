@@ -14,6 +14,7 @@ from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import flash_advice, memory_problem
 from neox.plan.inference import inference_bytes
+from neox.plan.parameter_groups import group_lines
 from neox.plan.report_json import count, plain, stage_contents
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
@@ -100,6 +101,7 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
     if network.num_kv_heads != network.num_attention_heads:
         heads += f" ({network.num_kv_heads} of keys)"
     yield f"          width {network.hidden_size:,}, {heads} of {network.head_dim}, MLP width {network.mlp_width:,}"
+    yield from labelled("groups", group_lines(plan.layers, plan.config))
 
 
 def _stage_line(plan: RunPlan, stage: StagePlan) -> str:

@@ -13,6 +13,7 @@ from neox.plan.device import Device, gpu_device, memory_on
 from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import check_fit, flash_advice
 from neox.plan.memory import MemoryPlan, stage_memory
+from neox.plan.parameter_groups import group_lines
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import StagePlan
 from neox.plan.value_sources import all_values, deepspeed_sources, derived_values
@@ -34,6 +35,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,
         "parameters": plan.layers.numel,
+        "parameter_groups": list(group_lines(plan.layers, plan.config)),
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),
         "memory": _memory_and_fit(plan, device),

@@ -11,7 +11,7 @@ from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.architecture import architecture_of, padded_vocabulary, with_adapters
+from neox.plan.architecture import architecture_of, padded_vocabulary, trained_layers
 from neox.plan.attention_config import attention_impls
 from neox.plan.batch import BatchPlan, batch_notes, solve_batch
 from neox.plan.batch_schedule import ramp_problems
@@ -88,8 +88,8 @@ def derive_plan(
     """
     padded = padded_vocabulary(config, vocab_size, grid.tp_size)
     layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
+    layers = trained_layers(layers, config)
     if config.training.lora is not None:
-        layers = with_adapters(layers, config)
         notes = (*notes, *_adapter_notes(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
@@ -142,6 +142,15 @@ def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Proble
         yield config.problem(key, f"is not a multiple of {config.describe_setting(degree)}; remove it", degree)
 
 
+def _nothing_to_train(config: NeoXConfig, stage: StagePlan) -> Problem:
+    """Return the problem of a stage whose parameters are all frozen, or that has none."""
+    key = "pipe_partition_method"
+    rule = f"leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
+    if config.optimizer.parameter_groups:
+        return config.problem(key, f"{rule}, or freeze less", "parameter_groups", "pipe_parallel_size")
+    return config.problem(key, rule)
+
+
 def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
     """Return the pipeline stages. Raises ConfigError if a stage would have nothing to train or half of a loss."""
     keys = config.parallelism
@@ -151,8 +160,6 @@ def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[Stag
         rule = "divides the heads of one loss over stages; use type:transformer"
         raise ConfigError(config.problem("pipe_partition_method", rule))
     for stage in stages:
-        kinds = {layer.kind for layer in stage.entries(layers)}
-        if stage.parameters == 0 or (layers.lora is not None and "block" not in kinds):
-            rule = f"leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
-            raise ConfigError(config.problem("pipe_partition_method", rule))
+        if not any(spec.trained for spec in stage.parameter_specs(layers)):
+            raise ConfigError(_nothing_to_train(config, stage))
     return stages

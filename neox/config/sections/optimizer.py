@@ -99,6 +99,24 @@ class OptimizerSettings(Section):
         return self.kind.states_with(self.params)
 
 
+class ParameterGroup(Section):
+    """A group of `parameter_groups`."""
+
+    match: str
+    """Names of parameters, with `*` for any text, `?` for any character and `[3-5]` for one of some. A parameter's name
+    is that in its layer, such as attention.dense.bias, also with the layer's number in front (5.attention.dense.bias)
+    as in a checkpoint's files: 0 is the embedding, 2 the first block. `inspect_checkpoint.py` lists all."""
+
+    lr_factor: PositiveFloat = 1.0
+    """Factor of the learning rate."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay, for biases and norms too. By default that of the key `weight_decay`, which spares these."""
+
+    frozen: bool = False
+    """Do not train the parameters: no gradients, and no states of the optimizer."""
+
+
 class OptimizerConfig(Section):
     """Optimizer and weight decay."""
 
@@ -107,6 +125,12 @@ class OptimizerConfig(Section):
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay. Biases and norms do not decay."""
+
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    """Parameters by name whose updates differ: `[{match: "attention.*bias", lr_factor: 0.1}, {match: "0.*", frozen:
+    true}]`. A parameter belongs to the first group that matches, and one that none matches is trained as without. A
+    resumed run may change them, but parameters that were frozen have no states of the optimizer, so that training them
+    needs no_load_optim."""
 
     use_mup: Annotated[
         bool,

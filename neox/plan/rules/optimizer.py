@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.config.sections.optimizer_table import plain_name
+from neox.plan.parameter_groups import static_group_problems
 from neox.plan.precision import choose_precision
 from neox.problems import Problem
 
@@ -21,6 +22,7 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _offload(config)
     yield from _whole_parameters(config)
     yield from _hidden_matrices(config)
+    yield from static_group_problems(config)
 
 
 def _weight_decay(config: NeoXConfig) -> Iterator[Problem]:
