@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
 _POINTS_WITHOUT_SMOOTHING = 50
+_MARKERS = "osD^vP*X"
 
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
@@ -23,7 +24,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
     Each row has `iteration`, `kind` (`step`, `validation`, `test`, `tasks` or `save`; files of version 0.1 have none)
     and the scalars of that kind. Each iteration has one row of kind `step`. The trained loss is the first scalar of a
-    step (`train/NAME`) and of an evaluation (`validation/NAME`, `test/NAME`).
+    step (`train/NAME`) and of an evaluation (`validation/NAME`, `test/NAME`). That of a validation set with a name is
+    `validation/SET/NAME`.
     """
     with open(path, encoding="utf-8") as stream:
         for line in stream:
@@ -63,12 +65,14 @@ def _is_step(row: Mapping[str, Any]) -> bool:
     return bool(kind == "step")
 
 
-def _trained_loss(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the name of the trained loss in a row; none if it has no loss."""
-    for name in row:
-        if name.startswith(("train/", "validation/", "test/")):
-            return (name,)
-    return ()
+def _trained_loss(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the trained loss in a row, that of each set after that of all; none if it has no loss."""
+    losses = [name for name in row if name.startswith(("train/", "validation/", "test/"))]
+    if not losses:
+        return []
+    group, _, score = losses[0].partition("/")
+    of_sets = [name for name in losses[1:] if name.startswith(f"{group}/") and name.endswith(f"/{score}")]
+    return [losses[0], *of_sets]
 
 
 def _before(iteration: int, all_curves: Curves) -> Curves:
@@ -81,6 +85,8 @@ def _before(iteration: int, all_curves: Curves) -> Curves:
 
 def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -> bool:
     """Draw curves of one or several runs as PNG: a colour for each run, training as lines, evaluations with points.
+
+    Several evaluations, such as those of validation sets with names, have different points.
 
     Args:
         runs: Metrics files by label; the label of a single run is not shown.
@@ -100,13 +106,14 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (run, lines) in enumerate(found.items()):
+        evaluations = [name for name in lines if _is_evaluation(name)]
         for name, points in lines.items():
             iterations = sorted(points)
             values = [points[iteration] for iteration in iterations]
-            is_evaluation = not name.startswith(("train/", "runtime/", "timers/"))
+            is_evaluation = name in evaluations
             style: dict[str, Any] = {"label": name}
             if is_evaluation:
-                style["marker"] = "o"
+                style["marker"] = _MARKERS[evaluations.index(name) % len(_MARKERS)]
             if len(found) > 1:
                 style["label"] = f"{run}: {name}"
                 style["color"] = f"C{number % 10}"
@@ -122,6 +129,10 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
             _add_token_axis(axes, path)
     figure.savefig(picture, format="png")
     return True
+
+
+def _is_evaluation(name: str) -> bool:
+    return not name.startswith(("train/", "runtime/", "timers/"))
 
 
 def _draw_curve(

@@ -165,11 +165,13 @@ def _choices(annotation: Any) -> Iterator[Any]:
 def _field_path(section: type[BaseModel], location: Sequence[str | int], flat: FlatKeys) -> tuple[str, ...]:
     """Return the part of pydantic's location that names fields, and items of lists of blocks.
 
-    Items of other lists and members of unions are left out. The last name need not be a field: it is the unknown or
-    missing one.
+    Items of other lists and members of unions are left out, and pydantic's words in brackets. The last name need not
+    be a field: it is the unknown or missing one.
     """
     path: list[str] = []
     for part in location:
+        if str(part).startswith(("<", "[")):
+            continue
         if _block_class(section, path, flat) is None or (isinstance(part, int) and not path):
             break
         path.append(str(part))
@@ -185,8 +187,10 @@ def _field(section: type[BaseModel], path: Sequence[str], flat: FlatKeys) -> Fie
 def _block_class(section: type[BaseModel], path: Sequence[str], flat: FlatKeys) -> type[BaseModel] | None:
     """Return the class of the block at a path; None if no block is there."""
     block: type[BaseModel] | None = section
+    chosen_name_follows = False
     for name in path:
-        if name.isdigit():  # an item of a list of blocks
+        if name.isdigit() or chosen_name_follows:  # an item of a list of blocks, or of a mapping of names to blocks
+            chosen_name_follows = False
             continue
         if block is None or name not in block.model_fields:
             return None
@@ -194,8 +198,15 @@ def _block_class(section: type[BaseModel], path: Sequence[str], flat: FlatKeys) 
             _, optimizer = look_up(flat.values, "optimizer.type")
             block = OptimizerSettings.params_class(optimizer or "Adam")
         else:
-            block = _model_in(block.model_fields[name].annotation)
+            annotation = block.model_fields[name].annotation
+            block = _model_in(annotation)
+            chosen_name_follows = block is not None and _has_mapping(annotation)
     return block
+
+
+def _has_mapping(annotation: Any) -> bool:
+    """Return whether an annotation has a mapping as one of its types."""
+    return get_origin(annotation) is dict or any(map(_has_mapping, get_args(annotation)))
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -213,6 +213,10 @@ def _replace(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
     """
     here = parsed.source(key)
     former = flat.sources[key]
+    _forget_sources(key, flat.sources)
+    for dotted in parsed.lines:
+        if dotted.startswith(f"{key}."):
+            flat.sources[dotted] = parsed.source(dotted)
     flat.sources[key] = Source.in_file(here.file, here.line, replaces=former)
     if key not in TOKENIZER_KEYS:
         return

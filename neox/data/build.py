@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig
+from neox.config.sections.training import TrainingConfig
 from neox.data.batches import BatchIterator, MaskedBatchIterator
 from neox.data.blend import BlendedDataset
 from neox.data.factory import DatasetFactory, Masking, SampleCounts, Samples
@@ -27,11 +29,33 @@ _log = get_logger(__name__)
 
 
 class Datasets(NamedTuple):
-    """Datasets of a run. A dataset is None if it has no documents, or no samples of it are read."""
+    """Datasets of a run. A dataset is None if it has no documents, or no samples of it are read.
+
+    Attributes:
+        train: Training data.
+        valid: Validation data without names.
+        test: Test data.
+        validation_sets: Validation data by name.
+    """
 
     train: Samples | BlendedDataset | None
     valid: Samples | BlendedDataset | None
     test: Samples | BlendedDataset | None
+    validation_sets: Mapping[str, Samples] = MappingProxyType({})
+
+
+class EvaluationSet(NamedTuple):
+    """Batches that are evaluated together.
+
+    Attributes:
+        batches: The batches.
+        name: Name in metrics; None for the only set.
+        weight: Weight of the set's scores in the mean over all sets.
+    """
+
+    batches: BatchIterator
+    name: str | None = None
+    weight: float = 1.0
 
 
 class DataIterators(NamedTuple):
@@ -39,27 +63,38 @@ class DataIterators(NamedTuple):
 
     Attributes:
         train: Training batches.
-        valid: Batches of the validation; None if there is nothing to read.
-        test: Batches of the test; None if there is nothing to read.
+        valid: Sets of the validation; none if there is nothing to read.
+        test: Set of the test; none if there is nothing to read.
         ledger_at: Function from a number of steps to the record of what they have read, as JSON for checkpoints; None
             if it is not recorded.
     """
 
     train: BatchIterator
-    valid: BatchIterator | None
-    test: BatchIterator | None
+    valid: tuple[EvaluationSet, ...]
+    test: tuple[EvaluationSet, ...]
     ledger_at: Callable[[int], dict[str, Any]] | None = None
 
 
-def sample_counts(train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int) -> SampleCounts:
-    """Return the number of samples of a run. As in NeoX, an evaluation reads `eval_iters` training batches."""
-    evaluations = train_iters // eval_interval + 1  # one more at the end
-    samples_of_evaluation = eval_iters * train_batch_size
+def sample_counts(training: TrainingConfig, train_batch_size: int) -> SampleCounts:
+    """Return the number of samples of a run. As in NeoX, an evaluation reads `eval_iters` training batches.
+
+    Args:
+        training: Length of the run, and its evaluations.
+        train_batch_size: Number of samples of a step.
+    """
+    assert training.train_iters is not None
+    evaluations = evaluations_until(training, training.train_iters) + 1  # one more at the end
+    samples_of_evaluation = training.eval_iters * train_batch_size
     return SampleCounts(
-        train=train_iters * train_batch_size,
+        train=training.train_iters * train_batch_size,
         valid=evaluations * samples_of_evaluation,
         test=samples_of_evaluation,
     )
+
+
+def evaluations_until(training: TrainingConfig, steps: int) -> int:
+    """Return the number of evaluations on validation data in the first steps of a run."""
+    return training.eval_at_start + steps // training.eval_interval
 
 
 def build_datasets(
@@ -97,9 +132,12 @@ def build_datasets(
 def _open_datasets(factory: DatasetFactory, counts: SampleCounts) -> Datasets:
     """Open the datasets of all splits."""
     data = factory.data
-    datasets: Sequence[Samples | BlendedDataset | None]
+    datasets: list[Samples | BlendedDataset | None]
     if data.train_data_paths is not None:
-        datasets = [factory.blend(blend, count) for blend, count in zip(data.blends, counts, strict=True)]
+        datasets = []
+        for blend, count in zip(data.blends, counts, strict=True):
+            is_named = blend.split == "valid" and data.validation_sets
+            datasets.append(None if is_named else factory.blend(blend, count))
     elif data.data_path is not None:
         datasets = factory.split(data.data_path, data.split, counts)
     else:
@@ -107,7 +145,12 @@ def _open_datasets(factory: DatasetFactory, counts: SampleCounts) -> Datasets:
             'no data: set "data_path" to a prefix made by tools/preprocess_data.py (P_text_document for '
             '--output-prefix P), or "train_data_paths"'
         )
-    return Datasets(*datasets)
+    validation_sets = {}
+    if counts.valid:
+        for name, item in data.validation_sets.items():
+            validation_sets[name] = factory.validation_set(item, counts.valid)
+    train, valid, test = datasets
+    return Datasets(train, valid, test, validation_sets)
 
 
 def build_data_iterators(
@@ -144,20 +187,32 @@ def build_data_iterators(
     if tokenizer is None:
         tokenizer = tokenizer_of(plan.config)
     factory = _factory(plan, tokenizer, cache_dir)
-    counts = sample_counts(training.train_iters, training.eval_interval, training.eval_iters, batch.train_batch_size)
+    counts = sample_counts(training, batch.train_batch_size)
     data, evaluation = _training_and_evaluation(plan, factory, counts, consumed_iterations, ledger)
     iterator = partial(_iterator, plan, tokenizer, dp_rank)
     train_start = plan.batch_schedule.samples(consumed_iterations) // batch.samples_at_once
-    evaluations = consumed_iterations // training.eval_interval
-    if consumed_iterations >= training.train_iters and consumed_iterations % training.eval_interval == 0:
-        evaluations = max(0, evaluations - 1)  # a completed run that is started again repeats its last evaluation
+    evaluations = _evaluations_done(training, consumed_iterations)
     valid_start = evaluations * training.eval_iters * batch.gradient_accumulation_steps
-    return DataIterators(
-        train=iterator(data.dataset, train_start),
-        valid=iterator(evaluation.valid, valid_start) if evaluation.valid else None,
-        test=iterator(evaluation.test, 0) if evaluation.test else None,
-        ledger_at=data.ledger_at,
-    )
+    valid = []
+    if evaluation.valid is not None:
+        valid.append(EvaluationSet(iterator(evaluation.valid, valid_start)))
+    for name, dataset in evaluation.validation_sets.items():
+        weight = plan.config.data.validation_sets[name].weight
+        valid.append(EvaluationSet(iterator(dataset, valid_start), name, weight))
+    test = []
+    if evaluation.test is not None:
+        test.append(EvaluationSet(iterator(evaluation.test, 0)))
+    return DataIterators(iterator(data.dataset, train_start), tuple(valid), tuple(test), data.ledger_at)
+
+
+def _evaluations_done(training: TrainingConfig, steps: int) -> int:
+    """Return the number of evaluations that a run has done when it starts after some steps."""
+    if steps == 0:
+        return 0
+    done = evaluations_until(training, steps)
+    if steps >= (training.train_iters or 0) and steps % training.eval_interval == 0:
+        done -= 1  # a completed run that is started again repeats its last evaluation
+    return done
 
 
 def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) -> DatasetFactory:

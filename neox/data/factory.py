@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from neox.config.sections.data import Blend, DataConfig
+from neox.config.sections.data import Blend, DataConfig, ValidationSet
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.fill_in_middle import FillInMiddle
 from neox.data.gpt_dataset import GPTDataset, split_documents
@@ -174,6 +174,11 @@ class DatasetFactory:
         listed = ", ".join(f"{path} {100 * share:.2f} %" for path, share in zip(blend.paths, shares, strict=True))
         _log.info("%s: %s", blend.split, listed)
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))
+
+    def validation_set(self, item: ValidationSet, num_samples: int) -> Samples:
+        """Return the samples of a validation set that has a name."""
+        indexed = self.open(item.path)
+        return self.samples(indexed, range(self.num_documents(indexed)), num_samples, item.labels)
 
     def shares(self, blend: Blend, parts: Sequence[IndexedDataset]) -> list[float]:
         """Return the share of each dataset in a blend: by number of documents, by weight, or equal."""

@@ -31,6 +31,17 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
         yield f"{stage}{reading.tokens:,} tokens{length}: {', '.join(shares)}"
 
 
+def validation_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield what an evaluation reads of each validation set that has a name; nothing if there are none."""
+    sets = plan.config.data.validation_sets
+    samples = plan.config.training.eval_iters * plan.batch.train_batch_size
+    total = sum(item.weight for item in sets.values())
+    for name, item in sets.items():
+        share = 100 * item.weight / total
+        tokens = samples * plan.batch_schedule.full_length
+        yield f"{name} ({Path(item.path).name}): {tokens:,} tokens an evaluation, {share:.3g} % of the mean"
+
+
 def notes_on_passes(plan: RunPlan) -> list[str]:
     """Return notes on datasets that are read many times; none if their sizes are not known."""
     if not plan.dataset_tokens:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.data_lines import data_lines, fim_lines
+from neox.plan.data_lines import data_lines, fim_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
 from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
@@ -159,6 +159,7 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     yield f"loss      mean over {_LOSS_MEANS[plan.loss_normalization]} (loss_normalization)"
     yield from labelled("fim", fim_lines(plan))
     yield from labelled("data", data_lines(plan))
+    yield from labelled("valid", validation_lines(plan))
     step = f"{found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token"
     if plan.grid.pp_size > 1:
         step += f", pipeline bubble {100 * found.bubble:.1f} %"

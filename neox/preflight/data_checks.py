@@ -8,7 +8,6 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
-from neox.config.sections.data import SPLITS
 from neox.errors import DataError
 from neox.plan import missing_for_training
 from neox.problems import Problem
@@ -27,9 +26,13 @@ def data_prefixes(config: NeoXConfig) -> dict[str, str]:
     """Return the prefixes of a configuration's token files, each with the key that names it."""
     data = config.data
     prefixes = {data.data_path: "data_path"} if data.data_path else {}
-    for split in SPLITS:
-        for key in (f"{split}_data_paths", f"{split}_label_data_paths"):
-            prefixes.update(dict.fromkeys(getattr(data, key) or (), key))
+    for blend in data.blends:
+        prefixes.update(dict.fromkeys(blend.paths or (), f"{blend.split}_data_paths"))
+        prefixes.update(dict.fromkeys(blend.labels or (), f"{blend.split}_label_data_paths"))
+    for name, item in data.validation_sets.items():
+        prefixes[item.path] = f"valid_data_paths.{name}"
+        if item.labels is not None:
+            prefixes[item.labels] = f"valid_data_paths.{name}.labels"
     return prefixes
 
 
@@ -38,6 +41,9 @@ def _labelled_data(config: NeoXConfig) -> dict[str, str]:
     labelled: dict[str, str] = {}
     for blend in config.data.blends:
         labelled |= dict(zip(blend.labels or (), blend.paths or (), strict=False))
+    for item in config.data.validation_sets.values():
+        if item.labels is not None:
+            labelled[item.labels] = item.path
     return labelled
 
 
@@ -124,7 +130,7 @@ def missing_data(config: NeoXConfig) -> list[Problem]:
 
 def _commands(config: NeoXConfig, prefix: str, key: str) -> list[str]:
     """Return the commands that make the token files with a prefix that a key names."""
-    if key.endswith("label_data_paths"):
+    if key.endswith(("label_data_paths", ".labels")):
         return ["python tools/preprocess_chat.py"]
     path = Path(prefix)
     if quickstart := _QUICKSTART_DATA.get(path.parts[-3:]):

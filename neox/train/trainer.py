@@ -9,14 +9,14 @@ from functools import cache, partial
 from pathlib import Path
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
-from neox.data.batches import Batch, BatchIterator
-from neox.data.build import DataIterators
+from neox.data.batches import Batch
+from neox.data.build import DataIterators, EvaluationSet
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
-from neox.evaluation.results import perplexity_of
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
+from neox.train.evaluation_scalars import evaluation_scalars
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
@@ -91,6 +91,8 @@ class Trainer:
             _log.warning("iteration %d of %d: there is nothing left to train", state.iteration, self.train_iters)
         if state.iteration == 0 and 0 in self.plan.save_iterations:
             self.save()
+        if state.iteration == 0 and self.plan.config.training.eval_at_start:
+            self.evaluate("validation", self.data.valid)
         while state.iteration < self.train_iters and not self._should_stop():
             self.step()
             self._follow_background_save()
@@ -146,39 +148,46 @@ class Trainer:
         report_progress()
         self.rule.enforce(result, self.state.iteration)
 
-    def evaluate(self, name: str, batches: BatchIterator | None) -> None:
+    def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
         """Report the objective's mean scores over `eval_iters` batches, at most once at the same iteration.
 
         The perplexity of losses per token is reported, too. A signal ends the evaluation without a report.
 
         Args:
             name: `validation` or `test`.
-            batches: Batches of this part of the data; None if there are none.
+            sets: Sets of this part of the data.
         """
-        iterations = self.plan.config.training.eval_iters
         is_repeated = name == "validation" and self._evaluated == self.state.iteration
-        if batches is None or iterations == 0 or is_repeated:
+        if not sets or self.plan.config.training.eval_iters == 0 or is_repeated:
             return
         started = time.perf_counter()
-        objective = self.engine.objective
-        totals = dict.fromkeys(objective.names, 0.0)
+        scores = []
+        for item in sets:
+            found = self._mean_scores(name, item.batches)
+            if found is None:
+                return
+            scores.append(found)
+        if name == "validation":
+            self._evaluated = self.state.iteration
+        scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token)
+        scalars[f"timers/{name}"] = time.perf_counter() - started
+        self._report_evaluation(name, scalars)
+
+    def _mean_scores(self, name: str, batches: Iterator[Batch]) -> dict[str, float] | None:
+        """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""
+        iterations = self.plan.config.training.eval_iters
+        totals = dict.fromkeys(self.engine.objective.names, 0.0)
         amount = 0.0
         for done in range(iterations):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
-                return
+                return None
             found = self.engine.eval_batch(batches)
             for score, value in found.scores.items():
                 totals[score] += value * found.amount
             amount += found.amount
             report_progress()
-        if name == "validation":
-            self._evaluated = self.state.iteration
-        scalars = {f"{name}/{score}": total / max(1.0, amount) for score, total in totals.items()}
-        for score in objective.per_token:
-            scalars[f"{name}/{score}_ppl"] = perplexity_of(scalars[f"{name}/{score}"])
-        scalars[f"timers/{name}"] = time.perf_counter() - started
-        self._report_evaluation(name, scalars)
+        return {score: total / max(1.0, amount) for score, total in totals.items()}
 
     def score_tasks(self) -> None:
         """Report the scores of `eval_tasks`, once per iteration."""

@@ -150,7 +150,7 @@ def train_in_background(directory, fails):
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
     watcher = Saves()
-    trainer = Trainer(plan, engine, DataIterators(batches(plan, 0), None, None), [watcher])
+    trainer = Trainer(plan, engine, DataIterators(batches(plan, 0), (), ()), [watcher])
     try:
         trainer.fit()
     except CheckpointError as error:

@@ -80,7 +80,7 @@ def train_on_poison(plan):
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
     data = poisoned(batches(plan, grid.dp_rank), range(plan.batch.gradient_accumulation_steps, 10_000))
-    trainer = Trainer(plan, engine, DataIterators(data, None, None))
+    trainer = Trainer(plan, engine, DataIterators(data, (), ()))
     try:
         trainer.fit()
     except TrainingError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
-from typing import Annotated, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires
@@ -61,6 +63,38 @@ class DataStage(Section):
     """Number of tokens of a sample, by default the key seq_length, which is the largest."""
 
 
+class ValidationSet(Section):
+    """A validation set that has a name. Its path by itself is short for a block with nothing else."""
+
+    path: str
+    """Prefix of the token files."""
+
+    weight: PositiveFloat = 1.0
+    """Weight of the set's scores in the mean over all sets."""
+
+    labels: str | None = None
+    """Prefix of the labels: files of the same shape, with -100 for tokens without loss."""
+
+
+def _form_of_paths(value: Any) -> str:
+    return "<names>" if isinstance(value, Mapping) else "<list>"
+
+
+def _form_of_set(value: Any) -> str:
+    return "<path>" if isinstance(value, str) else "<block>"
+
+
+SetName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
+PathOrSet = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[ValidationSet, Tag("<block>")], Discriminator(_form_of_set)
+]
+ValidationPaths = Annotated[
+    Annotated[tuple[str, ...], Tag("<list>")] | Annotated[dict[SetName, PathOrSet], Tag("<names>")],
+    Discriminator(_form_of_paths),
+]
+"""Paths that are blended into one validation set, or validation sets by name."""
+
+
 class DataConfig(Section):
     """Token files, splits and blends."""
 
@@ -70,8 +104,10 @@ class DataConfig(Section):
     train_data_paths: tuple[str, ...] | None = None
     """Prefixes that are blended for training, instead of data_path."""
 
-    valid_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
-    """Prefixes that are blended for validation."""
+    valid_data_paths: Annotated[ValidationPaths | None, OnlyWith("train_data_paths")] = None
+    """Prefixes that are blended for validation; or validation sets by name, each evaluated by itself on eval_iters
+    batches: `{wiki: data/wiki, code: {path: data/code, weight: 2}}` reports `validation/wiki/lm_loss` and
+    `validation/code/lm_loss`, and their weighted mean as `validation/lm_loss`."""
 
     test_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
     """Prefixes that are blended for the test at the end."""
@@ -234,11 +270,23 @@ class DataConfig(Section):
         return (self.fim_rate,) * len(self.train_data_paths or (self.data_path,))
 
     @property
+    def validation_sets(self) -> Mapping[str, ValidationSet]:
+        """Validation sets by name; none if `valid_data_paths` has no names."""
+        sets = {}
+        if isinstance(self.valid_data_paths, dict):
+            for name, item in self.valid_data_paths.items():
+                sets[name] = ValidationSet(path=item) if isinstance(item, str) else item
+        return MappingProxyType(sets)
+
+    @property
     def blends(self) -> tuple[Blend, ...]:
-        """Token files of training, validation and test."""
+        """Token files of training, validation and test; without validation sets that have names."""
+        valid_paths = None
+        if isinstance(self.valid_data_paths, tuple):
+            valid_paths = self.valid_data_paths
         return (
             Blend("train", self.train_data_paths, self.train_data_weights, self.train_label_data_paths),
-            Blend("valid", self.valid_data_paths, self.valid_data_weights, self.valid_label_data_paths),
+            Blend("valid", valid_paths, self.valid_data_weights, self.valid_label_data_paths),
             Blend("test", self.test_data_paths, self.test_data_weights, self.test_label_data_paths),
         )
 

@@ -67,6 +67,10 @@ class TrainingConfig(Section):
     eval_interval: PositiveInt = 1000
     """Number of iterations between evaluations on the validation set."""
 
+    eval_at_start: bool = False
+    """Evaluate on the validation set before the first step, as iteration 0. A run that resumes later does not evaluate
+    again."""
+
     exit_interval: PositiveInt | None = None
     """Save and exit after an iteration that is a multiple of this."""
 

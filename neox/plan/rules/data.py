@@ -16,7 +16,10 @@ def data_problems(config: NeoXConfig) -> Iterator[Problem]:
     if config.data.train_data_paths is None:
         yield from _split(config)
     yield from _numbers_of_datasets(config)
+    yield from _validation_sets(config)
     for blend in config.data.blends:
+        if blend.split == "valid" and config.data.validation_sets:
+            continue
         yield from _weights(config, blend)
         yield from _labels(config, blend)
 
@@ -39,6 +42,29 @@ def _numbers_of_datasets(config: NeoXConfig) -> Iterator[Problem]:
         if isinstance(value, tuple) and len(value) != paths:
             rule = f"has {len(value)} numbers for {paths} train_data_paths; give one number, or one for each path"
             yield config.problem(key, rule, "train_data_paths")
+
+
+def _validation_sets(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield keys that do not go with validation sets that have names."""
+    data = config.data
+    if isinstance(data.valid_data_paths, dict) and not data.validation_sets:
+        yield config.problem("valid_data_paths", "names no set; give `NAME: PATH`, or remove it")
+    if not data.validation_sets:
+        return
+    in_block = {"valid_data_weights": "weight", "valid_label_data_paths": "labels"}
+    for key, inner in in_block.items():
+        if config.value(key) is not None:
+            rule = f"is for a list of valid_data_paths; give each set its own: `NAME: {{path: PATH, {inner}: ...}}`"
+            yield config.problem(key, rule, "valid_data_paths")
+    if config.model.objective != "masked_lm":
+        return
+    for name, item in data.validation_sets.items():
+        if item.labels is not None:
+            key = f"valid_data_paths.{name}.labels"
+            message = (
+                f"`{key}: {item.labels}` does not go with `objective: masked_lm`: only masked tokens are in its loss"
+            )
+            yield config.problem_about(f"{message}; remove it", key, "objective")
 
 
 def _weights(config: NeoXConfig, blend: Blend) -> Iterator[Problem]:

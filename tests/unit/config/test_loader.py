@@ -403,3 +403,13 @@ def test_overrides_into_lists_and_unknown_blocks_name_their_place(tmp_path):
     for override, key in (("train_data_paths.0=x", "train_data_paths"), ("a.b.c=1", "a")):
         (problem,) = problems([path], overrides=[override])
         assert (problem.keys, problem.source) == ((key,), COMMAND_LINE)
+
+
+def test_a_later_file_replaces_validation_sets_with_their_places(tmp_path):
+    first = write(tmp_path / "a.yml", TINY + "train_data_paths: [x]\nvalid_data_paths:\n  old: x\n  both: x\n")
+    second = write(tmp_path / "b.yml", "# machine\nvalid_data_paths:\n  both: /data/y\n")
+    config = config_from_files([first, second])
+    assert list(config.data.validation_sets) == ["both"]
+    assert config.source("valid_data_paths.both").line == 3
+    assert not config.given("valid_data_paths.old")
+    assert "valid_data_paths.old" not in config.sources()

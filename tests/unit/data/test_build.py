@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from neox.config.sections.data import DataConfig
+from neox.config.sections.training import TrainingConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.data.batches import BatchIterator
 from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
@@ -36,19 +37,49 @@ def prefix(tmp_path):
 
 
 def test_counts_are_neoxs():
-    assert sample_counts(30, 1000, 2, 8) == SampleCounts(240, 16, 16)
-    assert sample_counts(100, 50, 10, 4) == SampleCounts(400, 120, 40)
+    def counts(train_batch_size, **keys):
+        return sample_counts(TrainingConfig(**keys), train_batch_size)
+
+    assert counts(8, train_iters=30, eval_interval=1000, eval_iters=2) == SampleCounts(240, 16, 16)
+    assert counts(4, train_iters=100, eval_interval=50, eval_iters=10) == SampleCounts(400, 120, 40)
+    assert counts(4, train_iters=100, eval_interval=50, eval_iters=10, eval_at_start=True).valid == 160
 
 
-def test_iterators_resume_where_they_were(tmp_path):
-    plan = golden_plan("eval_interval=3", "eval_iters=2", "train_iters=9", "num_workers=0")
+@pytest.mark.parametrize("at_start", [False, True])
+def test_iterators_resume_where_they_were(tmp_path, at_start):
+    plan = golden_plan("eval_interval=3", "eval_iters=2", "train_iters=9", "num_workers=0", f"eval_at_start={at_start}")
     undisturbed = build_data_iterators(plan, cache_dir=tmp_path)
     train = [next(undisturbed.train) for _ in range(18)]  # two micro batches an iteration
-    valid = [next(undisturbed.valid) for _ in range(16)]  # four an evaluation
+    valid = [next(undisturbed.valid[0].batches) for _ in range(16)]  # four an evaluation
     resumed = build_data_iterators(plan, consumed_iterations=7, cache_dir=tmp_path)
     assert (next(resumed.train)["tokens"] == train[14]["tokens"]).all()
-    assert (next(resumed.valid)["tokens"] == valid[8]["tokens"]).all()
-    assert (next(resumed.test)["tokens"] == next(undisturbed.test)["tokens"]).all()
+    done = 8 + 4 * at_start
+    assert (next(resumed.valid[0].batches)["tokens"] == valid[done]["tokens"]).all()
+    assert (next(resumed.test[0].batches)["tokens"] == next(undisturbed.test[0].batches)["tokens"]).all()
+
+
+def test_validation_sets_with_names_are_read_one_by_one(prefix, tmp_path):
+    data = DataConfig(
+        train_data_paths=(prefix,),
+        valid_data_paths={"first": prefix, "second": {"path": prefix, "weight": 3.0, "labels": prefix}},
+    )
+    sets = build_datasets(data, SampleCounts(10, 20, 0), **RUN_SIZES)
+    assert sets.valid is None
+    assert list(sets.validation_sets) == ["first", "second"]
+    assert all(item.num_samples >= 20 for item in sets.validation_sets.values())
+    assert [item.has_labels for item in sets.validation_sets.values()] == [False, True]
+    assert not build_datasets(data, SampleCounts(10, 0, 0), **RUN_SIZES).validation_sets
+
+
+def test_iterators_of_validation_sets_have_names_and_weights(tmp_path):
+    path = f"{GOLDEN}/data/small_text_document"
+    named = f"{{a: {path}, b: {{path: {path}, weight: 2}}}}"
+    plan = golden_plan(
+        "data_path=null", f"train_data_paths=[{path}]", f"valid_data_paths={named}", "eval_iters=2", "train_iters=9"
+    )
+    first, second = build_data_iterators(plan, cache_dir=tmp_path).valid
+    assert [(item.name, item.weight) for item in (first, second)] == [("a", 1.0), ("b", 2.0)]
+    assert (next(first.batches)["tokens"] == next(second.batches)["tokens"]).all()
 
 
 def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
@@ -63,8 +94,7 @@ def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
 
 def test_no_evaluation_reads_no_data(tmp_path):
     iterators = build_data_iterators(golden_plan("eval_iters=0"), cache_dir=tmp_path)
-    assert iterators.valid is None
-    assert iterators.test is None
+    assert iterators.valid == iterators.test == ()
 
 
 def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_path):

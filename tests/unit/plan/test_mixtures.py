@@ -12,7 +12,7 @@ import pytest
 from neox.config import load_config
 from neox.errors import ConfigError
 from neox.plan import RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
-from neox.plan.data_lines import notes_on_passes
+from neox.plan.data_lines import notes_on_passes, validation_lines
 from neox.plan.readings import readings
 from tests.plans import SIZES, plan_of
 
@@ -140,3 +140,14 @@ def test_the_plan_shows_tokens_and_passes() -> None:
     (note,) = notes_on_passes(sized)
     assert note.startswith("b is read 8.0 times")
     assert notes_on_passes(replace(sized, dataset_tokens=(tokens, tokens, tokens))) == []
+
+
+def test_the_plan_shows_each_validation_set() -> None:
+    sets = {"wiki": "data/wiki_text_document", "code": {"path": "data/code", "weight": 3}}
+    plan = plan_of(**SIZES, train_data_paths=["a"], valid_data_paths=sets, eval_iters=5)
+    wiki, code = validation_lines(plan)
+    tokens = 5 * plan.batch.train_batch_size * plan.batch_schedule.full_length
+    assert f"{tokens:,} tokens" in wiki
+    assert "wiki_text_document" in wiki
+    assert "25 %" in wiki
+    assert "75 %" in code

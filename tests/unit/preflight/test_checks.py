@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDatasetBuilder
 from neox.launch.remote import path_state
 from neox.plan import resolve
@@ -204,6 +204,20 @@ def test_missing_data_of_one_and_of_several_sets(tmp_path: Path) -> None:
     (problem,) = missing_data(blend)
     assert problem.keys == ("train_data_paths",)
     assert str(tmp_path / "none") in problem.message
+
+
+def test_a_missing_validation_set_is_named_with_its_line(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"there{suffix}").touch()
+    there = tmp_path / "there"
+    sets = f"  wiki: {there}\n  code: {{path: {tmp_path}/code, labels: {tmp_path}/labels}}\n"
+    file = tmp_path / "run.yml"
+    file.write_text(f"train_data_paths: [{there}]\nvalid_data_paths:\n{sets}")
+    found = missing_data(load_config([file]).config)
+    assert [(problem.keys, problem.source.line) for problem in found] == [
+        (("valid_data_paths.code",), 4),
+        (("valid_data_paths.code.labels",), 4),
+    ]
 
 
 def test_a_masked_language_model_neither_writes_nor_scores_text() -> None:

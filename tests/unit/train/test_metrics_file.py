@@ -77,6 +77,24 @@ def test_the_trained_loss_is_the_first_whatever_its_name(tmp_path):
     assert curves(file) == {"train/loss": {1: 4.0, 2: 3.5}, "validation/loss": {1: 5.0}}
 
 
+def test_the_picture_has_a_line_for_each_validation_set(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    scores = {
+        "validation/loss": 4.0,
+        "validation/loss_ppl": 54.6,
+        "validation/a/loss": 3.0,
+        "validation/a/loss_ppl": 20.0,
+    }
+    rows = [{"iteration": i, "kind": "validation", **scores, "validation/b/loss": 5.0} for i in (1, 2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {name: points[2] for name, points in curves(file).items()} == {
+        "validation/loss": 4.0,
+        "validation/a/loss": 3.0,
+        "validation/b/loss": 5.0,
+    }
+    assert draw({"": file}, tmp_path / "loss.png")
+
+
 def test_files_of_version_0_1_have_no_kinds(tmp_path):
     file = tmp_path / "metrics.jsonl"
     rows = [{"iteration": i, "train/lm_loss": loss, "train/learning_rate": 0.1} for i, loss in ((1, 4.0), (2, 3.0))]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from neox.data.build import DataIterators
+from neox.data.build import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, StepResult
 from neox.errors import CheckpointError, TrainingError
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
@@ -54,6 +54,8 @@ class Diary(Callback):
     def on_evaluation(self, state, name, scalars):
         self.lines.append(f"{name} {state.iteration}")
         self.scalars = scalars
+        if name == "validation":
+            self.validation = scalars
 
     def on_step(self, state, report):
         self.report = report
@@ -74,7 +76,7 @@ def fit(monkeypatch, tmp_path):
     """Fit an engine; return (exit code, diary)."""
     monkeypatch.setattr("neox.train.trainer.save_checkpoint", lambda engine, save: save / str(engine.iteration))
 
-    def run(engine, callbacks=(), **keys):
+    def run(engine, callbacks=(), sets=(), **keys):
         flat = {
             "train_iters": 6,
             "eval_interval": 2,
@@ -84,7 +86,8 @@ def fit(monkeypatch, tmp_path):
             **keys,
         }
         diary = Diary()
-        data = DataIterators(*(iter(range(1000)) for _ in range(3)))
+        valid = sets or (EvaluationSet(iter(range(1000))),)
+        data = DataIterators(iter(range(1000)), valid, (EvaluationSet(iter(range(1000))),))
         return Trainer(small_plan(**flat), engine, data, [*callbacks, diary]).fit(), diary
 
     return run
@@ -103,6 +106,30 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
     assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
     assert diary.scalars["test/lm_loss_ppl"] == pytest.approx(math.exp(3.0))
     assert 0.0 <= diary.report.reading <= diary.report.seconds
+
+
+def test_each_set_has_its_scores_and_the_first_are_the_weighted_means(fit):
+    sets = [EvaluationSet(iter([1.0] * 100), "a", 1.0), EvaluationSet(iter([5.0] * 100), "b", 3.0)]
+    engine = IdleEngine()
+    engine.eval_batch = lambda batches: EvaluationResult({"lm_loss": next(batches)}, 2.0)
+    _, diary = fit(engine, sets=sets)
+    scores = {name: value for name, value in diary.validation.items() if not name.startswith("timers/")}
+    assert scores == {
+        "validation/lm_loss": 4.0,
+        "validation/lm_loss_ppl": pytest.approx(math.exp(4.0)),
+        "validation/a/lm_loss": 1.0,
+        "validation/a/lm_loss_ppl": pytest.approx(math.exp(1.0)),
+        "validation/b/lm_loss": 5.0,
+        "validation/b/lm_loss_ppl": pytest.approx(math.exp(5.0)),
+    }
+    assert next(iter(diary.validation)) == "validation/lm_loss", "readers take the first for the trained loss"
+
+
+def test_the_start_is_evaluated_once_if_asked_for(fit):
+    _, diary = fit(IdleEngine(), eval_at_start=True, eval_interval=100)
+    assert diary.lines == ["start", "validation 0", "save 4", "save 6", "validation 6", "test 6", "end"]
+    _, diary = fit(IdleEngine(iteration=4), eval_at_start=True, eval_interval=100)
+    assert diary.lines == ["start", "save 6", "validation 6", "test 6", "end"]
 
 
 class Ranking:
@@ -149,7 +176,7 @@ def test_a_save_that_fails_is_tried_again(monkeypatch, tmp_path):
 
     monkeypatch.setattr("neox.train.trainer.save_checkpoint", save)
     plan = small_plan(save=str(tmp_path))
-    trainer = Trainer(plan, IdleEngine(iteration=3), DataIterators(*(iter(()) for _ in range(3))))
+    trainer = Trainer(plan, IdleEngine(iteration=3), DataIterators(iter(()), (), ()))
     with pytest.raises(CheckpointError):
         trainer.save()
     trainer.save()

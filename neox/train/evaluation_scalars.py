@@ -1,0 +1,42 @@
+"""Names and means of an evaluation's scores in metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from neox.data.build import EvaluationSet
+from neox.evaluation.results import perplexity_of
+
+
+def evaluation_scalars(
+    kind: str, sets: Sequence[EvaluationSet], scores: Sequence[Mapping[str, float]], per_token: Collection[str]
+) -> dict[str, float]:
+    """Return an evaluation's scores and perplexities under their names in metrics.
+
+    The weighted means over all sets come first, as `KIND/SCORE`. Scores of a set that has a name follow, as
+    `KIND/NAME/SCORE`.
+
+    Args:
+        kind: What was evaluated: `validation` or `test`.
+        sets: The sets.
+        scores: Mean scores of each set by name, the trained loss first.
+        per_token: Names of the scores that are losses per token.
+    """
+    total = sum(item.weight for item in sets)
+    means = dict.fromkeys(scores[0], 0.0)
+    for item, found in zip(sets, scores, strict=True):
+        for name, value in found.items():
+            means[name] += item.weight / total * value
+    scalars = _with_perplexities(kind, means, per_token)
+    for item, found in zip(sets, scores, strict=True):
+        if item.name is not None:
+            scalars |= _with_perplexities(f"{kind}/{item.name}", found, per_token)
+    return scalars
+
+
+def _with_perplexities(group: str, scores: Mapping[str, float], per_token: Collection[str]) -> dict[str, float]:
+    """Return scores, and the perplexities of losses per token, as `GROUP/SCORE`."""
+    scalars = {f"{group}/{name}": value for name, value in scores.items()}
+    for name in per_token:
+        scalars[f"{group}/{name}_ppl"] = perplexity_of(scores[name])
+    return scalars
