@@ -38,11 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_input(p, ["messages"], keys_help)
     tokens = p.add_argument_group("tokenizer")
-    vocabulary = tokens.add_mutually_exclusive_group(required=True)
-    vocabulary.add_argument("--vocab-file", "--vocab", help="tokenizer.json")
-    vocabulary.add_argument("--tokenizer-path", metavar="DIRECTORY", help="directory with tokenizer.json")
-    tokens.add_argument("--tokenizer-type", default="HFTokenizer", choices=["HFTokenizer", "HFGPT2Tokenizer"])
-    tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
+    add_template(tokens)
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     loss = p.add_argument_group("labels")
     loss.add_argument("--generation-role", default="assistant", help="role that is trained (default: assistant)")
@@ -52,6 +48,15 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output-prefix", required=True, help="path without _messages_document.bin")
     add_running(p, out)
     return p
+
+
+def add_template(tokens: argparse._ArgumentGroup) -> None:
+    """Add the flags of a tokenizer with a chat template, which `preprocess_preferences.py` has too."""
+    vocabulary = tokens.add_mutually_exclusive_group(required=True)
+    vocabulary.add_argument("--vocab-file", "--vocab", help="tokenizer.json")
+    vocabulary.add_argument("--tokenizer-path", metavar="DIRECTORY", help="directory with tokenizer.json")
+    tokens.add_argument("--tokenizer-type", default="HFTokenizer", choices=["HFTokenizer", "HFGPT2Tokenizer"])
+    tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
 
 
 def vocab_file(args: argparse.Namespace) -> Path:

@@ -87,13 +87,18 @@ def parser() -> argparse.ArgumentParser:
 
 def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> None:
     """Add the flags of the inputs, which `preprocess_chat.py` has too; `keys` are the JSON keys read by default."""
-    data = p.add_argument_group("input")
-    data.add_argument("--input", required=True, nargs="+", help="files or directories, separated by commas or blanks")
-    data.add_argument(
+    add_files(p).add_argument(
         *("--jsonl-keys", "--json-keys", "--json-key"), nargs="+", default=keys, metavar="KEY", help=keys_help
     )
+
+
+def add_files(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags of the inputs that every such tool has. Return their group."""
+    data = p.add_argument_group("input")
+    data.add_argument("--input", required=True, nargs="+", help="files or directories, separated by commas or blanks")
     data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
     data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
+    return data
 
 
 def add_running(p: argparse.ArgumentParser, out: argparse._ArgumentGroup) -> argparse._ArgumentGroup:

@@ -14,7 +14,7 @@ from neox.launch.spec import code_root
 
 INFERENCE = ("generate", "evaluate")
 """Scripts that only run a model, on any number of ranks."""
-TOOLS = ("preprocess_data", "preprocess_chat")
+TOOLS = ("preprocess_data", "preprocess_chat", "preprocess_preferences")
 """Tools that divide their work over ranks, without a configuration."""
 _SCRIPTS = ("train.py", "generate.py", "evaluate.py", *(f"{name}.py" for name in TOOLS))
 

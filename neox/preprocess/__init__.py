@@ -2,10 +2,11 @@
 
 from neox.preprocess.parts import RankInfo, preprocess_on_rank
 from neox.preprocess.run import PreprocessReport, check_settings, preprocess
-from neox.preprocess.settings import ChatSettings, PreprocessSettings, TokenizerSpec
+from neox.preprocess.settings import ChatSettings, PreferenceSettings, PreprocessSettings, TokenizerSpec
 
 __all__ = [
     "ChatSettings",
+    "PreferenceSettings",
     "PreprocessReport",
     "PreprocessSettings",
     "RankInfo",

@@ -80,7 +80,7 @@ class ChatEncoder:
         encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
         for conversation, encoding in zip(conversations, encodings, strict=True):
             own_ids = np.array(encoding.ids, np.int32)
-            trained = _is_trained(encoding.offsets, conversation.answers)
+            trained = is_trained(encoding.offsets, conversation.answers)
             if self.job.settings.append_eod:
                 own_ids = np.append(own_ids, np.int32(self.tokenizer.eod))
                 trained = np.append(trained, trained[-1:])
@@ -162,7 +162,7 @@ class ChatEncoder:
         return len(before_answer), len(up_to_answer)
 
 
-def _is_trained(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> np.ndarray:
+def is_trained(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return, for each token, whether one of its characters belongs to an answer, bool [tokens]."""
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     trained = np.zeros(len(begins), dtype=bool)

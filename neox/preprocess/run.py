@@ -197,7 +197,7 @@ class _Run:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        if self.settings.label_key is not None:
+        if self.settings.label_keys:
             return np.dtype(np.int32)  # labels hold IGNORED, a negative number; gpt-neox uses int32 too
         if self.settings.impl == "mmap":
             return best_dtype(self.tokenizer.vocab_size)
@@ -317,7 +317,7 @@ class _Run:
 
     def _sample(self) -> list[str]:
         """Return the first texts of the first input, with which an accelerator is checked."""
-        if self.settings.chat is not None:
+        if self.settings.chat is not None or self.settings.preferences is not None:
             return []
         block = first_lines(self.files[0], _SAMPLE_BYTES)
         if block is None:
@@ -411,7 +411,9 @@ class _Run:
             for builder in builders.values():
                 builder.discard()
             self.log.remove()
-            keys = self.settings.text_keys if self.settings.chat is None else self.settings.chat.keys
+            keys = self.settings.text_keys
+            if self.settings.chat is not None:
+                keys = self.settings.chat.keys
             raise DataError(f"the inputs hold no text under {' or '.join(keys)}: nothing was written")
         seconds = time.monotonic() - started
         sidecars = {}
@@ -432,7 +434,7 @@ class _Run:
             "text_bytes": state.text_bytes,
             "key": key,
         }
-        if key == self.settings.label_key:
+        if key in self.settings.label_keys:
             settings["labels"] = True
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,

@@ -68,6 +68,28 @@ class ChatSettings:
 
 
 @dataclass(frozen=True)
+class PreferenceSettings:
+    """Settings of preferences, from which datasets of answers and of labels are made.
+
+    Attributes:
+        template: Chat template; None if the tokenizer has none, which texts do not need.
+        labelled: Whether a line holds one answer and says whether it is good, instead of two answers.
+        seq_length: Number of tokens of a row in training, which must hold both answers; None for no limit.
+    """
+
+    template: ChatTemplate | None = None
+    labelled: bool = False
+    seq_length: int | None = None
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Names of the datasets, most of which are gpt-neox's."""
+        if self.labelled:
+            return ("completion", "completion_label", "completion_reward")
+        return ("chosen", "chosen_label", "rejected", "rejected_label")
+
+
+@dataclass(frozen=True)
 class PreprocessSettings:
     """Settings of a run that makes `OUTPUT_PREFIX_KEY_document.{bin,idx,json}` from inputs.
 
@@ -75,8 +97,8 @@ class PreprocessSettings:
         inputs: Files or directories, in order.
         output_prefix: Path of the outputs without `_KEY_document`.
         tokenizer: Tokenizer of the texts.
-        keys: JSON keys of texts. Each becomes a dataset. For conversations they are `ChatSettings.datasets`; with
-            `mask_before` they are the key of the texts and the name of the dataset of labels.
+        keys: JSON keys of texts. Each becomes a dataset. For conversations and preferences they are `datasets` of their
+            settings; with `mask_before` they are the key of the texts and the name of the dataset of labels.
         append_eod: Whether each document ends with the end-of-document id.
         ftfy: Whether broken Unicode is repaired.
         sentences: Language whose rules divide documents into sentences (`en`), or `lines` for one sentence per line.
@@ -90,6 +112,7 @@ class PreprocessSettings:
         num_documents: Number of documents for the progress display, if it is known.
         log_interval: Number of documents between two log lines; None writes none.
         chat: Settings of conversations; None for texts.
+        preferences: Settings of preferences; None for texts and conversations.
         mask_before: Ids that mark the start of the trained part of a text: tokens up to the first occurrence of these
             ids are not trained. Empty if there are no labels.
     """
@@ -110,6 +133,7 @@ class PreprocessSettings:
     num_documents: int | None = None
     log_interval: int | None = None
     chat: ChatSettings | None = None
+    preferences: PreferenceSettings | None = None
     mask_before: tuple[int, ...] = ()
 
     @property
@@ -120,11 +144,13 @@ class PreprocessSettings:
         return self.keys
 
     @property
-    def label_key(self) -> str | None:
-        """Name of the dataset of labels; None if there is none."""
+    def label_keys(self) -> tuple[str, ...]:
+        """Names of the datasets that hold labels or rewards of the tokens of another one."""
+        if self.preferences is not None:
+            return tuple(key for key in self.keys if key.endswith(("_label", "_reward")))
         if self.mask_before or self.chat is not None:
-            return self.keys[1]
-        return None
+            return self.keys[1:]
+        return ()
 
     def prefix(self, key: str) -> str:
         """Return the prefix of the dataset of a key. The names are Megatron-LM's."""
@@ -210,6 +236,8 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
     # Newer settings are absent if they are not used, so that the fingerprints of older runs stay the same.
     if settings.chat is not None:
         description["chat"] = asdict(settings.chat)
+    if settings.preferences is not None:
+        description["preferences"] = asdict(settings.preferences)
     if settings.mask_before:
         description["mask_before"] = list(settings.mask_before)
     if settings.sentences is not None:

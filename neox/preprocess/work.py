@@ -8,6 +8,7 @@ from functools import cached_property
 from neox.corpus import BadInput, LineBlock
 from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob
+from neox.preprocess.preferences import PreferenceEncoder
 from neox.tokenizer import Tokenizer
 
 
@@ -24,16 +25,18 @@ class EncodeWork:
         return self._encoder.encode(item)
 
     @cached_property
-    def _encoder(self) -> BlockEncoder | ChatEncoder:
+    def _encoder(self) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
         return build_encoder(self.job)
 
 
-def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEncoder | ChatEncoder:
-    """Return the encoder of texts or of conversations. Arguments and errors are those of the encoders."""
-    chat = job.settings.chat
-    if chat is None:
-        return BlockEncoder(job, tokenizer)
-    return ChatEncoder(job, chat, tokenizer)
+def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
+    """Return the encoder of texts, conversations or preferences. Arguments and errors are those of the encoders."""
+    settings = job.settings
+    if settings.chat is not None:
+        return ChatEncoder(job, settings.chat, tokenizer)
+    if settings.preferences is not None:
+        return PreferenceEncoder(job, settings.preferences, tokenizer)
+    return BlockEncoder(job, tokenizer)
 
 
 def text_size(item: LineBlock | BadInput) -> int:

@@ -1,0 +1,280 @@
+"""Encoding of preferences: two answers to one prompt, or one answer with a judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of, missing_key
+from neox.data.indexed_dataset import IGNORED
+from neox.errors import TokenizerError
+from neox.preprocess.chat import is_trained
+from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
+from neox.preprocess.settings import PreferenceSettings
+from neox.tokenizer import HFTokenizer, Tokenizer
+from neox.tokenizer.chat import ChatError, ChatRenderer
+
+PROMPT = "prompt"
+CHOSEN = "chosen"
+REJECTED = "rejected"
+COMPLETION = "completion"
+LABEL = "label"
+Messages = list[Mapping[str, Any]]
+
+
+class Answer(NamedTuple):
+    """Text of a prompt and one answer to it.
+
+    Attributes:
+        text: Prompt and answer.
+        begin: First character of the answer.
+        ends_with_eod: Whether the end-of-document id follows the text.
+    """
+
+    text: str
+    begin: int
+    ends_with_eod: bool
+
+
+class Row(NamedTuple):
+    """Line of the input.
+
+    Attributes:
+        answers: The chosen and the rejected answer, or the only one.
+        desirable: Whether the only answer is a good one; None for two answers.
+    """
+
+    answers: tuple[Answer, ...]
+    desirable: bool | None
+
+
+class Document(NamedTuple):
+    """Ids of a prompt and one answer to it.
+
+    Attributes:
+        ids: Ids [tokens].
+        labels: The same ids, IGNORED in the prompt [tokens].
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the answer."""
+        return int(np.argmax(self.labels != IGNORED))
+
+
+class PreferenceEncoder:
+    """Encoder of blocks of preferences in this process. Labels are IGNORED outside answers.
+
+    An answer is a text that continues the prompt, or messages that follow those of the prompt. A token belongs to the
+    answer if one of its characters does. The end-of-document id follows answers that are texts; the chat template
+    ends messages.
+    """
+
+    def __init__(self, job: EncodeJob, preferences: PreferenceSettings, tokenizer: Tokenizer | None = None) -> None:
+        """Compile the template.
+
+        Args:
+            job: Settings of encoding.
+            preferences: Settings of preferences.
+            tokenizer: Tokenizer of the job, if it is already built.
+
+        Raises:
+            TokenizerError: If the tokenizer does not say which characters a token stands for, or the template is not
+                valid.
+        """
+        tokenizer = tokenizer or job.settings.tokenizer.build()
+        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.special_in_text:
+            raise TokenizerError(
+                f"preferences need a tokenizer that recognizes special tokens in texts, not {tokenizer.name}"
+            )
+        self.job = job
+        self.preferences = preferences
+        self.tokenizer = tokenizer
+        self.renderer: ChatRenderer | None = None
+        if preferences.template is not None:
+            self.renderer = ChatRenderer(preferences.template)
+
+    def encode(self, block: LineBlock) -> EncodedBlock:
+        """Encode each row of a block."""
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in self.preferences.datasets}
+        not_strict = 0
+
+        def encode_row(record: Any, strict: bool) -> bool:
+            """Encode a line, and add its documents. Raises BadRecord if the line is bad."""
+            row = self._row(record)
+            documents = list(map(self._document, row.answers))
+            self._check(documents)
+            arrays: list[np.ndarray] = []
+            for document in documents:
+                arrays += [document.ids, document.labels]
+            if row.desirable is not None:
+                reward = 1 if row.desirable else -1
+                arrays.append(np.full(len(arrays[0]), reward, np.int32))
+            for column, array in zip(columns.values(), arrays, strict=True):
+                column.append(array)
+            return strict
+
+        bad: list[BadInput] = []
+        for line in convert_lines(block, encode_row):
+            if isinstance(line, BadInput):
+                bad.append(line)
+            elif not line:
+                not_strict += 1
+        return EncodedBlock(
+            end=block.end,
+            keys=tuple(map(_joined, columns.values())),
+            bad=tuple(bad),
+            not_strict=not_strict,
+            text_bytes=len(block.data),
+            accelerator="off",
+            note=None,
+        )
+
+    def _row(self, record: Any) -> Row:
+        """Return the answers of a line. Raises BadRecord if the line is bad."""
+        if not isinstance(record, dict):
+            raise BadRecord(f"the line is {kind_of(record)}, not an object")
+        if self.preferences.labelled:
+            return self._labelled_row(record)
+        for key in (CHOSEN, REJECTED):
+            if key not in record:
+                raise missing_key(record, key)
+        chosen = record[CHOSEN]
+        rejected = record[REJECTED]
+        if chosen == rejected:
+            raise BadRecord(f"{CHOSEN!r} and {REJECTED!r} are equal, so that nothing is preferred")
+        prompt = record.get(PROMPT)
+        if isinstance(chosen, list) != isinstance(rejected, list):
+            raise BadRecord(f"{CHOSEN!r} is {kind_of(chosen)}, and {REJECTED!r} is {kind_of(rejected)}")
+        if isinstance(prompt, str) and isinstance(chosen, list):
+            prompt = None  # the conversations contain it
+        if prompt is None:
+            prompt, chosen, rejected = _shared_prompt(chosen, rejected)
+        answers = []
+        for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
+            answers.append(self._answer(prompt, key, value, record.get("tools")))
+        return Row(tuple(answers), None)
+
+    def _labelled_row(self, record: Mapping[str, Any]) -> Row:
+        """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""
+        for key in (PROMPT, COMPLETION, LABEL):
+            if key not in record:
+                raise missing_key(record, key)
+        desirable = record[LABEL]
+        if not isinstance(desirable, bool):
+            raise BadRecord(f"{LABEL!r} is {kind_of(desirable)}, not true or false")
+        answer = self._answer(record[PROMPT], COMPLETION, record[COMPLETION], record.get("tools"))
+        return Row((answer,), desirable)
+
+    def _answer(self, prompt: Any, key: str, value: Any, tools: Any) -> Answer:
+        """Return the text of a prompt and an answer. Raises BadRecord if they are bad."""
+        if isinstance(prompt, str) and isinstance(value, str):
+            if not prompt:
+                raise BadRecord("it has no prompt: the text before the answer is empty")
+            if not value:
+                raise BadRecord(f"{key!r} is empty")
+            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=True))
+        before = _messages(PROMPT, prompt)
+        after = _messages(key, value)
+        if self.renderer is None:
+            raise BadRecord(
+                "it holds messages, and the tokenizer has no chat template: give one with --chat-template FILE"
+            )
+        try:
+            text = self.renderer.render(before + after, tools)
+            begin = self.renderer.render(before, tools, prompt=True)
+            if not text.startswith(begin):  # the template writes another prompt than that of the answer's role
+                begin = self.renderer.render(before, tools)
+        except ChatError as error:
+            raise BadRecord(str(error)) from None
+        if not text.startswith(begin):
+            raise BadRecord(f"the chat template changes the prompt when {key!r} follows it")
+        return self._checked(Answer(text, len(begin), ends_with_eod=self.job.settings.append_eod))
+
+    def _checked(self, answer: Answer) -> Answer:
+        """Return an answer whose text can be encoded at once. Raises BadRecord for others."""
+        try:
+            size = len(answer.text.encode())
+        except UnicodeEncodeError as error:
+            raise BadRecord(str(error)) from None
+        if size > self.job.piece_bytes:
+            raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
+        return answer
+
+    def _document(self, answer: Answer) -> Document:
+        """Return the ids of an answer and of its prompt. Raises BadRecord if one of them has no tokens."""
+        encoding = self.tokenizer.backend.encode(answer.text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        trained = is_trained(encoding.offsets, [(answer.begin, len(answer.text))])
+        if answer.ends_with_eod:
+            ids = np.append(ids, np.int32(self.tokenizer.eod))
+            trained = np.append(trained, True)
+        if not trained.any():
+            raise BadRecord("an answer has no tokens")
+        if trained[0]:
+            raise BadRecord("it has no prompt: no token comes before the answer")
+        return Document(ids, np.where(trained, ids, np.int32(IGNORED)))
+
+    def _check(self, documents: Sequence[Document]) -> None:
+        """Raise BadRecord if two answers have the same ids, or a row of training cannot hold them."""
+        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+            raise BadRecord(f"{CHOSEN!r} and {REJECTED!r} have the same tokens, so that nothing is preferred")
+        room = self.preferences.seq_length
+        if room is None:
+            return
+        needed = sum(len(document.ids) for document in documents)
+        holds = "both answers with the prompt"
+        if len(documents) == 1:
+            needed += documents[0].prompt_length + 1
+            holds = "the answer, and the prompt again with another answer"
+        if needed > room:
+            raise BadRecord(f"a row of {room:,} tokens (--seq-length) cannot hold {holds}, {needed:,} tokens")
+
+
+def _shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return the prompt that two conversations or texts begin with, and what follows it in each.
+
+    Texts are cut before a blank, so that no word is divided; the blank belongs to the answers. Raises BadRecord if
+    there is no prompt.
+    """
+    for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if not isinstance(value, str | list):
+            raise BadRecord(f"{key!r} is {kind_of(value)}, neither a text nor a list of messages")
+    shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        shared += 1
+    if isinstance(chosen, str):
+        shared = chosen.rfind(" ", 0, shared)
+    else:
+        shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    if shared <= 0:
+        raise BadRecord(f"it has no prompt: no {PROMPT!r}, and {CHOSEN!r} and {REJECTED!r} share no beginning")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _messages(key: str, value: Any) -> Messages:
+    """Return the messages under a key. Raises BadRecord if they are none."""
+    if not isinstance(value, list):
+        raise BadRecord(f"{key!r} is {kind_of(value)}, and the other part of the conversation is not")
+    if not value:
+        if key == PROMPT:
+            raise BadRecord("it has no prompt: there is no message before the answer")
+        raise BadRecord(f"{key!r} is empty")
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRecord(f"message {number} of {key!r} has no `role`")
+    return value
+
+
+def _joined(documents: Sequence[np.ndarray]) -> EncodedKey:
+    """Return documents of a block as one array."""
+    nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
+    lengths = np.array(list(map(len, documents)), np.int32)
+    return EncodedKey(np.concatenate([nothing, *documents]), lengths)

@@ -1,0 +1,92 @@
+# PYTHON_ARGCOMPLETE_OK
+r"""Convert preferences to token datasets with labels, for training by DPO, KTO and their relatives.
+
+    python tools/preprocess_preferences.py --input pairs.jsonl --output-prefix data/pairs \
+        --vocab-file model/tokenizer.json --seq-length 2048
+
+A line is `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or lists of messages, for which the tokenizer's chat
+template makes the text. Without `prompt` it is what both answers begin with. It writes data/pairs_chosen_document and
+data/pairs_rejected_document with their labels, for `pos_train_data_paths`, `pos_train_label_data_paths` and the same
+keys with `neg`.
+
+With --labelled a line is `{"prompt": ..., "completion": ..., "label": true or false}`. It writes
+data/pairs_completion_document, its labels and its rewards, for `train_data_paths`, `train_label_data_paths` and
+`train_reward_data_paths`.
+
+Lines that cannot be trained on are refused by name, or up to --skip-bad of them skipped: equal answers, no prompt, a
+label that is not boolean, an answer that --seq-length tokens cannot hold. The same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import _checkout  # noqa: F401
+from preprocess_chat import add_template, vocab_file
+from preprocess_data import add_files, add_running, input_paths, run, shared_settings
+
+from neox.arguments import ScriptParser
+from neox.errors import TokenizerError, run_script
+from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
+from neox.preprocess.parquet import as_lines
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, read_chat_template
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    p = ScriptParser(description=__doc__)
+    add_files(p).add_argument(
+        "--labelled", action="store_true", help="lines hold one answer with a label, instead of two answers"
+    )
+    tokens = p.add_argument_group("tokenizer")
+    add_template(tokens)
+    tokens.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end conversations with the end-of-document id too; texts always end with it",
+    )
+    tokens.add_argument(
+        "--seq-length", type=int, metavar="N", help="`seq_length` of the training: refuse answers that it cannot hold"
+    )
+    out = p.add_argument_group("output")
+    out.add_argument("--output-prefix", required=True, help="path without _chosen_document.bin")
+    add_running(p, out)
+    return p
+
+
+def settings_of(args: argparse.Namespace) -> PreprocessSettings:
+    """Return the settings of a run from the flags. Raises NeoXError if flags, inputs or the template are wrong."""
+    vocab = vocab_file(args)
+    preferences = PreferenceSettings(template_of(args, vocab), args.labelled, args.seq_length)
+    if preferences.template is not None:
+        ChatRenderer(preferences.template)  # raises if it is no template
+    args.input = [as_lines(path, args.output_prefix) for path in input_paths(args.input)]
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
+    return shared_settings(
+        args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences
+    )
+
+
+def template_of(args: argparse.Namespace, vocab: Path) -> ChatTemplate | None:
+    """Return the chat template; None if none is given and the tokenizer has none, which texts do not need."""
+    try:
+        return read_chat_template(vocab, args.chat_template)
+    except TokenizerError:
+        if args.chat_template is not None:
+            raise
+        return None
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise NeoXError if the run cannot work. `deepy.py` calls this before it starts ranks."""
+    check_settings(settings_of(args))
+
+
+def main() -> int:
+    """Run the tool."""
+    return run(parser().parse_args(), settings_of)
+
+
+if __name__ == "__main__":
+    run_script(main)
