@@ -6,8 +6,8 @@ r"""Convert conversations to token datasets with labels, so that training counts
 It writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
 `train_label_data_paths`. A line is `{"messages": [{"role": "user", "content": ...}, ...]}`, or with --jsonl-keys prompt
 response `{"prompt": ..., "response": ...}`. The tokenizer's own chat template makes the text. Labels are the tokens of
-answers, and -100 elsewhere. The same command resumes an interrupted run. On several machines: `python deepy.py
-preprocess_chat.py -H hostfile ...`.
+answers, and -100 elsewhere. Checkpoints of a training with these datasets carry the template, and so do their exports.
+The same command resumes an interrupted run. On several machines: `python deepy.py preprocess_chat.py -H hostfile ...`.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     if args.no_mask and args.only_last:
         raise ConfigError("--no-mask and --only-last exclude each other: leave one out")
     vocab = vocab_file(args)
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
     chat = ChatSettings(
-        template=read_chat_template(vocab, args.chat_template),
+        template=read_chat_template(vocab, args.chat_template, tokenizer.build()),
         keys=tuple(args.jsonl_keys),
         role=args.generation_role,
         only_last=args.only_last,
         count_all=args.no_mask,
     )
     ChatRenderer(chat.template)  # raises if it is no template
-    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
     return shared_settings(args, tokenizer=tokenizer, keys=chat.datasets, accelerator="off", chat=chat)
 
 

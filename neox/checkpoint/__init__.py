@@ -1,5 +1,11 @@
 """Checkpoints on disk: names, atomic saves, manifests, safe reading at any parallel degrees, and tools."""
 
+from neox.checkpoint.chat_template import (
+    CHAT_TEMPLATE,
+    find_chat_template,
+    saved_chat_template,
+    write_chat_template,
+)
 from neox.checkpoint.finding import (
     checkpoint_at,
     damaged_weights,
@@ -38,6 +44,7 @@ from neox.checkpoint.tensor_files import (
 )
 
 __all__ = [
+    "CHAT_TEMPLATE",
     "CONFIG",
     "LEDGER",
     "ORDER",
@@ -58,6 +65,7 @@ __all__ = [
     "damaged_weights",
     "delete_checkpoint",
     "discard",
+    "find_chat_template",
     "find_checkpoint",
     "identity_state",
     "keep_last",
@@ -71,6 +79,7 @@ __all__ = [
     "record_share",
     "reshard",
     "save_file",
+    "saved_chat_template",
     "saved_layout",
     "stage_directory",
     "staging_path",
@@ -80,6 +89,7 @@ __all__ = [
     "tensor_stats",
     "why_incomplete",
     "with_steps",
+    "write_chat_template",
     "write_client_state",
     "write_config",
     "write_full_layer",

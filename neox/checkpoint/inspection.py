@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, LayerPlan, build_layer_plan
+from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
 from neox.checkpoint.finding import damaged_weights, why_incomplete
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.manifest import read_manifest
@@ -336,6 +337,7 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
         client_state = {"iteration": iteration, **_identity(reader, tp_size, pp_size)}
         for rank in range(tp_size * pp_size):
             write_client_state(staged, rank, client_state)
+        write_chat_template(staged, saved_chat_template(reader.path))
         return commit(staged)
     except BaseException:
         discard(staged)

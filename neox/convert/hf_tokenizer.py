@@ -23,6 +23,7 @@ from neox.tokenizer import (
     build_tokenizer,
     special_token,
 )
+from neox.tokenizer.chat import TEMPLATE_FILE, ChatTemplate, own_chat_template
 
 _log = get_logger(__name__)
 
@@ -36,7 +37,7 @@ _CLASSES = MappingProxyType(
 )
 """`tokenizer_type` -> transformers' class of its exports."""
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-_COMPANIONS = (TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP, "added_tokens.json", "chat_template.jinja")
+_COMPANIONS = (TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP, "added_tokens.json", TEMPLATE_FILE)
 """Files next to a `tokenizer.json` that travel with it: special tokens and the chat template."""
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of tokenizers that transformers can turn into a `tokenizer.json`."""
@@ -109,7 +110,9 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
     return TokenizerSource(build_tokenizer(kind, vocabulary, merges), kind, vocabulary, merges)
 
 
-def write_tokenizer(source: TokenizerSource, output: Path, family: Family, *, max_length: int) -> None:
+def write_tokenizer(
+    source: TokenizerSource, output: Path, family: Family, *, max_length: int, template: ChatTemplate | None = None
+) -> None:
     """Write the tokenizer's files as `transformers.AutoTokenizer` reads them.
 
     A warning says if the type of tokenizer has no such form, and if `AutoTokenizer` of transformers 5 would give other
@@ -120,6 +123,7 @@ def write_tokenizer(source: TokenizerSource, output: Path, family: Family, *, ma
         output: Directory of the export.
         family: Family of the export.
         max_length: Longest sequence of the model in tokens.
+        template: Chat template of the model, if there is one.
 
     Raises:
         ConversionError: If a file cannot be read or written.
@@ -145,6 +149,20 @@ def write_tokenizer(source: TokenizerSource, output: Path, family: Family, *, ma
             _copy(source.vocab_file, output / "vocab.json")
             _copy(source.merge_file, output / "merges.txt")
         _write_configuration(source, output, max_length)
+    is_own = template == own_chat_template(source.vocab_file, tokenizer)  # then its files are copied
+    if template is not None and source.type in _CLASSES and not is_own:
+        _write_chat_template(template, output)
+
+
+def _write_chat_template(template: ChatTemplate, output: Path) -> None:
+    """Write a chat template in place of the tokenizer's own, with the special tokens that it was used with."""
+    write_text(output / TEMPLATE_FILE, template.source)
+    config = read_json(output / TOKENIZER_CONFIG)
+    config.pop("chat_template", None)
+    for key, token in template.tokens.items():
+        if special_token(output / TOKENIZER_FILE, key) != token:
+            config[key] = token
+    write_json(output / TOKENIZER_CONFIG, config)
 
 
 def _write_bert(tokenizer: HFTokenizer, output: Path, max_length: int) -> None:

@@ -11,7 +11,13 @@ from types import MappingProxyType
 import torch
 
 from neox.architecture import LayerPlan
-from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at, damaged_weights
+from neox.checkpoint import (
+    CheckpointReader,
+    check_same_model,
+    checkpoint_at,
+    damaged_weights,
+    find_chat_template,
+)
 from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
@@ -23,6 +29,7 @@ from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_keys
+from neox.tokenizer.chat import ChatTemplate, find_answer_end
 
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 """Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
@@ -91,6 +98,10 @@ def to_hf(
     output = Path(output_dir)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
+    template = None
+    if source is not None:
+        given = config.tokenizer.chat_template
+        template = find_chat_template(given, reader.path, source.vocab_file, source.tokenizer)
     rows = _vocabulary_rows(reader, source, trim=trim_vocab)
     planned = plan_tensors(reader, plan.layers, family, DTYPES[precision] if precision else None, rows)
     if verify is None:
@@ -101,10 +112,10 @@ def to_hf(
         hf = family.config_json(plan.architecture, settings)
         write_json(partial / CONFIG, hf)
         if not family.is_encoder:
-            generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": settings.eod}
-            write_json(partial / "generation_config.json", generation)
+            _write_generation_config(partial, settings, template, source)
         if source is not None:
-            write_tokenizer(source, partial, family, max_length=plan.architecture.max_positions)
+            length = plan.architecture.max_positions
+            write_tokenizer(source, partial, family, max_length=length, template=template)
         check = None
         if verify:
             tokenizer = source.tokenizer if source else None
@@ -236,6 +247,19 @@ def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dty
         eod=source.tokenizer.eod if source else None,
         bos=source.bos if source else None,
     )
+
+
+def _write_generation_config(
+    output: Path, settings: ModelSettings, template: ChatTemplate | None, source: TokenizerSource | None
+) -> None:
+    """Write the ids that begin and end a text. With a chat template the end of an answer is one of them."""
+    ends: int | list[int] | None = settings.eod
+    if settings.eod is not None and template is not None and source is not None:
+        of_answers = find_answer_end(template, source.tokenizer).ids
+        if of_answers:
+            ends = [settings.eod, *of_answers]
+    generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": ends}
+    write_json(output / "generation_config.json", generation)
 
 
 def _refuse_other_logits(check: Verification, export: Export) -> None:

@@ -22,6 +22,7 @@ from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer
+from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
 _FORMAT = 1
@@ -145,6 +146,41 @@ def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, to
         )
 
 
+def chat_template_of(prefix: str | Path) -> ChatTemplate | None:
+    """Return the chat template that made a dataset.
+
+    Returns:
+        The template; None if the dataset holds no conversations, or has no sidecar.
+
+    Raises:
+        DataError: If the sidecar is damaged.
+    """
+    sidecar = read_sidecar(prefix)
+    if sidecar is None or "chat" not in sidecar.settings:
+        return None
+    try:
+        return ChatTemplate.from_json(sidecar.settings["chat"]["template"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{json_path(prefix)} names no chat template ({error}); preprocess the data again") from error
+
+
+def chat_templates(data: DataConfig) -> dict[str, ChatTemplate]:
+    """Return the chat templates that made the training data, by the prefixes of datasets.
+
+    Raises:
+        DataError: If a sidecar is damaged.
+    """
+    prefixes = data.train_data_paths or ()
+    if data.data_path is not None:
+        prefixes = (data.data_path,)
+    found = {}
+    for prefix in prefixes:
+        template = chat_template_of(prefix)
+        if template is not None:
+            found[prefix] = template
+    return found
+
+
 def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
     """Return the sidecar of joined datasets, without checksum. Raises DataError if their tokenizers differ."""
     joined = replace(sidecars[0], crc32=None)
@@ -154,6 +190,8 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
                 f"datasets made with different tokenizers cannot be joined: {joined.tokenizer_type} "
                 f"{joined.tokenizer_hash[:12]} and {other.tokenizer_type} {other.tokenizer_hash[:12]}"
             )
+        if other.settings.get("chat") != joined.settings.get("chat"):
+            _log.warning("datasets with other settings of conversations are joined; those of the first one are kept")
         joined = replace(
             joined,
             append_eod=joined.append_eod and other.append_eod,

@@ -22,6 +22,7 @@ from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 from neox.plan import RunPlan
 from neox.plan.run_identity import run_identity
+from neox.tokenizer.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Engine:
         schedule: Schedule of the learning rate.
         iteration: Number of completed steps, skipped ones included.
         run: Identity of the run, which its checkpoints carry.
+        chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
         ledger_at: Function from a number of steps to that record, which checkpoints carry; None to save none.
     """
@@ -93,6 +95,7 @@ class Engine:
         self.deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
         self.iteration = 0
         self.run = run_identity(plan.config)
+        self.chat_template: ChatTemplate | None = None
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
         self._steps = steps

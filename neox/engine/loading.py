@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
 from neox.engine.build import build_engine, build_model
+from neox.engine.chat_template import template_to_save
 from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
@@ -48,6 +49,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
         _initialize_prompt(model, plan)
     engine = build_engine(plan, grid, device, objective, model)
     engine.run = start.run
+    engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
     _load_state(engine, start)
     return engine
 

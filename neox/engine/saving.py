@@ -28,6 +28,7 @@ from neox.checkpoint import (
     save_file,
     stage_directory,
     staging_path,
+    write_chat_template,
     write_config,
     write_layer,
     write_run,
@@ -142,6 +143,7 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
                 write_run(staged, engine.run)
+                write_chat_template(staged, engine.chat_template)
         except CheckpointError as error:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:

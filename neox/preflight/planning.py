@@ -24,6 +24,7 @@ from neox.plan import (
     saved_precision,
     with_trained_model,
 )
+from neox.preflight.chat_checks import chat_template_notes, chat_template_problems
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
     device_of_ranks,
@@ -162,7 +163,7 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
         too_large = memory_problems(plan, device, training=job.trains)
     problems += [*too_large, *_disk_problems(plan, job)]
     if job.trains:
-        notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config))
+        notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config), *chat_template_notes(config))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
         problems += missing
@@ -194,6 +195,7 @@ def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> li
     problems: list[Problem] = []
     if job.trains:
         problems += data_problems(config, vocabulary.tokenizer, dry_run=job.dry_run)
+        problems += chat_template_problems(config, vocabulary.tokenizer)
     if job.runs_model:
         problems += checkpoint_problems(config, training=job.trains)
         problems += task_problems(config, job.script.stem, vocabulary.tokenizer)

@@ -37,6 +37,10 @@ class Tokenizer(ABC):
         """Return the ids of each text. They are the same as those of `encode`."""
         return [self.encode(text) for text in texts]
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the ids of a text that a chat template has made. No token is added around it."""
+        return self.encode(text)
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, including the names of special tokens."""

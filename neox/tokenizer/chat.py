@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neox.errors import TokenizerError
-from neox.tokenizer.huggingface import TOKENIZER_CONFIG, special_token, tokenizer_config
+from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.huggingface import TOKENIZER_CONFIG, HFTokenizer, special_token, tokenizer_config
+
+if TYPE_CHECKING:
+    from neox.tokenizer.chat_environment import Clock
 
 TEMPLATE_FILE = "chat_template.jinja"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Hugging Face's tag around answers. It is replaced by a condition that always holds.
-_GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+# Tokens that an export names for a tokenizer without a configuration: all are the end of a document.
+_ENDS = ("bos_token", "eos_token", "unk_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the thoughts of a message
+_QUESTION = "question-0"
+_ANSWER = "answer-0"
+_NEXT_QUESTION = "question-1"
 
 
 class ChatError(Exception):
@@ -34,37 +40,71 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
 
+    @staticmethod
+    def from_json(fields: Any) -> ChatTemplate:
+        """Return the template with given fields, the result of `dataclasses.asdict`.
 
-def read_chat_template(vocab_file: str | Path, file: str | Path | None = None) -> ChatTemplate:
+        Raises:
+            ValueError: If they are others.
+        """
+        if not isinstance(fields, dict) or set(fields) != {"source", "tokens"}:
+            raise ValueError("a chat template has the fields source and tokens")
+        tokens = fields["tokens"]
+        if not isinstance(fields["source"], str) or not isinstance(tokens, dict):
+            raise ValueError("a field of the chat template has the wrong type")
+        return ChatTemplate(fields["source"], tokens)
+
+
+def read_chat_template(
+    vocab_file: str | Path, file: str | Path | None = None, tokenizer: Tokenizer | None = None
+) -> ChatTemplate:
     """Read the template of a Hugging Face tokenizer.
 
     Args:
         vocab_file: Its `tokenizer.json`. The same directory holds the template, either in `chat_template.jinja` or
             under `chat_template` in `tokenizer_config.json`. The latter file also names the special tokens.
         file: File of a template that replaces the tokenizer's own.
+        tokenizer: The tokenizer. Without a `tokenizer_config.json`, its end of a document is the `bos_token`,
+            `eos_token` and `unk_token` of templates that use them, as in an export.
 
     Raises:
         TokenizerError: If there is no template, or it cannot be read.
     """
-    vocab = Path(vocab_file)
-    own_file = vocab.with_name(TEMPLATE_FILE)
-    source: str | None
     if file is not None:
-        source = _read_template(Path(file))
-    elif own_file.is_file():
-        source = _read_template(own_file)
-    else:
-        source = _configured_template(vocab)
-    if source is None or not source.strip():
+        return with_tokens(_read_template(Path(file)), Path(vocab_file), tokenizer)
+    found = own_chat_template(vocab_file, tokenizer)
+    if found is None:
         raise TokenizerError(
-            f"{vocab} has no chat template: its directory has no {TEMPLATE_FILE} and no {TOKENIZER_CONFIG} with "
+            f"{vocab_file} has no chat template: its directory has no {TEMPLATE_FILE} and no {TOKENIZER_CONFIG} with "
             "`chat_template`; give a template with --chat-template FILE"
         )
+    return found
+
+
+def own_chat_template(vocab_file: str | Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
+    """Return the template next to a tokenizer; None if there is none. Arguments as for `read_chat_template`."""
+    vocab = Path(vocab_file)
+    own_file = vocab.with_name(TEMPLATE_FILE)
+    if own_file.is_file():
+        source = _read_template(own_file)
+    else:
+        source = _configured_template(vocab) or ""
+    if not source.strip():
+        return None
+    return with_tokens(source, vocab, tokenizer)
+
+
+def with_tokens(source: str, vocab_file: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
+    """Return a template with the special tokens of a tokenizer. Arguments as for `read_chat_template`."""
     tokens = {}
     for key in _TOKENS:
-        token = special_token(vocab, key)
+        token = special_token(vocab_file, key)
         if isinstance(token, str):
             tokens[key] = token
+    if not tokenizer_config(vocab_file) and isinstance(tokenizer, HFTokenizer):
+        for key in _ENDS:
+            if key in source:  # others are left out, so that the identities of data stay those of older versions
+                tokens[key] = tokenizer.eod_token
     return ChatTemplate(source, tokens)
 
 
@@ -87,31 +127,28 @@ def _configured_template(vocab_file: Path) -> str | None:
 
 
 class ChatRenderer:
-    """Compiled chat template.
+    """Compiled chat template, which gives the text that Hugging Face's `apply_chat_template` gives."""
 
-    It runs in the environment that Hugging Face documents, inside Jinja's sandbox, because templates are code written
-    by others. `strftime_now` is left out, so that a conversation gives the same text on every day. Templates use a
-    fixed date without it.
-    """
+    def __init__(self, template: ChatTemplate, clock: Clock | None = None) -> None:
+        """Compile a template.
 
-    def __init__(self, template: ChatTemplate) -> None:
-        """Compile a template. Raises TokenizerError if it is not a valid Jinja template."""
-        import jinja2.sandbox  # slow: as long as all other imports of a worker
+        Args:
+            template: The template.
+            clock: What `strftime_now` does in templates. None leaves the function out, so that a conversation gives
+                the same text on every day: templates use a fixed date without it.
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        Raises:
+            TokenizerError: If it is not a valid Jinja template.
+        """
+        import jinja2  # slow: as long as all other imports of a worker
 
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
+        from neox.tokenizer.chat_environment import ERRORS, compile_template
 
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = refuse
         try:
-            self._template = environment.from_string(_GENERATION.sub(_condition, template.source))
+            self._template = compile_template(template.source, clock)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
-        self._errors = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
+        self._errors = ERRORS
         self._tokens = dict(template.tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
@@ -125,21 +162,78 @@ class ChatRenderer:
         Raises:
             ChatError: If the template refuses the conversation.
         """
+        conversation = [_with_reasoning(message) for message in messages]
         try:
             return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._tokens
+                messages=conversation, tools=tools, documents=None, add_generation_prompt=prompt, **self._tokens
             )
         except self._errors as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
 
 
-def _condition(generation_tag: re.Match[str]) -> str:
-    """Return `{% if true %}` for `{% generation %}`, and `{% endif %}` for `{% endgeneration %}`."""
-    opening, end, closing = generation_tag.groups()
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose thoughts have the names `reasoning_content` and `thinking`, as transformers gives them."""
+    for name in _REASONING:
+        thoughts = message.get(name)
+        if thoughts is not None:
+            return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return message
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """What follows an answer, and so ends its generation; the end of a document always does.
+
+    Attributes:
+        ids: Ids of tokens.
+        strings: Strings, if the template writes no token of its own.
+    """
+
+    ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+
+
+def find_answer_end(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerEnd:
+    """Return what a template writes after an answer.
+
+    It is the first special token there, such as `<|im_end|>`. Without one it is the text up to the end or, if that is
+    empty, up to the next question.
+
+    Args:
+        template: The template.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        TokenizerError: If it is not a valid Jinja template.
+    """
+    renderer = ChatRenderer(template)
+    chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    after = _text_between(renderer, chat, "")
+    if not after.strip():
+        chat.append({"role": "user", "content": _NEXT_QUESTION})
+        after = _text_between(renderer, chat, _NEXT_QUESTION)
+    if isinstance(tokenizer, HFTokenizer):
+        added = tokenizer.backend.get_added_tokens_decoder()
+        for token in tokenizer.encode_chat(after):
+            if token == tokenizer.eod:
+                return AnswerEnd()
+            if token in added:
+                return AnswerEnd(ids=(token,))
+    after = after.rstrip()
+    if not after:
+        return AnswerEnd()
+    return AnswerEnd(strings=(after,))
+
+
+def _text_between(renderer: ChatRenderer, chat: Sequence[Mapping[str, str]], end: str) -> str:
+    """Return the text of a conversation between its answer and `end`, if it is given; nothing if it is not found."""
+    try:
+        text = renderer.render(chat)
+    except ChatError:
+        return ""
+    _, answer, after = text.partition(_ANSWER)
+    if not answer or end not in after:
+        return ""
     if end:
-        return f"{opening}endif{closing}"
-    return f"{opening}if true{closing}"
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+        return after[: after.index(end)]
+    return after

@@ -84,6 +84,10 @@ class HFTokenizer(Tokenizer):
         """Return the ids of a text."""
         return self.backend.encode(text).ids
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the ids of a text that a chat template has made, which writes all special tokens itself."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]

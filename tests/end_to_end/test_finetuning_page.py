@@ -62,4 +62,5 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
         assert (tmp_path / made).is_file()
     assert (tmp_path / "runs" / "own" / "latest").read_text() == "global_step10"
     assert (tmp_path / "runs" / "chat" / "latest").read_text() == "global_step10"
+    assert (tmp_path / "runs" / "chat" / "global_step10" / "chat_template.json").is_file()
     assert (tmp_path / "runs" / "more" / "latest").read_text() == "global_step2"

@@ -27,6 +27,7 @@ USES_ENVIRONMENT = (
 # A plan can be made without numpy, which these checks import where there is something to check; one sub-command of web
 # text needs torch.
 INNER_IMPORTS = {
+    "neox/preflight/chat_checks.py",
     "neox/preflight/checks.py",
     "neox/preflight/data_amounts.py",
     "neox/preflight/data_checks.py",

@@ -312,6 +312,10 @@ class TokenizerConfig(Section):
     merge_file: str | None = None
     """Merge rules of GPT2BPETokenizer."""
 
+    chat_template: str | None = None
+    """File of a chat template in Jinja, instead of the one that the training data, the checkpoint or the directory of
+    vocab_file has. Checkpoints of the run carry it."""
+
     padded_vocab_size: PositiveInt | None = None
     """Rows of the embedding. By default it follows from the vocabulary; otherwise it is at least the size of the
     vocabulary and a multiple of model_parallel_size."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 import pytest
 
 from neox.errors import TokenizerError
-from neox.tokenizer.chat import ChatError, ChatRenderer, ChatTemplate, read_chat_template
+from neox.tokenizer import HFTokenizer, build_tokenizer
+from neox.tokenizer.chat import (
+    AnswerEnd,
+    ChatError,
+    ChatRenderer,
+    ChatTemplate,
+    find_answer_end,
+    own_chat_template,
+    read_chat_template,
+)
 from tests.errors import raises_naming
 
+VOCAB = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>tools ' + (tools | tojson) + '<|im_end|>\\n' }}
@@ -31,15 +42,64 @@ INST = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
     "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+# The forms that widely used models have: loops with conditions, namespaces, macros, dates, thoughts, tags.
+LLAMA3 = """\
+{{- bos_token }}
+{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% else %}{% set date = '1' %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date + '\\n\\n' + system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content']|trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+GEMMA = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- for message in messages %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}{% endif %}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>' }}
+{% endfor %}
+{%- if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+NAMESPACES = """\
+{%- set ns = namespace(turns=0, last=dict(role='none')) %}
+{%- macro shown(role, text) %}{{ '<|' ~ role ~ '|>' ~ text ~ '</s>' }}{% endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- set ns.turns = ns.turns + 1 %}
+    {%- set ns.last = message %}
+    {{- shown(message.role, (message.reasoning_content or '') ~ message.content) }}
+{%- endfor %}
+{{- '<|' ~ ns.turns ~ ns.last.role ~ '|>' }}{{ dict(a=1) | tojson(indent=2) }}
+{%- if add_generation_prompt and not messages[-1].role == 'assistant' %}<|assistant|>{% endif %}
+"""
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}
+"""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHAT = [
     {"role": "user", "content": " How are you? "},
-    {"role": "assistant", "content": "Well é 你"},
+    {"role": "assistant", "content": "Well é 你", "thinking": "Hm."},
     {"role": "user", "content": "Good."},
 ]
 
 
-@pytest.mark.parametrize("source", [CHATML, INST])
+@pytest.mark.parametrize("source", [CHATML, INST, LLAMA3, GEMMA, NAMESPACES, ZEPHYR])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_text_is_that_of_transformers(source: str, prompt: bool) -> None:
     from tokenizers import Tokenizer, models
@@ -50,7 +110,8 @@ def test_text_is_that_of_transformers(source: str, prompt: bool) -> None:
         expected = theirs.apply_chat_template(
             CHAT, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=prompt
         )
-        assert ChatRenderer(ChatTemplate(source, TOKENS)).render(CHAT, tools, prompt=prompt) == expected
+        renderer = ChatRenderer(ChatTemplate(source, TOKENS), clock=datetime.datetime.now().strftime)
+        assert renderer.render(CHAT, tools, prompt=prompt) == expected
 
 
 def test_what_a_template_refuses_and_may_not_do() -> None:
@@ -58,7 +119,12 @@ def test_what_a_template_refuses_and_may_not_do() -> None:
     for messages in ([{"role": "secret", "content": ""}], [{"role": "assistant"}, {"role": "user", "content": 1}]):
         with pytest.raises(ChatError):
             renderer.render(messages)
-    for source in ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ strftime_now('%Y') }}"):
+    for source in (
+        "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
+        "{{ strftime_now('%Y') }}",
+        "{% set ns = namespace(_hidden=1) %}",
+        "{{ dict.mro() }}",
+    ):
         with pytest.raises(ChatError):
             ChatRenderer(ChatTemplate(source, {})).render(CHAT)
     with raises_naming(TokenizerError, "line 2"):
@@ -79,3 +145,36 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert read_chat_template(vocab, tmp_path / "mine").source == "given"
     with raises_naming(TokenizerError, tmp_path / "none"):
         read_chat_template(vocab, tmp_path / "none")
+
+
+def test_a_tokenizer_without_a_configuration_has_the_tokens_of_its_export(tmp_path: Path) -> None:
+    vocab = tmp_path / "tokenizer.json"
+    vocab.write_bytes(VOCAB.read_bytes())
+    tokenizer = build_tokenizer("HFTokenizer", vocab)
+    assert own_chat_template(vocab, tokenizer) is None
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+    assert own_chat_template(vocab, tokenizer) == ChatTemplate("{{ eos_token }}", {"eos_token": "<|endoftext|>"})
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert read_chat_template(vocab, None, tokenizer).tokens == {"bos_token": "<s>"}
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (CHATML, AnswerEnd(ids=(0,))),
+        (INST.replace("eos_token", "'<|endoftext|>'"), AnswerEnd()),  # always ends a generation
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", AnswerEnd(strings=("\n\nuser:",))),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}",
+            AnswerEnd(strings=("</assistant>",)),
+        ),
+        ("{{ raise_exception('never') }}", AnswerEnd()),
+    ],
+)
+def test_what_ends_an_answer(source: str, end: AnswerEnd) -> None:
+    tokenizer = build_tokenizer("HFTokenizer", VOCAB)
+    assert isinstance(tokenizer, HFTokenizer)
+    tokenizer.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    if end.ids:
+        end = AnswerEnd(ids=(tokenizer.backend.token_to_id("<|im_end|>"),))
+    assert find_answer_end(ChatTemplate(source, TOKENS), tokenizer) == end

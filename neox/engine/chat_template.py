@@ -1,0 +1,33 @@
+"""Chat template that the checkpoints of a run carry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neox.checkpoint import saved_chat_template
+from neox.data.sidecar import chat_templates
+from neox.plan import RunPlan
+from neox.tokenizer import tokenizer_of
+from neox.tokenizer.chat import ChatTemplate, read_chat_template
+
+
+def template_to_save(plan: RunPlan, checkpoint: Path | None) -> ChatTemplate | None:
+    """Return the template of a run: that of the key `chat_template`, else the data's, else the loaded checkpoint's.
+
+    If datasets were made with different templates, it is that of the first one. The launcher has said so.
+
+    Args:
+        plan: The run.
+        checkpoint: Checkpoint that the run loads, if any.
+
+    Raises:
+        NeoXError: If a file cannot be read.
+    """
+    keys = plan.config.tokenizer
+    if keys.chat_template is not None:
+        return read_chat_template(keys.vocab_file or "", keys.chat_template, tokenizer_of(plan.config))
+    for template in chat_templates(plan.config.data).values():
+        return template
+    if checkpoint is None:
+        return None
+    return saved_chat_template(checkpoint)
