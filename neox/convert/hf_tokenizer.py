@@ -111,7 +111,7 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
 
 
 def write_tokenizer(
-    source: TokenizerSource, output: Path, family: Family, *, max_length: int, template: ChatTemplate | None = None
+    source: TokenizerSource, output: Path, family: Family, max_length: int, template: ChatTemplate | None = None
 ) -> None:
     """Write the tokenizer's files as `transformers.AutoTokenizer` reads them.
 

@@ -98,10 +98,7 @@ def to_hf(
     output = Path(output_dir)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
-    template = None
-    if source is not None:
-        given = config.tokenizer.chat_template
-        template = find_chat_template(given, reader.path, source.vocab_file, source.tokenizer)
+    template = _chat_template(config, reader, source)
     rows = _vocabulary_rows(reader, source, trim=trim_vocab)
     planned = plan_tensors(reader, plan.layers, family, DTYPES[precision] if precision else None, rows)
     if verify is None:
@@ -114,8 +111,7 @@ def to_hf(
         if not family.is_encoder:
             _write_generation_config(partial, settings, template, source)
         if source is not None:
-            length = plan.architecture.max_positions
-            write_tokenizer(source, partial, family, max_length=length, template=template)
+            write_tokenizer(source, partial, family, plan.architecture.max_positions, template)
         check = None
         if verify:
             tokenizer = source.tokenizer if source else None
@@ -247,6 +243,14 @@ def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dty
         eod=source.tokenizer.eod if source else None,
         bos=source.bos if source else None,
     )
+
+
+def _chat_template(config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None) -> ChatTemplate | None:
+    """Return the chat template of the model; None if there is none, or no tokenizer."""
+    if source is None:
+        return None
+    given = config.tokenizer.chat_template
+    return find_chat_template(given, reader.path, source.vocab_file, source.tokenizer)
 
 
 def _write_generation_config(
