@@ -92,6 +92,33 @@ def _heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architect
     return by_kind.transpose(0, 1).reshape(joined.shape)
 
 
+def _grouped_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return one tensor with rows [key heads, query heads of each + 2, head_dim]: queries, then keys, then values."""
+    groups = architecture.num_kv_heads
+    if groups == architecture.num_attention_heads:
+        return [tensor]  # rows [heads, 3, head_dim] on both sides
+    parts = []
+    for part in tensor.split(_head_rows(architecture)):
+        parts.append(part.reshape(groups, -1, architecture.head_dim, *tensor.shape[1:]))
+    return [torch.cat(parts, dim=1).reshape(tensor.shape)]
+
+
+def _grouped_heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    """Return our fused tensor: the inverse of `_grouped_heads_to_hf`."""
+    groups = architecture.num_kv_heads
+    if groups == architecture.num_attention_heads:
+        return joined
+    by_group = joined.reshape(groups, -1, architecture.head_dim, *joined.shape[1:])
+    queries, keys, values = by_group.split((by_group.shape[1] - 2, 1, 1), dim=1)
+    rest = joined.shape[1:]
+    return torch.cat([part.reshape(-1, *rest) for part in (queries, keys, values)])
+
+
+def _swapped_halves(tensor: Tensor) -> Tensor:
+    first, second = tensor.chunk(2)
+    return torch.cat([second, first])
+
+
 def _head_rows(architecture: Architecture) -> list[int]:
     """Return the number of rows of all queries, keys and values."""
     queries = architecture.num_attention_heads * architecture.head_dim
@@ -119,6 +146,11 @@ ROWS: Mapping[str, RowLayout] = MappingProxyType(
     {
         "same": RowLayout(_equal_parts, _unchanged),
         "heads": RowLayout(_heads_to_hf, _heads_from_hf),
+        "grouped_heads": RowLayout(_grouped_heads_to_hf, _grouped_heads_from_hf),
+        "swapped_halves": RowLayout(
+            lambda tensor, source, architecture: [_swapped_halves(tensor)],
+            lambda joined, source, architecture: _swapped_halves(joined),
+        ),
     }
 )
 """`TensorSource.layout` -> its functions."""

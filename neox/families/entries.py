@@ -85,12 +85,14 @@ class Entry(ConfigEntries):
         field: Name of the field.
         default: Value for a missing entry, or a rule for it.
         null: Value that null stands for, or a rule for it.
+        other_keys: Further keys under which files hold the same entry. They are read, not written.
     """
 
     key: str
     field: str
     default: Any = REQUIRED
     null: Any = REFUSED
+    other_keys: tuple[str, ...] = ()
 
     def kind(self) -> str:
         """Return a name of the right values for messages."""
@@ -102,19 +104,20 @@ class Entry(ConfigEntries):
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason if the entry is missing, or of a wrong type or size."""
-        if self.key not in hf:
-            if self.default is REQUIRED:
-                yield f"{self.key} is missing"
-            return
-        value = hf[self.key]
-        if value is None and self.null is not REFUSED:
-            return
-        if not self.is_right(value):
-            yield f"{self.key}: {value!r}: should be {self.kind()}"
+        given = self._given(hf)
+        if not given and self.default is REQUIRED:
+            yield f"{self.key} is missing"
+        for key, value in given.items():
+            if value is None and self.null is not REFUSED:
+                continue
+            if not self.is_right(value):
+                yield f"{key}: {value!r}: should be {self.kind()}"
+            elif value != next(iter(given.values())):
+                yield f"{key}: {value!r}: contradicts {next(iter(given))}: {next(iter(given.values()))!r}"
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
         """Return the field."""
-        value = hf.get(self.key, self.default)
+        value = next(iter(self._given(hf).values()), self.default)
         if value is None:
             value = self.null
         if callable(value):
@@ -125,6 +128,10 @@ class Entry(ConfigEntries):
         """Return the entry."""
         holder = settings if self.field in SETTINGS else network
         return {self.key: getattr(holder, self.field)}
+
+    def _given(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys under which a file holds the entry, with their values."""
+        return {key: hf[key] for key in (self.key, *self.other_keys) if key in hf}
 
 
 @dataclass(frozen=True)

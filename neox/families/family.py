@@ -22,7 +22,7 @@ _PLAIN_SETTINGS = ModelSettings(
 """Settings with which `Family.problems` writes a `config.json`: any that every family can express."""
 
 
-Layout = Literal["same", "heads"]
+Layout = Literal["same", "heads", "grouped_heads", "swapped_halves"]
 """Order of rows; its functions are the entry of the same name in `neox.convert.layouts.ROWS`."""
 
 
@@ -38,7 +38,8 @@ class TensorSource:
         transpose: Whether weights are stored [in, out] (GPT-2's Conv1D) instead of [out, in].
         layout: Order of the rows. "same": the order of the concatenation. "heads": theirs are queries, keys and values
             one after another (in one module or in three); ours are queries, keys and values of each head, or one after
-            another if there are fewer key heads.
+            another if there are fewer key heads. "grouped_heads": theirs are, for each key head, its queries, its keys
+            and its values (Falcon). "swapped_halves": theirs are ours with the second half first (gate, then values).
         interleaved: With "heads", whether rotary positions turn neighbouring dimensions of a head (GPT-J) instead of
             the two halves of the rotated ones.
     """
@@ -57,6 +58,17 @@ def same_tensors(prefix: str, modules: Mapping[str, str]) -> dict[str, TensorSou
         modules: Name of our module -> name of theirs after the prefix.
     """
     return {ours: TensorSource((prefix + theirs,)) for ours, theirs in modules.items()}
+
+
+def separate_projections(attention: str, *, interleaved: bool = False) -> TensorSource:
+    """Return the source of `attention.query_key_value` for modules `q_proj`, `k_proj` and `v_proj`.
+
+    Args:
+        attention: Beginning of their names.
+        interleaved: Whether rotary positions turn neighbouring dimensions.
+    """
+    modules = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+    return TensorSource(modules, layout="heads", interleaved=interleaved)
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ class Family:
             `config` gives have the defaults of `Architecture`.
         config: Entries of `config.json`, in its order. Entries that hold a field of `network` overwrite it.
         tensors: Kind of layer -> our module's name -> its source.
+        block_tensors: Residual -> our modules of a block that have other sources in networks with that residual.
         base_prefix: Prefix of keys that is missing in files of the model without its head.
         key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
@@ -108,6 +121,7 @@ class Family:
     config: tuple[ConfigEntries, ...]
     tensors: Mapping[LayerKind, Mapping[str, TensorSource]]
     base_prefix: str
+    block_tensors: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     transformers: str = "4.57"
@@ -169,11 +183,15 @@ class Family:
 
     def mappings(self, layers: LayerPlan) -> Iterator[TensorMapping]:
         """Yield the mapping of every parameter, in the order of the layers."""
+        in_blocks = self.block_tensors.get(layers.architecture.residual, {})
         for layer in layers.weight_layers:
             block = layer.index - BLOCK_OFFSET
+            sources = self.tensors[layer.kind]
+            if layer.kind == "block":
+                sources = {**sources, **in_blocks}
             for parameter in layer.parameters:
                 module, _, kind = parameter.name.rpartition(".")
-                source = self.tensors[layer.kind][module]
+                source = sources[module]
                 ending = "weight" if kind == "scale" else kind  # "scale" is gpt-neox's name in RMSNorm
                 keys = tuple(f"{name.format(i=block)}.{ending}" for name in source.modules)
                 yield TensorMapping(layer.index, parameter.name, keys, source)

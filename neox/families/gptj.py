@@ -6,12 +6,11 @@ Source: transformers, models/gptj. Attention has no biases. The MLP and the head
 from __future__ import annotations
 
 from neox.families.entries import Size
-from neox.families.family import Family, TensorSource
+from neox.families.family import Family, TensorSource, separate_projections
 from neox.families.gpt2 import gpt2_entries
 from neox.families.shared_entries import ending_entries
 
 _BLOCK = "transformer.h.{i}."
-_PROJECTIONS = (f"{_BLOCK}attn.q_proj", f"{_BLOCK}attn.k_proj", f"{_BLOCK}attn.v_proj")
 
 GPTJ = Family(
     model_type="gptj",
@@ -35,7 +34,7 @@ GPTJ = Family(
         "embedding": {"word_embeddings": TensorSource(("transformer.wte",))},
         "block": {
             "input_layernorm": TensorSource((f"{_BLOCK}ln_1",)),
-            "attention.query_key_value": TensorSource(_PROJECTIONS, layout="heads", interleaved=True),
+            "attention.query_key_value": separate_projections(f"{_BLOCK}attn.", interleaved=True),
             "attention.dense": TensorSource((f"{_BLOCK}attn.out_proj",)),
             "mlp.dense_h_to_4h": TensorSource((f"{_BLOCK}mlp.fc_in",)),
             "mlp.dense_4h_to_h": TensorSource((f"{_BLOCK}mlp.fc_out",)),

@@ -21,7 +21,7 @@ from neox.families.entries import (
     hidden_per_head,
     query_heads,
 )
-from neox.families.family import TensorSource, same_tensors
+from neox.families.family import TensorSource, same_tensors, separate_projections
 from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary
 
 NETWORK: Fields = MappingProxyType(
@@ -37,7 +37,6 @@ NETWORK: Fields = MappingProxyType(
 BASE_PREFIX = "model."
 BUFFERS = (".rotary_emb.inv_freq",)
 _BLOCK = "model.layers.{i}."
-_PROJECTIONS = (f"{_BLOCK}self_attn.q_proj", f"{_BLOCK}self_attn.k_proj", f"{_BLOCK}self_attn.v_proj")
 
 
 def llama_entries(
@@ -81,7 +80,7 @@ def llama_tensors(extra: Mapping[str, str] = MappingProxyType({})) -> dict[Layer
         "embedding": {"word_embeddings": TensorSource(("model.embed_tokens",))},
         "block": {
             "input_layernorm": TensorSource((f"{_BLOCK}input_layernorm",)),
-            "attention.query_key_value": TensorSource(_PROJECTIONS, layout="heads"),
+            "attention.query_key_value": separate_projections(f"{_BLOCK}self_attn."),
             "attention.dense": TensorSource((f"{_BLOCK}self_attn.o_proj",)),
             "post_attention_layernorm": TensorSource((f"{_BLOCK}post_attention_layernorm",)),
             "mlp.dense_h_to_4h": TensorSource((f"{_BLOCK}mlp.up_proj", f"{_BLOCK}mlp.gate_proj")),

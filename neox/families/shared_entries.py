@@ -109,14 +109,16 @@ class Rotary(ConfigEntries):
         fraction_key: Key of the fraction of each head that is rotated, in transformers 4; empty for a family that
             always rotates whole heads.
         default_fraction: Fraction if no entry gives it.
+        takes_scaling: Whether the family's models have the types of scaling that are computed here.
     """
 
     base_key: str = "rope_theta"
     fraction_key: str = ""
     default_fraction: float = 1.0
+    takes_scaling: bool = True
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason for each dictionary that is none, and for each number that is none."""
+        """Yield a reason for each dictionary that is none, each number that is none, and a scaling that is refused."""
         numbers = {key: hf.get(key) for key in (self.base_key, self.fraction_key)}
         for key in ("rope_parameters", "rope_scaling"):
             given = hf.get(key)
@@ -127,6 +129,9 @@ class Rotary(ConfigEntries):
                 continue
             for name in ("rope_theta", "partial_rotary_factor"):
                 numbers[f"{key}: {name}"] = given.get(name)
+            kind = given.get("rope_type", given.get("type"))
+            if kind not in (None, "default") and not self.takes_scaling:
+                yield f"{key}: rope_type {kind!r} is not supported for this family, only default"
         for key, value in numbers.items():
             if value is not None and not (is_number(value) and value >= 0):
                 yield f"{key}: {value!r}: should be a number of at least 0"
@@ -150,7 +155,7 @@ class Rotary(ConfigEntries):
     def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
         """Return the entries of both versions of transformers."""
         base = network.rotary_base
-        scaling = dict(network.rope_scaling)
+        scaling = dict(network.rope_scaling) if self.takes_scaling else {}
         parameters = {"rope_type": "default", **scaling, "rope_theta": base}
         entries: dict[str, Any] = {}
         if self.fraction_key:
@@ -265,15 +270,18 @@ class TokenId(ConfigEntries):
         return {self.key: getattr(settings, self.field)}
 
 
-def ending_entries(vocab_size: Any = REQUIRED) -> tuple[ConfigEntries, ...]:
+def ending_entries(
+    vocab_size: Any = REQUIRED, *, deviation_key: str = "initializer_range"
+) -> tuple[ConfigEntries, ...]:
     """Return the entries with which the `config.json` of every family ends.
 
     Args:
         vocab_size: transformers' default, if it has one.
+        deviation_key: Key of the standard deviation of initial weights.
     """
     return (
         Size("vocab_size", "vocab_size", vocab_size),
-        Number("initializer_range", "initializer_range", 0.02),
+        Number(deviation_key, "initializer_range", 0.02),
         TokenId("bos_token_id", "bos"),
         TokenId("eos_token_id", "eod"),
         Written("use_cache", True),

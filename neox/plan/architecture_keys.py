@@ -408,10 +408,10 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             later=("objective", "num_tokentypes", "bert_binary_head"),
         ),
         "embedding_norm": FieldKeys(
-            ("objective", "embed_layernorm"),
-            _if(_is_masked, False),
+            ("embed_layernorm",),
+            _same,
             lambda network: _unless_default("embed_layernorm", network.embedding_norm, False),
-            later=("objective", "embed_layernorm"),
+            later=("embed_layernorm",),
         ),
         "sentence_head": FieldKeys(
             ("objective", "bert_binary_head"),

@@ -11,24 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
 from safetensors.torch import load_file
 
+from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader
 from neox.convert import from_hf, to_hf
+from neox.convert.layouts import from_hf_layout
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConfigError
-from neox.families import FAMILIES, ModelSettings
+from neox.families import FAMILIES, Family, ModelSettings
+from neox.model import GPT, Context
 from neox.plan import architecture_of, config_from_files
 from neox.plan.rules import notes_without_effect
 from tests.errors import raises_naming
+from tests.parity.family_configs import COMMON, SCALED, TEXT_FAMILIES, configs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOKENS = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))
-COMMON = {"vocab_size": 90, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2}
+NEW = 6
+PROMPTS = ([5, 17, 3, 44], [9, 61], [30, 8, 77, 12, 6, 41, 2])
 LLAMA = {
     **COMMON,
+    "initializer_range": 0.1,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -36,15 +41,7 @@ LLAMA = {
     "intermediate_size": 72,
     "max_position_embeddings": 32,
 }
-GPT2 = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+GPT2 = {**COMMON, "initializer_range": 0.1, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 PARTIAL = {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 CASES: dict[str, dict[str, Any]] = {
@@ -64,83 +61,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "olmo2": {**LLAMA, "num_key_value_heads": 4},
-}
-
-
-@st.composite
-def llama_sizes(draw: st.DrawFn, *, free_width: bool = False, free_heads: bool = True) -> dict[str, Any]:
-    """Sizes of a model like Llama: any number of heads that share keys, any widths."""
-    kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 9))
-    heads = kv_heads * group
-    config = {
-        **COMMON,
-        "num_hidden_layers": draw(st.integers(1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": draw(st.integers(2, 60)) if free_width else heads * head_dim,
-        "intermediate_size": draw(st.integers(1, 90)),
-        "max_position_embeddings": draw(st.integers(24, 100)),
-        "tie_word_embeddings": draw(st.booleans()),
-        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-3])),
-        "hidden_act": draw(st.sampled_from(["silu", "gelu", "relu", "sigmoid"])),
-        "rope_parameters": draw(rotary()),
-    }
-    if free_width:
-        config["head_dim"] = head_dim
-    elif free_heads and draw(st.booleans()):
-        config["head_dim"] = 2 * draw(st.integers(1, 9))
-    return config
-
-
-@st.composite
-def rotary(draw: st.DrawFn) -> dict[str, Any]:
-    kind = draw(st.sampled_from(["default", "linear", "llama3"]))
-    settings: dict[str, Any] = {"rope_type": kind, "rope_theta": float(draw(st.integers(100, 1_000_000)))}
-    if kind != "default":
-        settings["factor"] = draw(st.sampled_from([1.5, 4.0]))
-    return {**SCALED, **settings} if kind == "llama3" else settings
-
-
-@st.composite
-def gpt2_sizes(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a GPT-2, or of a GPT-J."""
-    heads, head_dim = draw(st.integers(1, 5)), 2 * draw(st.integers(1, 8))
-    return {
-        **COMMON,
-        "n_embd": heads * head_dim,
-        "n_layer": draw(st.integers(1, 3)),
-        "n_head": heads,
-        "n_positions": draw(st.integers(24, 120)),
-        "n_inner": draw(st.none() | st.integers(1, 90)),
-        "activation_function": draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu", "mish"])),
-        "tie_word_embeddings": draw(st.booleans()),
-        "rotary_dim": 2 * draw(st.integers(1, head_dim // 2)),
-    }
-
-
-def with_booleans(sizes: st.SearchStrategy[dict[str, Any]], *keys: str) -> st.SearchStrategy[dict[str, Any]]:
-    choices = st.fixed_dictionaries({key: st.booleans() for key in keys})
-    return st.builds(lambda config, chosen: {**config, **chosen}, sizes, choices)
-
-
-def windowed(sizes: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    windows = {"sliding_window": st.integers(1, 30), "max_window_layers": st.integers(0, 3)}
-    chosen = st.fixed_dictionaries(windows)
-    return st.builds(lambda config, window: {**config, **window}, with_booleans(sizes, "use_sliding_window"), chosen)
-
-
-def untied(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "tie_word_embeddings": False}
-
-
-SIZES = {
-    "gpt2": gpt2_sizes(),
-    "gptj": gpt2_sizes().map(untied),
-    "llama": with_booleans(llama_sizes(), "attention_bias", "mlp_bias"),
-    "mistral": windowed(llama_sizes(free_width=True)),
-    "qwen2": windowed(llama_sizes()),
-    "qwen3": windowed(with_booleans(llama_sizes(free_width=True), "attention_bias")),
-    "olmo2": with_booleans(llama_sizes(free_heads=False), "attention_bias"),
 }
 
 
@@ -165,22 +85,26 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def check_both_ways(directory: Path, model_type: str, tp_size: int = 1, **config: Any) -> None:
-    """Save a model, import it, compare logits, export it again, and compare logits and tensors."""
+    """Save a model, import it, compare logits and gradients, export it again, and compare logits and tensors."""
     theirs = transformers_model(model_type, **config)
     theirs.save_pretrained(directory / "hf", max_shard_size="20KB")
     with torch.inference_mode():
         wanted = theirs(TOKENS).logits
     imported = from_hf(directory / "hf", directory / "neox", model_parallel_size=tp_size)
     loaded = config_from_files([imported.config_file])
-    reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, COMMON["vocab_size"]).layers)
+    layers = single_rank_plan(loaded, COMMON["vocab_size"]).layers
+    reader = CheckpointReader(imported.checkpoint, layers)
     assert imported.parameters == sum(parameter.numel() for parameter in theirs.parameters())
     assert loaded.tokenizer.padded_vocab_size == COMMON["vocab_size"]
     assert notes_without_effect(loaded) == []
+    model = load_reference_model(reader, loaded)
     with torch.inference_mode():
-        ours = load_reference_model(reader, loaded)(TOKENS)
+        ours = model(TOKENS)
     bound = 1e-5 * max(1.0, wanted.abs().max().item())
     assert (ours - wanted).abs().max() < bound
     assert wanted.std() > 0.05  # logits that say something
+    assert our_texts(model) == their_texts(theirs)
+    check_gradients(model, theirs, FAMILIES[model_type], layers)
     to_hf(imported.checkpoint, loaded, directory / "out", verify=False, hf_architecture=model_type)
     assert (hf_logits(directory / "out", TOKENS) - wanted).abs().max() < bound
     before, after = weights_of(directory / "hf"), weights_of(directory / "out")
@@ -188,22 +112,89 @@ def check_both_ways(directory: Path, model_type: str, tp_size: int = 1, **config
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of different lengths, padded on the left, and which tokens are no padding."""
+    width = max(map(len, PROMPTS))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    return tokens, mask
+
+
+def our_texts(model: GPT) -> list[list[int]]:
+    """Greedy continuations with a cache: the first pass takes the prompts, each further one a token."""
+    tokens, mask = left_padded()
+    cache = model.new_cache(len(PROMPTS), tokens.shape[1] + NEW)
+    cache.reset(mask.shape[1] - mask.sum(1))
+    found = []
+    with torch.inference_mode():
+        for _ in range(NEW):
+            tokens = model(tokens, Context(cache=cache))[:, -1:].argmax(-1)
+            found.append(tokens)
+    return torch.cat(found, 1).tolist()
+
+
+def their_texts(model: Any) -> list[list[int]]:
+    tokens, mask = left_padded()
+    settings = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "eos_token_id": None}
+    made = model.generate(tokens, attention_mask=mask, pad_token_id=0, **settings)
+    return made[:, tokens.shape[1] :].tolist()
+
+
+def check_gradients(model: GPT, theirs: Any, family: Family, layers: LayerPlan) -> None:
+    """Compare the gradients of one batch's mean loss with those of transformers, relative to each tensor's largest."""
+    labels = TOKENS.roll(-1, 1)
+    torch.nn.functional.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), labels.flatten()).backward()
+    weights = torch.full(labels.shape, 1 / labels.numel())
+    model(TOKENS, loss=lambda output: output.head.cross_entropy(output.hidden, labels, weights)).backward()
+    found = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for alias, key in family.key_aliases.items():  # files have other keys than modules
+        if alias in found:
+            found[key] = found[alias]
+    for mapping in family.mappings(layers):
+        parts = []
+        for key in mapping.keys:
+            grad = found[key]
+            assert grad is not None, key
+            parts.append(grad)
+        wanted = from_hf_layout(parts, mapping.source, model.architecture)
+        grad = ours[f"sequential.{mapping.layer}.{mapping.name}"]
+        assert grad is not None, mapping
+        assert (grad - wanted).abs().max() < 1e-5 * max(1.0, wanted.abs().max().item()), mapping
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, name):
     check_both_ways(tmp_path, name.partition("-")[0], tp_size=2, **CASES[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", SIZES)
-def test_models_of_any_sizes_come_in_and_go_out(tmp_path, model_type):
+def check_random_models(directory: Path, model_type: str, examples: int) -> None:
     attempts = iter(range(1_000))
 
-    @given(config=SIZES[model_type])
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @given(config=configs(model_type))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate],  # a smaller example costs minutes
+    )
     def check(config: dict[str, Any]) -> None:
-        check_both_ways(tmp_path / str(next(attempts)), model_type, **config)
+        check_both_ways(directory / str(next(attempts)), model_type, **config)
 
     check()
+
+
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
+def test_two_random_models_come_in_and_go_out(tmp_path, model_type):
+    check_random_models(tmp_path, model_type, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
+def test_models_of_any_sizes_come_in_and_go_out(tmp_path, model_type):
+    check_random_models(tmp_path, model_type, 30)
 
 
 @pytest.fixture(scope="module")

@@ -139,8 +139,8 @@ class ModelConfig(Section):
     """Rows of the table of token types, which tell the sentences of a pair apart. By default 2 with bert_binary_head,
     else 0. The name is Megatron-LM's."""
 
-    embed_layernorm: Annotated[bool, _NEEDS_MASKED] = False
-    """Normalise the sum of the embeddings, as BERT does. Megatron-LM's BERT does not."""
+    embed_layernorm: bool = False
+    """Normalise the sum of the embeddings, as BERT and BLOOM do. Megatron-LM's BERT does not."""
 
     max_preds_per_seq: Annotated[PositiveInt | None, _MASKED] = None
     """Largest number of masked tokens in a sample; only these go through the head. By default 15 % of seq_length,

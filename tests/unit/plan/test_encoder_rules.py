@@ -38,7 +38,6 @@ NOT_BIDIRECTIONAL = [
 ]
 NOT_CAUSAL = [
     ("num_tokentypes", {"num_tokentypes": 2}),
-    ("embed_layernorm", {"embed_layernorm": True}),
     ("norm_placement", {"norm_placement": "post"}),
 ]
 

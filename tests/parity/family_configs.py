@@ -1,0 +1,118 @@
+"""Random `config.json` of any family, drawn entry by entry from its description in `neox.families`.
+
+A new family needs nothing here. An entry of a new type needs a line in `_values`, or in `SPECIAL` if it is of one
+family only; an entry that is unknown here keeps transformers' default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from neox.families import FAMILIES
+from neox.families.entries import Choice, ConfigEntries, Count, Entry, Number, Switch
+from neox.families.shared_entries import Activation, Rotary, WindowInAllBlocks
+
+COMMON = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOWS = st.integers(2, 30)  # the cache of transformers 5.23 forgets nothing with a window of 1
+TEXT_FAMILIES = [name for name, family in FAMILIES.items() if not family.is_encoder]
+_WINDOWS = {
+    "use_sliding_window": st.booleans(),
+    "sliding_window": WINDOWS,
+    "max_window_layers": st.integers(0, 3),
+}
+SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "qwen2": st.fixed_dictionaries(_WINDOWS),
+    "qwen3": st.fixed_dictionaries(_WINDOWS),
+    "falcon": st.sampled_from(
+        [
+            {"new_decoder_architecture": True},
+            {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+            {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None},
+            {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None},
+            {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": False, "num_kv_heads": None},
+        ]
+    ),
+    # without biases of their own, a tied head has none
+    "gptj": st.just({"tie_word_embeddings": False}),
+    "phi": st.just({"tie_word_embeddings": False}),
+}
+"""Family -> strategy of entries that only it has, or whose values depend on each other."""
+
+
+@st.composite
+def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
+    """Draw the entries of a small model."""
+    family = FAMILIES[model_type]
+    fields = {entry.field for entry in family.config if isinstance(entry, Entry)}
+    sizes = _sizes(draw, fields)
+    found = dict(COMMON)
+    for entry in family.config:
+        found.update(_values(draw, entry, sizes))
+    if "num_kv_heads" not in fields and model_type == "falcon":
+        found["num_kv_heads"] = sizes["num_kv_heads"]
+    if model_type in SPECIAL:
+        found.update(draw(SPECIAL[model_type]))
+    return found
+
+
+def _sizes(draw: st.DrawFn, fields: set[str]) -> dict[str, Any]:
+    """Draw sizes that belong together: field -> value."""
+    key_heads = draw(st.integers(1, 3))
+    heads = key_heads * draw(st.integers(1, 3))
+    head_dim = 2 * draw(st.integers(1, 8))
+    hidden = heads * head_dim
+    if "head_dim" in fields:
+        hidden = heads * draw(st.integers(2, 12))
+    return {
+        "num_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_kv_heads": key_heads,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "mlp_width": draw(st.integers(1, 90)),
+        "max_positions": draw(st.integers(24, 100)),
+        "norm_epsilon": draw(st.sampled_from([1e-6, 1e-5, 1e-3])),
+        "initializer_range": 0.1,
+        "vocab_size": COMMON["vocab_size"],
+        "rotary_ndims": 2 * draw(st.integers(1, head_dim // 2)),
+    }
+
+
+def _values(draw: st.DrawFn, entry: ConfigEntries, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Draw one entry."""
+    if isinstance(entry, Activation):
+        return {entry.key: draw(st.sampled_from([*entry.names.values()]))}
+    if isinstance(entry, Rotary):
+        return {"rope_parameters": _rotary(draw, entry, sizes["head_dim"])}
+    if isinstance(entry, WindowInAllBlocks):
+        return {"sliding_window": draw(st.none() | WINDOWS)}
+    if isinstance(entry, Choice):
+        return {entry.key: draw(st.sampled_from([*entry.values]))}
+    if isinstance(entry, Switch):
+        return {entry.key: draw(st.booleans())}
+    if isinstance(entry, Number | Count | Entry) and entry.field in sizes:
+        return {entry.key: sizes[entry.field]}
+    return {}
+
+
+def _rotary(draw: st.DrawFn, entry: Rotary, head_dim: int) -> dict[str, Any]:
+    kinds = ["default", "linear", "llama3"] if entry.takes_scaling else ["default"]
+    kind = draw(st.sampled_from(kinds))
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": float(draw(st.integers(100, 1_000_000)))}
+    if kind != "default":
+        found["factor"] = draw(st.sampled_from([1.5, 4.0]))
+    if kind == "llama3":
+        found = {**SCALED, **found}
+    if entry.fraction_key:
+        found["partial_rotary_factor"] = 2 * draw(st.integers(1, head_dim // 2)) / head_dim
+    return found
