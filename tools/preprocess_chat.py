@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 import _checkout  # noqa: F401
-from preprocess_data import add_input, add_running, run, shared_settings
+from preprocess_data import add_added_tokens, add_input, add_running, run, shared_settings
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, TokenizerError, run_script
@@ -57,6 +57,7 @@ def add_template(tokens: argparse._ArgumentGroup) -> None:
     vocabulary.add_argument("--tokenizer-path", metavar="DIRECTORY", help="directory with tokenizer.json")
     tokens.add_argument("--tokenizer-type", default="HFTokenizer", choices=["HFTokenizer", "HFGPT2Tokenizer"])
     tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
+    add_added_tokens(tokens)
 
 
 def vocab_file(args: argparse.Namespace) -> Path:
@@ -79,7 +80,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     if args.no_mask and args.only_last:
         raise ConfigError("--no-mask and --only-last exclude each other: leave one out")
     vocab = vocab_file(args)
-    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     chat = ChatSettings(
         template=read_chat_template(vocab, args.chat_template, tokenizer.build()),
         keys=tuple(args.jsonl_keys),

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         help="for SPMTokenizer: if --vocab-file does not exist, train it on the inputs, with N pieces",
     )
     tokens.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    add_added_tokens(tokens)
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     tokens.add_argument(
         "--mask-before-token",
@@ -99,6 +100,17 @@ def add_files(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
     data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     return data
+
+
+def add_added_tokens(tokens: argparse._ArgumentGroup) -> None:
+    """Add the flag of tokens that the vocabulary's file lacks, which `preprocess_chat.py` has too."""
+    tokens.add_argument(
+        "--added-tokens",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="tokens after the vocabulary, the same list as the run's key added_tokens",
+    )
 
 
 def add_running(p: argparse.ArgumentParser, out: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
@@ -157,7 +169,9 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         keys = (*keys, "label")
     return shared_settings(
         args,
-        tokenizer=TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text),
+        tokenizer=TokenizerSpec(
+            args.tokenizer_type, args.vocab_file, args.merge_file, args.special_in_text, tuple(args.added_tokens)
+        ),
         keys=keys,
         ftfy=args.ftfy,
         sentences=sentences_of(args),

@@ -62,7 +62,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     if preferences.template is not None:
         ChatRenderer(preferences.template)  # raises if it is no template
     args.input = [as_lines(path, args.output_prefix) for path in input_paths(args.input)]
-    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True)
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     return shared_settings(
         args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences
     )

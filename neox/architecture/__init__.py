@@ -20,6 +20,7 @@ from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QU
 from neox.architecture.layers import (
     BLOCK_OFFSET,
     RESIDUALS,
+    VOCABULARY,
     WORD_EMBEDDINGS,
     LayerEntry,
     LayerKind,
@@ -49,6 +50,7 @@ __all__ = [
     "RESIDUALS",
     "ROPE_SCALINGS",
     "SPARSITY",
+    "VOCABULARY",
     "WORD_EMBEDDINGS",
     "Activation",
     "Architecture",

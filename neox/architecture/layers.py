@@ -28,6 +28,8 @@ BLOCK_OFFSET = 2
 """Index of the first block."""
 WORD_EMBEDDINGS = "word_embeddings.weight"
 """The parameter of layer 0 that a tied head uses."""
+VOCABULARY = (WORD_EMBEDDINGS, "final_linear.weight", "final_linear.bias")
+"""Parameters with a row for each token id."""
 
 
 class NormSlots(NamedTuple):

@@ -26,6 +26,7 @@ class ParameterSpec:
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
+        trained_rows: First row and number of rows of which only are trained; None for all.
         lr_factor: Factor of the learning rate that `parameter_groups` gives it.
         weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
         of_norm: It scales or shifts elements, whatever its shape.
@@ -40,6 +41,7 @@ class ParameterSpec:
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
     trained: bool = True
+    trained_rows: tuple[int, int] | None = None
     lr_factor: float = 1.0
     weight_decay: float | None = None
     of_norm: bool = False

@@ -15,13 +15,21 @@ from neox.checkpoint.finding import (
     with_steps,
 )
 from neox.checkpoint.gpt_neox_optimizer import WRITER
-from neox.checkpoint.identity import check_same_adapters, check_same_model, identity_state, padding_note
-from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, reshard, summarize, tensor_stats
+from neox.checkpoint.identity import (
+    check_same_adapters,
+    check_same_model,
+    check_vocabulary,
+    identity_state,
+    padding_note,
+)
+from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
 from neox.checkpoint.names import CONFIG, LEDGER, layer_file, mp_rank_file
 from neox.checkpoint.optimizer_formats import ORDER
 from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
+from neox.checkpoint.resizing import VocabularySize, mean_of_all, mean_of_pieces, resize_vocabulary, rows_of_file
+from neox.checkpoint.rewriting import reshard
 from neox.checkpoint.staging import (
     checkpoint_directories,
     commit,
@@ -45,6 +53,12 @@ from neox.checkpoint.tensor_files import (
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "rows_of_file",
+    "resize_vocabulary",
+    "mean_of_pieces",
+    "mean_of_all",
+    "check_vocabulary",
+    "VocabularySize",
     "CONFIG",
     "LEDGER",
     "ORDER",

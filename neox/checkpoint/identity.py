@@ -116,6 +116,28 @@ def check_same_adapters(path: Path, args: Mapping[str, Any], plan: RunPlan, *, f
     raise CheckpointError(f"{path} has {has}, and this run trains {trains}; give the same `lora`, or {way_out}")
 
 
+def check_vocabulary(path: Path, args: Mapping[str, Any], vocab_size: int) -> None:
+    """Check that a checkpoint has trained rows for all ids of a tokenizer.
+
+    Args:
+        path: The checkpoint.
+        args: The model's settings in the checkpoint; gpt-neox's have only the padded size.
+        vocab_size: Number of ids of the tokenizer.
+
+    Raises:
+        CheckpointError: If the tokenizer has grown.
+    """
+    known = args.get("vocab_size", args.get("padded_vocab_size"))
+    if known is None or vocab_size <= known:
+        return
+    raise CheckpointError(
+        f"{path} was trained with a tokenizer of {known} ids, and this one has {vocab_size}: the others have no "
+        f"trained rows. `python tools/resize_vocabulary.py --input_dir {path} --output_dir NEW --config_file "
+        "YOUR.yml` makes a checkpoint that has; then set `load: NEW`. Or set vocab_file and added_tokens to the "
+        "checkpoint's tokenizer"
+    )
+
+
 def padding_note(args: Mapping[str, Any], plan: RunPlan) -> str | None:
     """Return a note if the vocabulary is padded to another size than the checkpoint's, else None."""
     saved = args.get("padded_vocab_size")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, LayerPlan, build_layer_plan
-from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
-from neox.checkpoint.finding import damaged_weights, why_incomplete
-from neox.checkpoint.identity import ARGS, MODEL
+from neox.checkpoint.finding import why_incomplete
 from neox.checkpoint.manifest import read_manifest
-from neox.checkpoint.names import LEDGER, parse_optimizer_file
+from neox.checkpoint.names import parse_optimizer_file
 from neox.checkpoint.reader import UNUSED_IN_NEOX, CheckpointReader
-from neox.checkpoint.staging import commit, discard, stage_directory
-from neox.checkpoint.tensor_files import write_client_state, write_full_layer
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
-from neox.log import progress
 from neox.plan import architecture_of, saved_architecture
 
 
@@ -295,78 +290,3 @@ def _compare(index: int, name: str, a: Tensor, b: Tensor) -> TensorDifference | 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int) -> Path:
-    """Write a checkpoint's weights as `save/global_stepN` for other degrees, and commit it.
-
-    The original is not changed. The result has no optimizer state and no random states.
-
-    Args:
-        reader: The original, opened with its layers.
-        save: Directory of checkpoints to write into.
-        tp_size: Tensor-parallel degree of the result.
-        pp_size: Pipeline degree of the result.
-
-    Returns:
-        The new checkpoint's directory.
-
-    Raises:
-        CheckpointError: If a dimension does not divide, the original is damaged, or the disk refuses.
-    """
-    layers = reader.layers
-    assert layers is not None
-    _check_degree(layers, tp_size)
-    iteration = reader.iteration
-    target = save / reader.path.name
-    if target.exists() and target.samefile(reader.path):
-        raise CheckpointError(f"{save}: the result would replace the checkpoint that is read; choose another directory")
-    problems = damaged_weights(reader.path)
-    if problems:
-        raise CheckpointError(f"{reader.path} is not complete: {'; '.join(problems)}")
-    staged = stage_directory(save, iteration)
-    try:
-        with progress("reshard", layers.numel, unit="parameters") as bar:
-            for layer in layers.weight_layers:
-                state = {}
-                for spec in layer.parameters:
-                    state[spec.name] = reader.full(layer.index, spec.name)
-                write_full_layer(staged, layer, state, tp_size)
-                reader.release()
-                bar.update(layer.numel)
-        client_state = {"iteration": iteration, **_identity(reader, tp_size, pp_size)}
-        for rank in range(tp_size * pp_size):
-            write_client_state(staged, rank, client_state)
-        write_chat_template(staged, saved_chat_template(reader.path))
-        return commit(staged)
-    except BaseException:
-        discard(staged)
-        raise
-
-
-def _check_degree(layers: LayerPlan, tp_size: int) -> None:
-    """Raise CheckpointError if a network cannot be split over so many tensor ranks."""
-    heads = layers.architecture.num_kv_heads
-    if heads % tp_size:
-        raise CheckpointError(f"{heads} attention heads do not divide by {tp_size} tensor ranks")
-    for layer in layers.weight_layers:
-        for spec in layer.parameters:
-            if not spec.is_divisible(tp_size):
-                raise CheckpointError(
-                    f"{spec.name}: shape {list(spec.shape)} does not divide by {tp_size} tensor ranks"
-                )
-
-
-def _identity(reader: CheckpointReader, tp_size: int, pp_size: int) -> dict[str, dict[str, Any]]:
-    """Return the parts of a checkpoint's client state about the model, for other degrees, and about the data."""
-    stored: dict[str, dict[str, Any]] = {}
-    for key in (ARGS, MODEL, LEDGER):
-        part = reader.client_state.get(key)
-        if isinstance(part, Mapping):
-            stored[key] = dict(part)
-    stored.setdefault(ARGS, {})["model_parallel_size"] = tp_size
-    if MODEL in stored:
-        stored[MODEL]["pipe_parallel_size"] = pp_size
-        for run_setting in ("zero_stage", "data_parallel_size"):
-            stored[MODEL].pop(run_setting, None)
-    return stored

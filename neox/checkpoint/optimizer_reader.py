@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.architecture import LayerPlan, ParameterSpec
+from neox.architecture import VOCABULARY, LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import FP32, Key, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reshard import VOCABULARY, fit_vocabulary, joined_shape, merge
+from neox.checkpoint.reshard import fit_vocabulary, joined_shape, merge
 from neox.checkpoint.tensor_files import load_file
 from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import CheckpointError

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neox.architecture import (
     ADAPTER,
+    VOCABULARY,
     WORD_EMBEDDINGS,
     LayerEntry,
     LayerPlan,
@@ -21,7 +22,7 @@ from neox.architecture import (
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
-from neox.checkpoint.reshard import VOCABULARY, OnDrift, fit_vocabulary, join, joined_shape, merge, pieces_in_order
+from neox.checkpoint.reshard import OnDrift, fit_vocabulary, join, joined_shape, merge, pieces_in_order
 from neox.checkpoint.tensor_files import load_file
 from neox.checkpoint.weight_files import open_source
 from neox.errors import CheckpointError

@@ -13,8 +13,6 @@ from neox.errors import CheckpointError
 from neox.parallel import shard
 
 OnDrift = Literal["refuse", "average"]
-VOCABULARY = ("word_embeddings.weight", "final_linear.weight", "final_linear.bias")
-"""Parameters with a row for each token id."""
 
 
 def join(spec: ParameterSpec, parts: Sequence[Tensor], *, where: str, on_drift: OnDrift = "refuse") -> Tensor:

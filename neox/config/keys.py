@@ -122,7 +122,7 @@ ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
 )
 
 
-TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
+TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "added_tokens")
 """Keys of the tokenizer, which are replaced together; the first two must be given."""
 
 REPLACEABLE = frozenset(

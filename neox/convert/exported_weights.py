@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from neox.architecture import Architecture, LayerPlan
+from neox.architecture import VOCABULARY, Architecture, LayerPlan
 from neox.checkpoint import CheckpointReader
-from neox.checkpoint.reshard import VOCABULARY
 from neox.convert.hf_directory import INDEX_ENDING, SAFETENSORS, write_json
 from neox.convert.layouts import to_hf_layout
 from neox.convert.safetensors_writer import SafetensorsWriter, TensorEntry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,11 @@ class TokenizerSource:
         return self.tokenizer.backend.token_to_id(token)
 
     @property
+    def has_added_tokens(self) -> bool:
+        """Whether it has tokens that its files lack."""
+        return self.tokenizer.original_hash is not None
+
+    @property
     def has_configuration(self) -> bool:
         """Whether Hugging Face's `tokenizer_config.json` lies next to a `tokenizer.json`."""
         if self.type != "HFTokenizer" or self.vocab_file.name != TOKENIZER_FILE:
@@ -107,7 +113,8 @@ def find_tokenizer(config: NeoXConfig, override: Path | None = None) -> Tokenize
             "%s: the export has no tokenizer and no end-of-document id; give the file with --tokenizer", reason
         )
         return None
-    return TokenizerSource(build_tokenizer(kind, vocabulary, merges), kind, vocabulary, merges)
+    tokenizer = build_tokenizer(kind, vocabulary, merges, added_tokens=keys.added_tokens)
+    return TokenizerSource(tokenizer, kind, vocabulary, merges)
 
 
 def write_tokenizer(
@@ -134,15 +141,15 @@ def write_tokenizer(
     elif source.type not in _CLASSES:
         _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
     elif source.has_configuration:
-        _copy(source.vocab_file, output / TOKENIZER_FILE)
+        _write_vocabulary(source, output)
         _warn_of_other_ids(source, family)
         copy_companions(source.vocab_file.parent, output)
         # transformers 5 builds the tokenizer of a class of its own anew, which may give other ids than the file
         config = read_json(output / TOKENIZER_CONFIG) | {"tokenizer_class": _CLASSES[source.type]}
         write_json(output / TOKENIZER_CONFIG, config)
     else:
-        if source.type == "HFTokenizer":
-            _copy(source.vocab_file, output / TOKENIZER_FILE)
+        if source.type == "HFTokenizer" or source.has_added_tokens:
+            _write_vocabulary(source, output)
             _warn_of_other_ids(source, family)
         else:
             assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
@@ -165,6 +172,17 @@ def _write_chat_template(template: ChatTemplate, output: Path) -> None:
     write_json(output / TOKENIZER_CONFIG, config)
 
 
+def _write_vocabulary(source: TokenizerSource, output: Path) -> None:
+    """Write the `tokenizer.json`: a copy of the file, or the tokenizer with the tokens that were added to it."""
+    target = output / TOKENIZER_FILE
+    if not source.has_added_tokens:
+        _copy(source.vocab_file, target)
+        return
+    assert isinstance(source.tokenizer, HFTokenizer), source.type
+    with os_errors(ConversionError, f"{target}: cannot be written"):
+        write_text(target, source.tokenizer.to_json())
+
+
 def _write_bert(tokenizer: HFTokenizer, output: Path, max_length: int) -> None:
     """Write BERT's tokenizer, which adds [CLS] and [SEP] in transformers."""
     write_text(output / TOKENIZER_FILE, tokenizer.paired().to_str(pretty=True))
@@ -183,7 +201,7 @@ def _write_configuration(source: TokenizerSource, output: Path, max_length: int)
     assert isinstance(source.tokenizer, HFTokenizer), source.type
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), source.tokenizer.eod_token)
     config = {
-        "tokenizer_class": _CLASSES[source.type],
+        "tokenizer_class": _FAST if source.has_added_tokens else _CLASSES[source.type],
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
@@ -197,7 +215,8 @@ def _warn_of_other_ids(source: TokenizerSource, family: Family) -> None:
     """Warn if transformers 5 builds the family's own tokenizer, and that splits texts in another way."""
     if family.tokenizer_pattern is None:
         return
-    pre_tokenizer = read_json(source.vocab_file).get("pre_tokenizer") or {}
+    assert isinstance(source.tokenizer, HFTokenizer), source.type
+    pre_tokenizer = json.loads(source.tokenizer.to_json()).get("pre_tokenizer") or {}
     if {"Regex": family.tokenizer_pattern} in _patterns(pre_tokenizer):
         return
     _log.warning(

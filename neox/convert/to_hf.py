@@ -14,6 +14,7 @@ from neox.architecture import LayerPlan
 from neox.checkpoint import (
     CheckpointReader,
     check_same_model,
+    check_vocabulary,
     checkpoint_at,
     damaged_weights,
     find_chat_template,
@@ -193,6 +194,8 @@ def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[Check
 def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool) -> int:
     """Return the number of rows of the exported embedding. Raises ConversionError for another tokenizer."""
     stored = reader.vocabulary_rows
+    if source is not None:
+        check_vocabulary(reader.path, reader.args, source.tokenizer.vocab_size)
     known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
     if known is not None and known > stored:
         raise ConversionError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -104,7 +104,7 @@ def build_datasets(
     seq_length: int,
     seed: int,
     vocab_size: int,
-    tokenizer_hash: str | None = None,
+    tokenizer_hashes: Collection[str] = (),
     cache_dir: str | Path | None = None,
     masking: Masking | None = None,
     fill_in_middle: Sequence[FillInMiddle | None] = (),
@@ -117,7 +117,7 @@ def build_datasets(
         seq_length: Number of tokens of a sample's input.
         seed: Seed of the shuffles.
         vocab_size: Number of ids of the run.
-        tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out this comparison.
+        tokenizer_hashes: `known_hashes` of the run's tokenizer; none leave out this comparison.
         cache_dir: Directory of the index maps (default: `index_maps/` next to the data).
         masking: Settings of masked language modelling; None for causal language modelling.
         fill_in_middle: Rearrangement of the documents of each training dataset. By default there is none.
@@ -125,7 +125,7 @@ def build_datasets(
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer.
     """
-    factory = DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hash, cache_dir, masking, fill_in_middle)
+    factory = DatasetFactory(data, seq_length, seed, vocab_size, tokenizer_hashes, cache_dir, masking, fill_in_middle)
     return _open_datasets(factory, counts)
 
 
@@ -231,7 +231,7 @@ def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) 
         config.model.seq_length,
         seed,
         plan.vocab_size,
-        tokenizer.content_hash,
+        tokenizer.known_hashes,
         cache_dir,
         _masking(config, tokenizer),
         [FillInMiddle.of(data, rate, tokenizer, seed) for rate in data.fim_rates],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class DatasetFactory:
         seq_length: Number of tokens of a sample's input.
         seed: Seed of the shuffles.
         vocab_size: Number of ids of the run.
-        tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out the comparison with that of the data.
+        tokenizer_hashes: `known_hashes` of the run's tokenizer; none leave out the comparison with that of the data.
         cache_dir: Directory of the index maps; None is `index_maps/` next to the data.
         masking: Settings of masked language modelling; None for causal language modelling.
         fill_in_middle: Rearrangement of the documents of each training dataset; empty if there is none.
@@ -61,7 +61,7 @@ class DatasetFactory:
     seq_length: int
     seed: int
     vocab_size: int
-    tokenizer_hash: str | None
+    tokenizer_hashes: Collection[str]
     cache_dir: str | Path | None
     masking: Masking | None
     fill_in_middle: Sequence[FillInMiddle | None] = ()
@@ -70,7 +70,7 @@ class DatasetFactory:
     def open(self, prefix: str) -> IndexedDataset:
         """Open a token dataset and check that it fits the run."""
         indexed = IndexedDataset(prefix, self.data.data_impl)
-        check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hash=self.tokenizer_hash)
+        check_fits(indexed, vocab_size=self.vocab_size, tokenizer_hashes=self.tokenizer_hashes)
         if self.data.mmap_warmup:
             indexed.warm_up()
         return indexed

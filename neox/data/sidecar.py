@@ -8,7 +8,7 @@ so it does not import torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,13 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
     return replace(sidecar, inputs=tuple(sidecar.inputs))
 
 
-def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str | None) -> Sidecar | None:
+def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hashes: Collection[str]) -> Sidecar | None:
     """Check that a dataset was made with the tokenizer of the run, and that its sidecar describes it.
 
     Args:
         indexed: Dataset to check.
         vocab_size: Number of ids of the run's tokenizer, before padding.
-        tokenizer_hash: `content_hash` of the run's tokenizer; None leaves out this comparison.
+        tokenizer_hashes: `known_hashes` of the run's tokenizer; none leave out this comparison.
 
     Returns:
         The sidecar; None if there is none, which is logged.
@@ -111,7 +111,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hash: str 
             f"{idx_path(indexed.prefix)} has {indexed.num_documents:,} with {indexed.num_tokens:,}: they are from "
             "different runs; preprocess the data again, or remove the .json if the data is right"
         )
-    check_tokenizer(sidecar, indexed.prefix, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash)
+    check_tokenizer(sidecar, indexed.prefix, vocab_size=vocab_size, tokenizer_hashes=tokenizer_hashes)
     return sidecar
 
 
@@ -131,12 +131,15 @@ def check_labels(indexed: IndexedDataset, labels: IndexedDataset) -> None:
     )
 
 
-def check_tokenizer(sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hash: str | None) -> None:
+def check_tokenizer(
+    sidecar: Sidecar, prefix: str | Path, *, vocab_size: int, tokenizer_hashes: Collection[str]
+) -> None:
     """Raise DataError if a sidecar names another tokenizer than that of the run. Arguments as for `check_fits`."""
-    if tokenizer_hash is not None and sidecar.tokenizer_hash != tokenizer_hash:
+    if tokenizer_hashes and sidecar.tokenizer_hash not in tokenizer_hashes:
+        known = " or ".join(digest[:12] for digest in tokenizer_hashes)
         raise DataError(
             f"{prefix} was made with another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, "
-            f"hash {sidecar.tokenizer_hash[:12]}) than this run's (hash {tokenizer_hash[:12]}, {vocab_size} ids): set "
+            f"hash {sidecar.tokenizer_hash[:12]}) than this run's (hash {known}, {vocab_size} ids): set "
             "vocab_file and tokenizer_type to the data's, or preprocess the data again"
         )
     if sidecar.max_id >= vocab_size:
@@ -243,7 +246,7 @@ def _check_sidecar(prefix: str, tokenizer: Tokenizer) -> None:
     """Raise DataError if the sidecar of a dataset, if any, names another tokenizer."""
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
-        check_tokenizer(sidecar, prefix, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+        check_tokenizer(sidecar, prefix, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
 
 
 def _check_dataset(
@@ -252,7 +255,7 @@ def _check_dataset(
     """Raise DataError if a run cannot use a dataset. `labelled` is the dataset whose labels it holds, if any."""
     texts = IndexedDataset(prefix, data.data_impl)
     labels = None
-    check_fits(texts, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+    check_fits(texts, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
     if labelled is not None and idx_path(labelled).is_file():
         labels = texts
         texts = IndexedDataset(labelled, data.data_impl)

@@ -16,6 +16,7 @@ from neox.checkpoint import (
     CheckpointReader,
     check_same_adapters,
     check_same_model,
+    check_vocabulary,
     checkpoint_directories,
     find_checkpoint,
     padding_note,
@@ -152,6 +153,7 @@ def _open_same_model(path: Path, plan: RunPlan, *, finetune: bool) -> Checkpoint
     reader = CheckpointReader(path, plan.layers, finetune=finetune)
     for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
+    check_vocabulary(path, reader.args, plan.vocab_size)
     check_same_adapters(path, reader.args, plan, finetune=finetune)
     note = padding_note(reader.args, plan)
     if note is not None:

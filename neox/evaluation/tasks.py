@@ -217,7 +217,7 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarr
 def _open_token_file(path: str | Path, tokenizer: Tokenizer) -> IndexedDataset:
     """Open a token file. Raises DataError if it is broken or another tokenizer made it."""
     dataset = IndexedDataset(_prefix(path))
-    check_fits(dataset, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+    check_fits(dataset, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
     return dataset
 
 

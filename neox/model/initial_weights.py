@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerEntry, ParameterSpec
 from neox.model.positions import reset_buffers
+from neox.model.trained_rows import train_only_rows
 from neox.parallel import (
     ParallelGrid,
     derive_seed,
@@ -116,6 +117,7 @@ class InitialWeights:
             target.requires_grad_(spec.trained)
             mark_decay(target, spec.is_matrix)
             mark_group(target, spec.lr_factor, spec.weight_decay)
+            train_only_rows(target, spec, grid)
             mark_hidden(target, entry.is_hidden(spec))
             if spec.init == "ones":
                 target.fill_(1.0)

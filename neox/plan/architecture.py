@@ -12,7 +12,7 @@ from neox.config.sections.base import Section
 from neox.config.sections.model import ModelConfig
 from neox.errors import ConfigError
 from neox.plan.architecture_keys import ARCHITECTURE_KEYS, FIELD_KEYS
-from neox.plan.parameter_groups import with_parameter_groups
+from neox.plan.parameter_groups import with_parameter_groups, with_trained_rows
 
 # Stored by every program that writes a checkpoint's settings. Those without the key `objective` train causal networks.
 _STORED_BY_ALL = "hidden_size"
@@ -105,17 +105,28 @@ def setting_differences(
     return changed
 
 
-def layer_plan(config: NeoXConfig, padded_vocab_size: int) -> LayerPlan:
-    """Return the layer plan of a configuration that `static_problems` finds nothing wrong with."""
+def layer_plan(config: NeoXConfig, vocab_size: int, tp_size: int) -> LayerPlan:
+    """Return the layer plan of a configuration that `static_problems` finds nothing wrong with.
+
+    Args:
+        config: The configuration.
+        vocab_size: Number of ids of the tokenizer.
+        tp_size: Number of tensor ranks, on which the padding of the vocabulary depends.
+    """
+    padded_vocab_size = padded_vocabulary(config, vocab_size, tp_size)
     layers = build_layer_plan(
         architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
     )
-    return trained_layers(layers, config)
+    return trained_layers(layers, config, vocab_size)
 
 
-def trained_layers(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
+def trained_layers(layers: LayerPlan, config: NeoXConfig, vocab_size: int) -> LayerPlan:
     """Return the layers of a network with adapters, and with what is said of their parameters' updates."""
-    return with_parameter_groups(with_adapters(layers, config), config)
+    layers = with_parameter_groups(with_adapters(layers, config), config)
+    if config.tokenizer.train_only_added_tokens:
+        added = len(config.tokenizer.added_tokens)
+        layers = with_trained_rows(layers, first=vocab_size - added, number=added)
+    return layers
 
 
 def with_adapters(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:

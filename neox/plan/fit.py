@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from neox.architecture import POSITIONS, LayerPlan
-from neox.plan.architecture import layer_plan, padded_vocabulary
+from neox.plan.architecture import layer_plan
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, MemorySetting, fullest_stage
@@ -96,7 +96,7 @@ def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
 
     @cache
     def layers(tp_size: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
-        return layer_plan(plan.config, padded_vocabulary(plan.config, plan.vocab_size, tp_size))
+        return layer_plan(plan.config, plan.vocab_size, tp_size)
 
     @cache
     def stages(pp_size: int, tp_size: int) -> tuple[StagePlan, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.plan.architecture import layer_plan, padded_vocabulary
+from neox.plan.architecture import layer_plan
 from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import plan_stages
@@ -21,7 +21,7 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     """
     config = plan.config
     parallelism = config.parallelism
-    layers = layer_plan(config, padded_vocabulary(config, plan.vocab_size, tp_size))
+    layers = layer_plan(config, plan.vocab_size, tp_size)
     stages = plan_stages(layers, pp_size, parallelism.pipe_partition_method, parallelism.pipeline_schedule, tp_size)
     precision = config.generation.inference_precision or plan.precision
     number = BYTES[precision]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from neox.architecture import LayerEntry, LayerPlan, ParameterSpec
+from neox.architecture import VOCABULARY, LayerEntry, LayerPlan, ParameterSpec
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer import ParameterGroup
 from neox.config.sections.optimizer_kind import DecayingParams
@@ -60,6 +60,28 @@ def with_parameter_groups(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
         raise ConfigError(config.problem_about(f"`{_KEY}` leaves nothing to train; unfreeze a group", _KEY))
     _check_hidden_matrices(layers, result, config)
     return result
+
+
+def with_trained_rows(layers: LayerPlan, *, first: int, number: int) -> LayerPlan:
+    """Return the layers with some rows of the vocabulary trained, and everything else frozen.
+
+    Weight decay acts on whole parameters, so these have none: rows without gradients stay as they are.
+
+    Args:
+        layers: The layers.
+        first: First trained row of the embedding and the head.
+        number: Number of trained rows.
+    """
+    changed = []
+    for layer in layers:
+        specs = []
+        for spec in layer.parameters:
+            if spec.name in VOCABULARY:
+                specs.append(replace(spec, trained_rows=(first, number), weight_decay=0.0))
+            else:
+                specs.append(replace(spec, trained=False))
+        changed.append(replace(layer, parameters=tuple(specs)))
+    return replace(layers, layers=tuple(changed))
 
 
 def group_lines(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]:

@@ -88,9 +88,11 @@ def derive_plan(
     """
     padded = padded_vocabulary(config, vocab_size, grid.tp_size)
     layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
-    layers = trained_layers(layers, config)
+    layers = trained_layers(layers, config, vocab_size)
     if config.training.lora is not None:
         notes = (*notes, *_adapter_notes(layers, config))
+    if config.tokenizer.train_only_added_tokens:
+        notes = (*notes, _rows_note(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
     setting = memory_setting(config, grid, batch, precision, attention)
@@ -126,11 +128,24 @@ def _adapter_notes(layers: LayerPlan, config: NeoXConfig) -> list[str]:
     return [f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"]
 
 
+def _rows_note(layers: LayerPlan, config: NeoXConfig) -> str:
+    """Return how much `train_only_added_tokens` trains."""
+    rows = len(config.tokenizer.added_tokens)
+    trained = 0
+    for spec in layers.parameters:
+        if spec.trained:
+            trained += spec.numel // spec.shape[0] * rows
+    return f"train_only_added_tokens: {trained:,} of {layers.numel:,} parameters are trained, without weight decay"
+
+
 def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Problem]:
     """Yield what is wrong with the sizes of the vocabulary."""
     if vocab_size < 1:
         message = f"a tokenizer of {vocab_size} ids: the vocabulary must hold at least one"
         yield config.problem_about(message, *TOKENIZER_KEYS)
+    added = len(config.tokenizer.added_tokens)
+    if added and added >= vocab_size:
+        yield config.problem("added_tokens", f"are more than the {vocab_size} ids of the vocabulary", *TOKENIZER_KEYS)
     key = "padded_vocab_size"
     explicit = config.tokenizer.padded_vocab_size
     if explicit is None:

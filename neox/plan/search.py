@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from neox.architecture import LayerPlan
 from neox.errors import ConfigError
-from neox.plan.architecture import layer_plan, padded_vocabulary
+from neox.plan.architecture import layer_plan
 from neox.plan.device import Device
 from neox.plan.fit import memory_of_settings, setting_changes
 from neox.plan.memory import MemoryPlan, MemorySetting
@@ -152,8 +152,7 @@ def _layouts(plan: RunPlan) -> Iterator[MemorySetting]:
 def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
     """Yield the tensor degrees that divide every parameter."""
     for tp_size in _TENSOR_DEGREES:
-        rows = padded_vocabulary(plan.config, plan.vocab_size, tp_size)
-        layers: LayerPlan = layer_plan(plan.config, rows)
+        layers: LayerPlan = layer_plan(plan.config, plan.vocab_size, tp_size)
         if all(parameter.is_divisible(tp_size) for layer in layers for parameter in layer.parameters):
             yield tp_size
 

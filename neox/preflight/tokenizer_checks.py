@@ -59,7 +59,7 @@ def _assumed_size(config: NeoXConfig) -> int:
     settings = config.tokenizer
     if settings.padded_vocab_size is not None:
         return settings.padded_vocab_size
-    return _ASSUMED_SIZES.get(settings.tokenizer_type, _ASSUMED_OTHERWISE)
+    return _ASSUMED_SIZES.get(settings.tokenizer_type, _ASSUMED_OTHERWISE) + len(settings.added_tokens)
 
 
 def _how_to_get_it(config: NeoXConfig) -> str:

@@ -34,11 +34,16 @@ class TokenizerSpec:
     vocab_file: str | None = None
     merge_file: str | None = None
     special_in_text: bool | None = None
+    added_tokens: tuple[str, ...] = ()
 
     def build(self) -> Tokenizer:
         """Build the tokenizer. Raises the same errors as `build_tokenizer`."""
         return build_tokenizer(
-            self.tokenizer_type, self.vocab_file, self.merge_file, special_in_text=self.special_in_text
+            self.tokenizer_type,
+            self.vocab_file,
+            self.merge_file,
+            special_in_text=self.special_in_text,
+            added_tokens=self.added_tokens,
         )
 
 

@@ -22,12 +22,15 @@ class Tokenizer(ABC):
         vocab_size: Number of ids. Every id is smaller. The model pads its vocabulary further.
         eod: Id of the token that ends a document.
         pad: Id of `<|padding|>`; None if the vocabulary has none.
+        original_hash: `content_hash` without the tokens that `added_tokens` has added, whose other ids mean the same.
+            None if none were added.
     """
 
     name: str
     vocab_size: int
     eod: int
     pad: int | None = None
+    original_hash: str | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -56,6 +59,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def _content(self) -> Any:
         """Return everything that determines the meaning of ids, as a JSON value."""
+
+    @property
+    def known_hashes(self) -> tuple[str, ...]:
+        """Hashes of the tokenizers whose ids all mean the same here: its own, and that without added tokens."""
+        if self.original_hash is None:
+            return (self.content_hash,)
+        return (self.content_hash, self.original_hash)
 
     @cached_property
     def content_hash(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ _WORD_PIECE: Mapping[str, type[WordPieceTokenizer]] = MappingProxyType(
 def tokenizer_of(config: NeoXConfig) -> Tokenizer:
     """Build the tokenizer of a configuration. Raises the same errors as `build_tokenizer`."""
     keys = config.tokenizer
-    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
+    return build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file, added_tokens=keys.added_tokens)
 
 
 def build_tokenizer(
@@ -52,6 +52,7 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     *,
     special_in_text: bool | None = None,
+    added_tokens: Sequence[str] = (),
 ) -> Tokenizer:
     """Build the tokenizer of a NeoX `tokenizer_type`.
 
@@ -61,10 +62,28 @@ def build_tokenizer(
         merge_file: File `merges.txt` of the types for GPT-2.
         special_in_text: Whether a literal `<|endoftext|>` in a text becomes the end-of-document id. By default it does
             with HFTokenizer and HFGPT2Tokenizer only, as in gpt-neox.
+        added_tokens: Tokens that are added after the vocabulary of the files.
 
     Raises:
         TokenizerError: If the type is unknown, a file is missing or unreadable, or a package is not installed.
     """
+    tokenizer = _tokenizer_of_files(tokenizer_type, vocab_file, merge_file, special_in_text)
+    if added_tokens:
+        if not isinstance(tokenizer, HFTokenizer):
+            raise TokenizerError(
+                f"{tokenizer_type} cannot take added_tokens: use a tokenizer.json, or train the vocabulary with them"
+            )
+        tokenizer.add_tokens(added_tokens)
+    return tokenizer
+
+
+def _tokenizer_of_files(
+    tokenizer_type: str,
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+    special_in_text: bool | None,
+) -> Tokenizer:
+    """Build a tokenizer as its files describe it. Arguments as for `build_tokenizer`."""
     if tokenizer_type not in TOKENIZER_TYPES:
         hint = ""
         for similar in difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -79,6 +80,52 @@ class HFTokenizer(Tokenizer):
         self.pad = backend.token_to_id(PADDING)
         if self.is_bert:  # the samples add [CLS] and [SEP], not the tokenizer
             backend.post_processor = processors.Sequence([])
+
+    def add_tokens(self, tokens: Sequence[str]) -> None:
+        """Add tokens after the vocabulary. They are recognised in every text, whatever `special_in_text` says.
+
+        Tokens that the file has at this place already are left as they are.
+
+        Raises:
+            TokenizerError: If a token stands at another place of the vocabulary, or twice in the list.
+        """
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = not self.special_in_text
+        missing = [token for token in tokens if backend.token_to_id(token) is None]
+        if missing:
+            self.original_hash = self.content_hash
+            vars(self).pop("content_hash")  # cached
+            backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in missing])
+        first = backend.get_vocab_size() - len(tokens)
+        for number, token in enumerate(tokens):
+            found = backend.token_to_id(token)
+            if found != first + number:
+                raise TokenizerError(
+                    f"added_tokens: {token!r} is token {found} of the vocabulary already, or stands twice in the list; "
+                    "remove it. (Added tokens follow the vocabulary of the file in their order.)"
+                )
+        self.backend = backend
+        self.vocab_size = backend.get_vocab_size()
+
+    def with_vocabulary(self, size: int) -> HFTokenizer:
+        """Return this tokenizer as it was when its vocabulary had only `size` ids.
+
+        Raises:
+            TokenizerError: If a later id is not that of an added token, so that texts cannot be encoded without it.
+        """
+        state = orjson.loads(self.backend.to_str())
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+        smaller = copy.copy(self)
+        vars(smaller).pop("content_hash", None)
+        smaller.backend = tokenizers.Tokenizer.from_str(orjson.dumps(state).decode())
+        smaller.backend.encode_special_tokens = not self.special_in_text
+        smaller.vocab_size = smaller.backend.get_vocab_size()
+        if smaller.vocab_size != size:
+            raise TokenizerError(
+                f"the tokenizer has {self.vocab_size} ids, and {smaller.vocab_size} without the tokens that were added "
+                f"after the first {size}: its own vocabulary has another size"
+            )
+        return smaller
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -184,7 +231,9 @@ class GPT2BPETokenizer(HFTokenizer):
 
     def _content(self) -> Any:
         content = super()._content()
-        content["tokenizer"]["added_tokens"] = []  # `special_in_text` adds one
+        state = content["tokenizer"]
+        # `special_in_text` adds one that is a part of the vocabulary anyway.
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != END_OF_DOCUMENT]
         return content
 
 

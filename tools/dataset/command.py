@@ -118,13 +118,14 @@ def _add_tokenizer(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="HFTokenizer")
     p.add_argument("--vocab-file", "--vocab")
     p.add_argument("--merge-file")
+    p.add_argument("--added-tokens", nargs="+", default=[], metavar="TOKEN", help="added_tokens of the run")
 
 
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer of the flags; None without --vocab-file, except for the type that needs no file."""
     if args.vocab_file is None and args.tokenizer_type != "CharLevelTokenizer":
         return None
-    return build_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
+    return build_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file, added_tokens=args.added_tokens)
 
 
 def info(args: argparse.Namespace) -> int:
@@ -178,7 +179,7 @@ def show(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(args)
     labels = None if args.labels is None else IndexedDataset(args.labels)
     if tokenizer is not None:
-        check_fits(data, vocab_size=tokenizer.vocab_size, tokenizer_hash=tokenizer.content_hash)
+        check_fits(data, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
     if labels is not None:
         check_labels(data, labels)
     if args.samples is None:
@@ -195,14 +196,14 @@ def verify(args: argparse.Namespace) -> int:
     """Verify each dataset; the exit code is 1 if any has a defect."""
     tokenizer = tokenizer_of(args)
     size = args.vocab_size
-    digest = None
+    hashes: tuple[str, ...] = ()
     if tokenizer is not None:
-        digest = tokenizer.content_hash
+        hashes = tokenizer.known_hashes
         size = tokenizer.vocab_size if size is None else size
     broken = 0
     for prefix in args.prefixes:
         try:
-            found = verify_dataset(prefix, vocab_size=size, eod=args.eod, tokenizer_hash=digest)
+            found = verify_dataset(prefix, vocab_size=size, eod=args.eod, tokenizer_hashes=hashes)
         except DataError as error:
             print(f"{prefix}: BROKEN\n  {error}")
             broken += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +42,12 @@ class _Expected:
     Attributes:
         vocab_size: Ids must be below it.
         eod: Id with which documents must end.
-        tokenizer_hash: Hash of the tokenizer that must have made the data.
+        tokenizer_hashes: Hashes of tokenizers of which one must have made the data; any may if there are none.
     """
 
     vocab_size: int | None
     eod: int | None
-    tokenizer_hash: str | None
+    tokenizer_hashes: Collection[str]
 
 
 @dataclass
@@ -65,7 +65,11 @@ class _Found:
 
 
 def verify_dataset(
-    prefix: str | Path, *, vocab_size: int | None = None, eod: int | None = None, tokenizer_hash: str | None = None
+    prefix: str | Path,
+    *,
+    vocab_size: int | None = None,
+    eod: int | None = None,
+    tokenizer_hashes: Collection[str] = (),
 ) -> Verification:
     """Read and check every id of a dataset, 16 million at a time. In labels, only the counted ids are checked.
 
@@ -73,7 +77,7 @@ def verify_dataset(
         prefix: Path without `.bin` and `.idx`.
         vocab_size: Ids must be below it (default: the sidecar's).
         eod: Id with which documents must end (default: the sidecar's, if it was appended to documents).
-        tokenizer_hash: Hash that the sidecar must have; None skips this comparison.
+        tokenizer_hashes: Hashes of which the sidecar must have one; none skip this comparison.
 
     Raises:
         DataError: If sizes, pointers and file lengths contradict each other, so that nothing can be read.
@@ -89,7 +93,7 @@ def verify_dataset(
         labels = bool(sidecar.settings.get("labels"))
     if labels:
         eod = None  # the end of a document may not be counted
-    expected = _Expected(vocab_size, eod, tokenizer_hash)
+    expected = _Expected(vocab_size, eod, tokenizer_hashes)
     found = _pass_over(data, expected, labels=labels)
     problems = [*_problems_of_ids(found, expected), *_problems_of_sidecar(data, sidecar, found, expected)]
     return Verification(
@@ -174,10 +178,10 @@ def _problems_of_sidecar(
             yield f"the .json has {claim:,} {what}, the files have {real:,}"
     if sidecar.crc32 is not None and sidecar.crc32 != found.crc32:
         yield f"the ids have changed since they were written: checksum {found.crc32:08x}, not {sidecar.crc32:08x}"
-    wanted = expected.tokenizer_hash
-    if wanted is not None and wanted != sidecar.tokenizer_hash:
+    wanted = expected.tokenizer_hashes
+    if wanted and sidecar.tokenizer_hash not in wanted:
         made_with = f"{sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}"
-        yield f"it was made with another tokenizer: {made_with}, not {wanted[:12]}"
+        yield f"it was made with another tokenizer: {made_with}, not {' or '.join(digest[:12] for digest in wanted)}"
 
 
 def _notes(data: IndexedDataset, sidecar: Sidecar | None, found: _Found, expected: _Expected) -> Iterator[str]:

@@ -316,6 +316,30 @@ class TokenizerConfig(Section):
     """File of a chat template in Jinja, instead of the one that the training data, the checkpoint or the directory of
     vocab_file has. Checkpoints of the run carry it."""
 
+    added_tokens: Annotated[
+        tuple[str, ...],
+        Excludes(
+            "tokenizer_type",
+            ("SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"),
+            reason="its vocabulary cannot grow",
+            advice="use a tokenizer.json",
+        ),
+    ] = ()
+    """Tokens after the vocabulary of vocab_file, such as `["<|user|>", "<|assistant|>"]`. They are recognised in every
+    text. Preprocessing takes the same list (--added-tokens), and exports contain them. A model that was trained without
+    them gets rows for them from tools/resize_vocabulary.py."""
+
+    train_only_added_tokens: Annotated[
+        bool,
+        Requires("added_tokens", advice="list the tokens there"),
+        Excludes("lora", reason="each trains nothing else"),
+        Excludes("soft_prompt_tuning.enabled", reason="each trains nothing else"),
+        Excludes("parameter_groups", reason="everything else is frozen"),
+        Excludes("objective", ("masked_lm",), reason="it is for causal networks"),
+    ] = False
+    """Train only the rows of added_tokens: in the embedding and, if it is not tied, in the head. Everything else stays
+    as it is, bit for bit. These rows have no weight decay, which would act on the other rows too."""
+
     padded_vocab_size: PositiveInt | None = None
     """Rows of the embedding. By default it follows from the vocabulary; otherwise it is at least the size of the
     vocabulary and a multiple of model_parallel_size."""

@@ -112,6 +112,8 @@ class OptimizerKind:
             need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
         gathers: Whether it gathers parameters that are sharded over data ranks.
         hidden_apart: Whether it updates hidden parameters in a different way than all others.
+        leaves_untouched: Whether elements whose gradient is always zero stay as they are, bit for bit, without weight
+            decay.
         package: Optional package that it needs; empty for none.
         temporaries: Number of tensors of `PIECE` elements that it makes in a step.
     """
@@ -125,6 +127,7 @@ class OptimizerKind:
     elementwise: bool = True
     gathers: bool = False
     hidden_apart: bool = False
+    leaves_untouched: bool = True
     package: str = ""
     temporaries: int = 0
 

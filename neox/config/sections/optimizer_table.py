@@ -177,6 +177,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             counts_steps=True,
             gradient_degree=1 / 3,
             temporaries=2,
+            leaves_untouched=False,
         ),
         "sm3": OptimizerKind(
             names=("SM3",),
@@ -217,12 +218,14 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             params=Adam8bitParams,
             states=(State("exp_avg", bits=8), State("exp_avg_sq", bits=8, signed=False)),
             counts_steps=True,
+            leaves_untouched=False,
             package="bitsandbytes",
         ),
         "lion8bit": OptimizerKind(
             names=("Lion8bit",),
             params=Lion8bitParams,
             states=(State("exp_avg", bits=8),),
+            leaves_untouched=False,
             package="bitsandbytes",
         ),
     }

@@ -23,6 +23,7 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _whole_parameters(config)
     yield from _hidden_matrices(config)
     yield from static_group_problems(config)
+    yield from _untouched_rows(config)
 
 
 def _weight_decay(config: NeoXConfig) -> Iterator[Problem]:
@@ -76,6 +77,17 @@ def _hidden_matrices(config: NeoXConfig) -> Iterator[Problem]:
     prompt = config.model.soft_prompt_tuning
     if prompt is not None and prompt.enabled:
         freezing.append("soft_prompt_tuning")
+    if config.tokenizer.train_only_added_tokens:
+        freezing.append("train_only_added_tokens")
     for key in freezing:
         rule = f"updates matrices of blocks, all of which `{key}` freezes; use Adam, which has the rest"
+        yield config.problem(_TYPE, rule, key)
+
+
+def _untouched_rows(config: NeoXConfig) -> Iterator[Problem]:
+    """An optimizer that moves elements without a gradient cannot leave the rows of old tokens as they are."""
+    key = "train_only_added_tokens"
+    kind = config.optimizer.optimizer.kind
+    if config.tokenizer.train_only_added_tokens and not kind.leaves_untouched:
+        rule = f"does not work with `{key}`: it also changes numbers without a gradient; use Adam"
         yield config.problem(_TYPE, rule, key)

@@ -133,10 +133,10 @@ def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_
 )
 def test_data_that_does_not_fit_the_run_is_refused(prefix, change, names):
     write_sidecar(prefix, SIDECAR)
-    build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
+    build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hashes=["abc"])
     write_sidecar(prefix, dataclasses.replace(SIDECAR, **change))
     with raises_naming(DataError, *names):
-        build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hash="abc")
+        build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hashes=["abc"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"tokens": 3}', '{"format": 1, "unknown": 2}'])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from neox.optim import LRSchedule, NormScope, parameter_groups
+from neox.config.sections.optimizer_table import OPTIMIZERS
+from neox.optim import CLASSES, LRSchedule, NormScope, parameter_groups
 from neox.optim.adamw import AdamW
 from neox.optim.clipping import pieces
 from neox.parallel import mark_lr_factor
@@ -97,3 +98,20 @@ def test_a_norm_that_is_not_finite_changes_nothing(bad):
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not optimizer.overflow
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whether_rows_without_a_gradient_stay_is_known(name):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(40, 16))
+    before = weight.detach().clone()
+    kind = OPTIMIZERS[name]
+    numbers = {"min_8bit_size": 0} if "min_8bit_size" in kind.params.model_fields else {}
+    params = kind.params.model_validate(numbers)
+    optimizer = CLASSES[name]([{"params": [weight], "weight_decay": 0.0}], lr=0.01, **params.options())
+    for _ in range(3):
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[30:] = torch.randn(10, 16)
+        optimizer.step()
+    assert torch.equal(weight[:30], before[:30]) == kind.leaves_untouched
+    assert not torch.equal(weight[30:], before[30:])

@@ -13,6 +13,7 @@ from tests.plans import SIZES, problem_keys, problems_of
 DECAY = {"optimizer": {"params": {"weight_decay": 0.1}}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16_STAGES = {"precision": "bf16", "pipe_parallel_size": 2}
+NEW_TOKENS = {"added_tokens": ["a", "b"], "train_only_added_tokens": True}
 ORIGINAL_MUON = {"type": "Muon", "params": {"adjust_lr_fn": "original"}}
 MUP = {"use_mup": True, "mup_base_hidden_size": 32}
 # The key that a problem points to, others that it must name, and the keys that cause it.
@@ -31,6 +32,11 @@ REFUSALS = [
     ("optimizer.type", ("zero_optimization.offload_optimizer",), {"optimizer": {"type": "CPUAdam"}, **ZERO_1}),
     ("optimizer.type", ("lora",), {"optimizer": {"type": "Muon"}, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}}),
     ("optimizer.type", ("soft_prompt_tuning",), {"optimizer": {"type": "Muon"}, "soft_prompt_tuning": {}}),
+    ("optimizer.type", ("train_only_added_tokens",), {"optimizer": {"type": "madgrad_wd"}, **NEW_TOKENS}),
+    ("optimizer.type", ("train_only_added_tokens",), {"optimizer": {"type": "Muon"}, **NEW_TOKENS}),
+    ("train_only_added_tokens", ("added_tokens",), {"train_only_added_tokens": True}),
+    ("train_only_added_tokens", ("parameter_groups",), {"parameter_groups": [{"match": "*"}], **NEW_TOKENS}),
+    ("added_tokens", ("tokenizer_type",), {"added_tokens": ["a"], "tokenizer_type": "CharLevelTokenizer"}),
     ("optimizer.type", ("model_parallel_size",), {"optimizer": {"type": "muon"}, "model_parallel_size": 2}),
     ("optimizer.type", ("pipe_parallel_size",), {"optimizer": {"type": "Adafactor"}, **BF16_STAGES}),
     ("optimizer.params.adjust_lr_fn", ("use_mup",), {"optimizer": ORIGINAL_MUON, **MUP}),
