@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Self
 
 _FINETUNE = {"finetune": True}
 """Marks fields that may differ from the checkpoint's when a model is fine-tuned."""
+_TRAINING_ONLY = {"compared": False}
+"""Marks fields that change only how the network is trained. A checkpoint fits whatever their values."""
 
 Pairs = tuple[tuple[str, Any], ...]
 """A dictionary as a hashable value: its sorted items, lists in it as tuples."""
@@ -95,6 +97,25 @@ class Architecture:
         embedding_norm: Whether the sum of the embeddings is normalised.
         sentence_head: Whether a bidirectional network also predicts if the second sentence of a sample follows the
             first one: by a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
+        num_experts: Number of experts in the blocks that have experts instead of one MLP; 0 for none.
+        expert_blocks: Numbers of these blocks.
+        experts_per_token: Number of experts that compute each token.
+        expert_width: Inner width of one expert.
+        shared_expert_width: Inner width of an expert that computes every token; 0 for none.
+        shared_expert_gate: Whether its output is multiplied by the sigmoid of a number for each token.
+        router: Key of `ROUTERS`: how experts are chosen; empty without experts.
+        router_normalizes: Whether the weights of a token's experts are divided by their sum.
+        router_groups: Number of groups of experts, of which a token chooses some first; 0 for no groups.
+        router_top_groups: Number of groups that a token chooses.
+        router_scale: Factor of the weights.
+        router_bias: Whether a bias of each expert is added to scores for the choice, not for the weights. It moves
+            towards equal shares after each step, without a gradient.
+        router_bias_rate: Distance that it moves in a step.
+        router_jitter: The router's inputs are multiplied by random numbers in 1 - jitter to 1 + jitter in training.
+        expert_capacity: Most tokens of one expert, as a multiple of equal shares; 0 for no limit.
+        balance_coefficient: Factor of the loss that balances experts.
+        balance_per_sample: Whether that loss is the mean over samples of each one's, instead of one over all tokens.
+        z_coefficient: Factor of the loss that keeps the router's logits small.
     """
 
     num_layers: int
@@ -134,6 +155,24 @@ class Architecture:
     token_types: int = 0
     embedding_norm: bool = False
     sentence_head: bool = False
+    num_experts: int = 0
+    expert_blocks: tuple[int, ...] = ()
+    experts_per_token: int = field(default=0, metadata=_FINETUNE)
+    expert_width: int = 0
+    shared_expert_width: int = 0
+    shared_expert_gate: bool = False
+    router: str = field(default="", metadata=_FINETUNE)
+    router_normalizes: bool = field(default=False, metadata=_FINETUNE)
+    router_groups: int = field(default=0, metadata=_FINETUNE)
+    router_top_groups: int = field(default=0, metadata=_FINETUNE)
+    router_scale: float = field(default=1.0, metadata=_FINETUNE)
+    router_bias: bool = False
+    router_bias_rate: float = field(default=0.0, metadata=_TRAINING_ONLY)
+    router_jitter: float = field(default=0.0, metadata=_TRAINING_ONLY)
+    expert_capacity: float = field(default=0.0, metadata=_TRAINING_ONLY)
+    balance_coefficient: float = field(default=0.0, metadata=_TRAINING_ONLY)
+    balance_per_sample: bool = field(default=False, metadata=_TRAINING_ONLY)
+    z_coefficient: float = field(default=0.0, metadata=_TRAINING_ONLY)
 
     @property
     def max_length(self) -> int:
@@ -148,8 +187,11 @@ class Architecture:
 
     @property
     def mlp(self) -> tuple[str, ...]:
-        """Kind of each block's MLP."""
-        return ("dense",) * self.num_layers
+        """Kind of each block's MLP: a key of `MLPS`."""
+        kinds = ["dense"] * self.num_layers
+        for number in self.expert_blocks:
+            kinds[number] = "experts"
+        return tuple(kinds)
 
     @property
     def attended_heads(self) -> int:
@@ -195,6 +237,8 @@ class Architecture:
         for checked in fields(self):
             wanted = getattr(self, checked.name)
             if checked.name not in saved or saved[checked.name] == wanted:
+                continue
+            if not checked.metadata.get("compared", True):
                 continue
             is_compared = checked.metadata.get("stored", True) or self.positions == "learned"
             may_differ = checked.metadata.get("finetune", False)

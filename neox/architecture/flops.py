@@ -13,7 +13,7 @@ from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
 def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | None = None) -> tuple[int, int]:
     """Return the operations of a forward pass for one token: (in the blocks, in the heads).
 
-    A block takes 2 per element of its matrices, and 4 x heads x head size per key and query for scores and weighted
+    A block takes 2 per element of its matrices (of a token's own experts), and 4 x heads x head size per key and query for scores and weighted
     values (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
     arXiv:2104.04473.
 
@@ -94,8 +94,8 @@ def _frozen_flops(block: LayerEntry) -> int:
     """Return the operations of the gradients that frozen matrices of a block do not need, for one token."""
     total = 0
     for spec in block.parameters:
-        if len(spec.shape) == 2 and not spec.trained:
-            total += 2 * spec.numel
+        if spec.is_matrix and not spec.trained:
+            total += 2 * spec.active_numel
     return total
 
 

@@ -102,9 +102,14 @@ class LayerEntry:
         return sum(spec.numel for spec in self.parameters if spec.shared_with is None)
 
     @property
+    def active_numel(self) -> int:
+        """Number of these parameters that one token is computed with: not those of experts that it does not choose."""
+        return sum(spec.active_numel for spec in self.parameters if spec.shared_with is None)
+
+    @property
     def matrix_numel(self) -> int:
-        """Number of elements of its matrices."""
-        return sum(spec.numel for spec in self.parameters if spec.is_matrix)
+        """Number of elements of its matrices that one token is multiplied with."""
+        return sum(spec.active_numel for spec in self.parameters if spec.is_matrix)
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
         """Return whether one of its parameters is a matrix between hidden states: of a block, with drawn weights."""
@@ -162,6 +167,11 @@ class LayerPlan:
     def numel(self) -> int:
         """Number of parameters of the model, tied weights counted once."""
         return sum(layer.numel for layer in self.layers)
+
+    @property
+    def active_numel(self) -> int:
+        """Number of parameters that one token is computed with; all but those of experts that it does not choose."""
+        return sum(layer.active_numel for layer in self.layers)
 
     @property
     def trained_numel(self) -> int:

@@ -32,6 +32,8 @@ class ParameterSpec:
         of_norm: It scales or shifts elements, whatever its shape.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
             and every layer's file holds a copy.
+        experts: Number of experts whose weights it holds, one after another along dimension 0; 0 for other parameters.
+        active_experts: Number of these that compute one token.
     """
 
     name: str
@@ -46,6 +48,8 @@ class ParameterSpec:
     weight_decay: float | None = None
     of_norm: bool = False
     shared_with: int | None = None
+    experts: int = 0
+    active_experts: int = 0
 
     def __post_init__(self) -> None:
         """Check the sections."""
@@ -59,8 +63,15 @@ class ParameterSpec:
         return prod(self.shape)
 
     @property
+    def active_numel(self) -> int:
+        """Number of elements that one token is computed with."""
+        if not self.experts:
+            return self.numel
+        return self.numel // self.experts * self.active_experts
+
+    @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of a product, to which weight decay applies."""
+        """Whether it is a matrix of a product, or a stack of them, to which weight decay applies."""
         return len(self.shape) > 1 and not self.of_norm
 
     def is_divisible(self, tp_size: int) -> bool:
