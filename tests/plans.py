@@ -118,11 +118,38 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "head_dim": 6,
         "rotary_pct": 1.0,
     },
+    "experts": {
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_router_type": "topk",
+        "moe_ffn_hidden_size": 20,
+        "activation": "swiglu",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_z_loss_coeff": 0.01,
+        **_NO_BIASES,
+    },
+    "shared expert": {
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_layer_freq": [0, 1],
+        "moe_router_type": "sigmoid",
+        "moe_norm_topk_prob": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_shared_expert_intermediate_size": 12,
+        "moe_shared_expert_gate": True,
+        "gpt_j_residual": True,
+    },
 }
 
-# Those whose blocks run any kernel of attention, that generate with a cache, and that keep packed documents apart.
+# Those with experts; those whose blocks run any kernel of attention, that generate with a cache, whose steps are
+# recorded as graphs, and that keep packed documents apart.
+MIXTURES = [name for name, keys in NETWORKS.items() if "moe_num_experts" in keys]
 PLAIN_NETWORKS = [name for name, keys in NETWORKS.items() if "attention_config" not in keys]
 CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
+RECORDED_NETWORKS = {name: keys for name, keys in CACHED_NETWORKS.items() if name not in MIXTURES}
 PACKED_NETWORKS = [name for name in NETWORKS if name != "soft_prompt"]
 
 

@@ -1,20 +1,21 @@
 """Description of a network, and everything that follows from it on paper: parameters, layers, FLOPs. No torch."""
 
+from neox.architecture.activations import ACTIVATIONS, Activation
 from neox.architecture.adapters import add_adapters
 from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import (
-    ACTIVATIONS,
     ATTENTION,
     MLPS,
     NORMS,
     POSITIONS,
-    Activation,
     Attention,
     MLPKind,
     Norm,
     Positions,
     block_losses,
+    block_statistics,
 )
+from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
 from neox.architecture.layers import (
@@ -38,9 +39,12 @@ __all__ = [
     "ACTIVATIONS",
     "ADAPTER",
     "ATTENTION",
+    "BALANCE_LOSS",
     "BLOCK_OFFSET",
+    "DROPPED",
     "FP8_MULTIPLE",
     "GATED_KINDS",
+    "LARGEST_SHARE",
     "LOSS_CHUNK",
     "MLPS",
     "MOST_BLOCKED",
@@ -49,9 +53,12 @@ __all__ = [
     "QUERY_BLOCK",
     "RESIDUALS",
     "ROPE_SCALINGS",
+    "ROUTERS",
+    "RouterName",
     "SPARSITY",
     "VOCABULARY",
     "WORD_EMBEDDINGS",
+    "Z_LOSS",
     "Activation",
     "Architecture",
     "Attention",
@@ -71,6 +78,7 @@ __all__ = [
     "Residual",
     "adapter_parameters",
     "block_losses",
+    "block_statistics",
     "add_adapters",
     "build_layer_plan",
     "forward_flops_per_token",

@@ -11,20 +11,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from neox.architecture.activations import ACTIVATIONS
 from neox.architecture.architecture import Architecture
+from neox.architecture.experts import expert_losses, expert_parameters, expert_statistics
 from neox.architecture.parameter import ParameterSpec, in_module
 from neox.architecture.sparsity import SPARSITY
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An MLP activation.
-
-    Attributes:
-        width_factor: Width of its input as a multiple of its output: 2 if one half gates the other.
-    """
-
-    width_factor: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,17 +35,23 @@ class Norm:
     of_heads: bool = False
 
 
+def _no_names(architecture: Architecture) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class MLPKind:
     """A kind of MLP in a block.
 
     Attributes:
         parameters: Network -> parameters, named inside the block.
-        losses: Names of the losses that it adds to the objective's.
+        losses: Network -> names of the losses that it adds to the objective's.
+        statistics: Network -> names of numbers that it reports with them, which are not trained.
     """
 
     parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
-    losses: tuple[str, ...] = ()
+    losses: Callable[[Architecture], tuple[str, ...]] = _no_names
+    statistics: Callable[[Architecture], tuple[str, ...]] = _no_names
 
 
 def _none(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -207,11 +204,6 @@ def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("position_embeddings.weight", (architecture.max_positions, architecture.hidden_size)),)
 
 
-_PLAIN = ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")
-_GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {**dict.fromkeys(_PLAIN, Activation()), **dict.fromkeys(_GATED, Activation(width_factor=2))}
-)
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm, of_heads=True),
@@ -247,14 +239,24 @@ ATTENTION: Mapping[str, Attention] = MappingProxyType(
         "sliding_window": Attention(_self_attention, lambda network, length: min(network.window, length)),
     }
 )
-MLPS: Mapping[str, MLPKind] = MappingProxyType({"dense": MLPKind(_mlp)})
+MLPS: Mapping[str, MLPKind] = MappingProxyType(
+    {"dense": MLPKind(_mlp), "experts": MLPKind(expert_parameters, expert_losses, expert_statistics)}
+)
 
 
 def block_losses(architecture: Architecture) -> tuple[str, ...]:
     """Return the names of the losses that the network's blocks add to the objective's."""
     names: dict[str, None] = {}
     for kind in architecture.mlp:
-        names.update(dict.fromkeys(MLPS[kind].losses))
+        names.update(dict.fromkeys(MLPS[kind].losses(architecture)))
+    return tuple(names)
+
+
+def block_statistics(architecture: Architecture) -> tuple[str, ...]:
+    """Return the names of the numbers that the network's blocks report next to losses."""
+    names: dict[str, None] = {}
+    for kind in architecture.mlp:
+        names.update(dict.fromkeys(MLPS[kind].statistics(architecture)))
     return tuple(names)
 
 

@@ -13,9 +13,9 @@ from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
 def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | None = None) -> tuple[int, int]:
     """Return the operations of a forward pass for one token: (in the blocks, in the heads).
 
-    A block takes 2 per element of its matrices (of a token's own experts), and 4 x heads x head size per key and query for scores and weighted
-    values (causal attention is counted whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM,
-    arXiv:2104.04473.
+    A block takes 2 per element of its matrices (of experts, those that a token chooses), and 4 x heads x head size per
+    key and query for scores and weighted values (causal attention is counted whole); the head takes 2 x hidden size x
+    padded vocabulary. Megatron-LM, arXiv:2104.04473.
 
     Args:
         layers: The network's layers.

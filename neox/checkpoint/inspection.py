@@ -33,6 +33,7 @@ class Summary:
         dp_size: Data-parallel degree of the optimizer's files, if there are any.
         layers: Number of blocks.
         parameters: Number of parameters.
+        active_parameters: Number of parameters that one token is computed with.
         dtypes: Dtypes of the weights.
         bytes_on_disk: Size of all files.
         has_manifest: Whether it has a manifest.
@@ -48,6 +49,7 @@ class Summary:
     dp_size: int | None
     layers: int
     parameters: int
+    active_parameters: int
     dtypes: tuple[str, ...]
     bytes_on_disk: int
     has_manifest: bool
@@ -231,6 +233,7 @@ def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:
         dp_size=1 + max(data_ranks) if data_ranks else None,
         layers=reader.layers.architecture.num_layers,
         parameters=reader.layers.numel,
+        active_parameters=reader.layers.active_numel,
         dtypes=tuple(sorted(dtypes)),
         bytes_on_disk=bytes_on_disk,
         has_manifest=read_manifest(reader.path) is not None,

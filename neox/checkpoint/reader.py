@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ class CheckpointReader:
 
         Args:
             index: Index of the layer.
-            name: Name of the parameter; a vector is one block.
+            name: Name of the parameter; a vector is one block, and so is each expert of a stack.
             max_bytes: Approximate limit of a block.
         """
         spec = self.spec(index, name)
@@ -262,6 +263,10 @@ class CheckpointReader:
             yield self.full(index, name)
         elif spec.partition_dim is None or parts[0].dim() == 1:
             yield self._joined(index, spec)
+        elif spec.experts:
+            of_one = replace(spec, shape=spec.shape[1:], partition_dim=spec.partition_dim - 1, experts=0)
+            for of_ranks in zip(*parts, strict=True):
+                yield merge(of_one, of_ranks).unsqueeze(0)
         elif spec.partition_dim == 0:
             for piece in pieces_in_order(spec, parts):
                 yield from _row_blocks([piece], max_bytes)

@@ -106,6 +106,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "is_pipe_parallel": Alias("pipe_parallel_size", {}),  # compared by a rule
         "save_interval": Alias("checkpoint_factor"),
         "train_epochs": Alias("num_train_epochs"),
+        "num_experts": Alias("moe_num_experts"),
+        "moe_router_topk": Alias("moe_top_k"),
+        "moe_input_jitter_eps": Alias("moe_jitter_eps"),
     }
 )
 

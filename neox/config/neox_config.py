@@ -15,6 +15,7 @@ from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
 from neox.config.sections.base import Section
 from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
+from neox.config.sections.experts import ExpertsConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
 from neox.config.sections.optimizer import OptimizerConfig
@@ -33,6 +34,7 @@ class NeoXConfig(Section):
 
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     data: DataConfig = Field(default_factory=DataConfig)

@@ -32,7 +32,7 @@ from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
 from neox.launch.machine import LEAST_CAPABILITY
 from neox.log import get_logger
-from neox.model import GPT, Block, build_layer, share_parameters
+from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective
 from neox.ops import DTYPES, FP8_RECIPES
 from neox.optim import ClippedOptimizer, Muon, NormScope, build_optimizer
@@ -70,6 +70,9 @@ def build_engine(
         plain = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
         steps = PlainSteps(plain, objective, weights, grid, device, timers)
     steps.engine.step_timers = timers
+    for router in biased_routers(model):
+        assert router.selection_bias is not None
+        router.selection_bias.data = router.selection_bias.data.float()  # DeepSpeed has cast all parameters
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()

@@ -17,6 +17,7 @@ from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
+from neox.model import move_selection_biases
 from neox.objectives import Batch, Objective
 from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
@@ -131,6 +132,8 @@ class Engine:
         self._timers.take()  # drops what an evaluation took
         with _readable_scaler_failure(self.iteration + 1):
             self._steps.train(self._cut(batches, length), length)
+        if self.plan.architecture.router_bias:
+            move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
         scores, grad_norm = self._take_values(skipped)

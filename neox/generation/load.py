@@ -80,7 +80,9 @@ def load_model(
             _pack_tied_head(cast(Embedding, layers[0]))
     stage = Stage(plan, grid, layers, stage_plan.ranges)
     on_one_gpu = device.type == "cuda" and grid.tp_size == grid.pp_size == 1
-    recorded = on_one_gpu and plan.config.generation.cuda_graphs
+    # The host reads how many tokens each expert has, which a recorded graph cannot repeat.
+    can_record = on_one_gpu and not plan.architecture.num_experts
+    recorded = can_record and plan.config.generation.cuda_graphs
     return _runner(plan, stage, grid, device, dtype, recompute, recorded)
 
 

@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
 from neox.model.attention import ATTENTION
-from neox.model.block import RESIDUAL_RULES, Block, TransformerLayer
+from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
 from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
@@ -9,9 +9,9 @@ from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.cross_entropy import head_cross_entropy, vocab_parallel_cross_entropy
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead
+from neox.model.experts import ExpertMLP, Router, biased_routers, move_selection_biases
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
-from neox.model.mlp import MLPS
 from neox.model.positions import POSITIONS
 from neox.model.shared_parameters import share_parameters
 from neox.model.soft_prompt import SoftPrompt
@@ -29,6 +29,7 @@ __all__ = [
     "CacheStep",
     "Context",
     "Embedding",
+    "ExpertMLP",
     "FinalNorm",
     "Handoff",
     "Head",
@@ -37,17 +38,20 @@ __all__ = [
     "LayerCache",
     "MaskedLMHead",
     "NetworkOutput",
+    "Router",
     "SentenceHead",
     "SoftPrompt",
     "Stage",
     "TransformerLayer",
     "add_aux",
     "attach_losses",
+    "biased_routers",
     "broadcast_from_head",
     "build_layer",
     "forward_over_stages",
     "head_cross_entropy",
     "initialize",
+    "move_selection_biases",
     "share_parameters",
     "vocab_parallel_cross_entropy",
 ]

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from neox.architecture import RESIDUALS, Architecture
 from neox.model.attention import ATTENTION, SelfAttention
 from neox.model.context import Aux, BlockContext
+from neox.model.experts import ExpertMLP
 from neox.model.gmlp import GatedMLPLayer
-from neox.model.mlp import MLPS
+from neox.model.mlp import MLP
 from neox.ops import NORMS, AttentionImpl
 from neox.parallel import ParallelGrid, Summand, TensorOptions, TokenShares
+
+MLPS: Mapping[str, type[MLP | ExpertMLP]] = MappingProxyType({"dense": MLP, "experts": ExpertMLP})
+"""Kind of MLP (`Architecture.mlp`) -> module."""
 
 NormFunction = Callable[[Tensor], Tensor]
 
@@ -168,7 +172,7 @@ def _sequential(block: TransformerLayer, x: Tensor, context: BlockContext) -> tu
     norms = block.norms
     attended = block.attention(norms.before_attention(x), context)
     x = x + block.dropped(norms.after_attention(attended))
-    output, aux = block.mlp(norms.before_mlp(x))
+    output, aux = block.mlp(norms.before_mlp(x), context)
     return x + block.dropped(norms.after_mlp(output)), aux
 
 
@@ -189,10 +193,10 @@ def _add_both(
 ) -> tuple[Tensor, Aux]:
     if block.reduces_once():
         attention_summand = block.attention.summand(for_attention, context)
-        mlp_summand, aux = block.mlp.summand(for_mlp)
+        mlp_summand, aux = block.mlp.summand(for_mlp, context)
         return x + block.reduced_together(attention_summand, mlp_summand), aux
     attended = block.dropped(block.attention(for_attention, context))
-    output, aux = block.mlp(for_mlp)
+    output, aux = block.mlp(for_mlp, context)
     return x + attended + block.dropped(output), aux
 
 
@@ -201,7 +205,7 @@ def _post_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tup
     norms = block.norms
     attended = block.attention(norms.before_attention(x), context)
     x = norms.after_attention(x + block.dropped(attended))
-    output, aux = block.mlp(norms.before_mlp(x))
+    output, aux = block.mlp(norms.before_mlp(x), context)
     return norms.after_mlp(x + block.dropped(output)), aux
 
 

@@ -58,17 +58,21 @@ class BlockContext(NamedTuple):
         tables: What the position encoding computed from them (`PositionEncoding.tables`); None if there is none.
         visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
         cache: This block's keys and values of earlier tokens, in generation.
+        routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
+            whose experts are here is computed again.
     """
 
     positions: Tensor
     tables: Tables | None = None
     visible: Tensor | None = None
     cache: CachedLayer | None = None
+    routes: dict[int, Tensor] | None = None
 
 
 Aux = Mapping[str, Tensor]
-"""Losses that blocks add to the objective's, by name: fp32 scalars, already multiplied by their coefficients. Their
-names are known from the architecture (`neox.architecture.block_losses`)."""
+"""Losses that blocks add to the objective's, by name: fp32 scalars, already multiplied by their coefficients. Numbers
+that are only reported stand next to them, without a gradient. All names are known from the architecture
+(`neox.architecture.block_losses` and `block_statistics`)."""
 
 
 def add_aux(first: Aux, second: Aux) -> Aux:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.architecture import Architecture, block_losses
+from neox.architecture import Architecture, block_losses, block_statistics
 from neox.model.context import Aux, Context
 from neox.model.stage import Stage
 from neox.parallel import ParallelGrid
@@ -22,9 +22,9 @@ from neox.parallel import ParallelGrid
 class Handoff:
     """Form in which training passes tensors from stage to stage.
 
-    Hidden states come first. With a bidirectional network, the lengths of its padded samples follow. The losses that
-    blocks have added so far come last: their values only, which the last stage reports. Each stage trains its own
-    losses by itself (`attach_losses`).
+    Hidden states come first. With a bidirectional network, the lengths of its padded samples follow. The losses and
+    statistics that blocks have added so far come last: their values only, which the last stage reports. Each stage
+    trains its own losses by itself (`attach_losses`).
 
     Integers are passed because the pipeline engine expects a gradient for every tensor of floating-point numbers, and
     runs one backward pass for each. So losses travel as the bits of their fp32 values.
@@ -36,7 +36,7 @@ class Handoff:
     @classmethod
     def of(cls, architecture: Architecture) -> Handoff:
         """Return the form for a network."""
-        return cls(architecture.bidirectional, block_losses(architecture))
+        return cls(architecture.bidirectional, block_losses(architecture) + block_statistics(architecture))
 
     def pack(self, hidden: Tensor, context: Context, aux: Aux) -> Tensor | tuple[Tensor, ...]:
         """Return what a stage passes on.

@@ -131,17 +131,28 @@ class InitialWeights:
     def _drawn(self, spec: ParameterSpec, entry: LayerEntry, target: nn.Parameter) -> Tensor:
         """Return the full tensor of a parameter; marks `target` if its learning rate has a factor."""
         generator = torch.Generator(target.device if self.on_device else "cpu")
-        generator.manual_seed(derive_seed(self.seed, "weights", spec.shared_with or entry.index, spec.name))
+        seeded = ("weights", spec.shared_with or entry.index, spec.name)
+        generator.manual_seed(derive_seed(self.seed, *seeded))
         if spec.init == "prompt":
             full = torch.empty(spec.shape, device=generator.device)
             return full.uniform_(-self.prompt_range, self.prompt_range, generator=generator)
-        methods = {"weight": self.init_method, "output_weight": self.output_layer_init_method}
-        method = methods.get(spec.init, spec.init)
-        width = self.hidden / self.width_multiplier
-        full = draw(method, spec.shape, generator, std=self.std, layers=self.layers, hidden=width)
+        if spec.experts:
+            full = torch.empty(spec.shape, device=generator.device)
+            for expert in range(spec.experts):
+                generator.manual_seed(derive_seed(self.seed, *seeded, expert))
+                full[expert] = self._weight(spec, spec.shape[1:], generator)
+        else:
+            full = self._weight(spec, spec.shape, generator)
         if self.width_multiplier != 1.0 and entry.is_hidden(spec):
             full *= self.width_multiplier**-0.5
             mark_lr_factor(target, 1.0 / self.width_multiplier)
         if self.scale != 1.0:
             full *= self.scale
         return full
+
+    def _weight(self, spec: ParameterSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draw a weight of a shape by the method of its parameter."""
+        methods = {"weight": self.init_method, "output_weight": self.output_layer_init_method}
+        method = methods.get(spec.init, spec.init)
+        width = self.hidden / self.width_multiplier
+        return draw(method, shape, generator, std=self.std, layers=self.layers, hidden=width)

@@ -206,7 +206,7 @@ class StagePart:
         if context.cache is not None:
             return _run(self.blocks, x, shared, context.cache.layers(length)[self._cached])
         if self.recomputation.acts_on(self.blocks):
-            x, aux = self._run_chunks(x, shared)
+            x, aux = self._run_chunks(x, shared._replace(routes={}))
         else:
             x, aux = _run(self.blocks, x, shared)
         if shares > 1 and self._has_last_block:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neox.architecture import block_losses
+from neox.architecture import block_losses, block_statistics
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.masked_lm import MaskedLM
@@ -70,10 +70,12 @@ class WithBlockLosses:
     Attributes:
         objective: The objective itself.
         losses: Names of the blocks' losses.
+        statistics: Names of numbers that blocks report with them, and that are not trained.
     """
 
     objective: Objective
     losses: tuple[str, ...]
+    statistics: tuple[str, ...] = ()
 
     @property
     def label_mask(self) -> str:
@@ -82,8 +84,9 @@ class WithBlockLosses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the name of the sum, which is trained, then the names of its parts."""
-        return ("total_loss", *self.objective.names, *self.losses)
+        """Return the name of the sum, which is trained, then the names of its parts; no sum without losses."""
+        total = ("total_loss",) if self.losses else ()
+        return (*total, *self.objective.names, *self.losses, *self.statistics)
 
     @property
     def per_token(self) -> tuple[str, ...]:
@@ -99,11 +102,13 @@ class WithBlockLosses:
         return self.objective.targets(batch)
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the sum of all losses, the objective's scores, and the blocks' losses."""
+        """Return the sum of all losses, the objective's scores, and what the blocks report."""
         scores = self.objective.scores(output, targets)
-        added = torch.stack([output.aux[name] for name in self.losses])
-        total = scores[0] + added.sum()
-        return torch.cat((total.unsqueeze(0), scores, added))
+        reported = torch.stack([output.aux[name] for name in (*self.losses, *self.statistics)])
+        if not self.losses:
+            return torch.cat((scores, reported))
+        total = scores[0] + reported[: len(self.losses)].sum()
+        return torch.cat((total.unsqueeze(0), scores, reported))
 
 
 def build_objective(plan: RunPlan) -> Objective:
@@ -113,6 +118,7 @@ def build_objective(plan: RunPlan) -> Objective:
     if network.bidirectional:
         objective = MaskedLM(network.sentence_head)
     losses = block_losses(network)
-    if losses:
-        objective = WithBlockLosses(objective, losses)
+    statistics = block_statistics(network)
+    if losses or statistics:
+        objective = WithBlockLosses(objective, losses, statistics)
     return objective

@@ -9,11 +9,13 @@ from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import core_attention, masked_bias, same_document_pairs, unpadded_keys
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
+from neox.ops.grouped_linear import ExpertOrder, from_experts, grouped_linear, sort_by_expert, to_experts
 from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_factor, rotary_inv_freq, rotary_tables, rotate
+from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_pairs
 
@@ -26,15 +28,21 @@ __all__ = [
     "FP8_RECIPES",
     "NORMS",
     "MASKED_SCORE",
+    "SCORES",
     "AttentionImpl",
+    "ExpertOrder",
     "Fp8Recipe",
     "PackedWeight",
+    "Routes",
     "add_product",
     "alibi_slopes",
+    "balance_loss",
     "can_pack",
     "SoftmaxImpl",
     "block_layout",
     "core_attention",
+    "from_experts",
+    "grouped_linear",
     "label_scores",
     "linear",
     "logits_gradient",
@@ -44,8 +52,14 @@ __all__ = [
     "rotary_inv_freq",
     "rotary_tables",
     "rotate",
+    "route",
     "same_document_pairs",
+    "sinkhorn",
+    "sort_by_expert",
     "sparse_pairs",
     "scale_mask_softmax",
+    "to_experts",
+    "tokens_per_expert",
     "unpadded_keys",
+    "z_loss",
 ]

@@ -7,9 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from neox.architecture import Architecture, LayerPlan, Lora, add_adapters, build_layer_plan
-from neox.config.neox_config import NeoXConfig
+from neox.config.neox_config import NeoXConfig, key_sections, section_classes
 from neox.config.sections.base import Section
-from neox.config.sections.model import ModelConfig
 from neox.errors import ConfigError
 from neox.plan.architecture_keys import ARCHITECTURE_KEYS, FIELD_KEYS
 from neox.plan.parameter_groups import with_parameter_groups, with_trained_rows
@@ -78,7 +77,8 @@ def _saved(settings: Mapping[str, Any], key: str) -> Any:
     """Return a checkpoint's value of a key; the default of one that did not exist yet when it was written."""
     if key in settings:
         return settings[key]
-    return ModelConfig.model_fields[key].default
+    section = section_classes()[key_sections()[key]]
+    return section.model_fields[key].default
 
 
 def setting_differences(

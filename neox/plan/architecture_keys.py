@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -11,70 +10,9 @@ from neox.architecture import ACTIVATIONS, NORMS, Architecture, Pairs, rope_scal
 from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import SoftPromptSettings
 from neox.plan.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
-from neox.plan.mlp_width import mlp_width
-
-Keys = Mapping[str, Any]
-
-
-def _inexpressible(_: Architecture) -> Keys:
-    """Write nothing: the field has its default in every network that is written as keys."""
-    return {}
-
-
-@dataclass(frozen=True)
-class FieldKeys:
-    """How one field of `Architecture` is read from YAML keys, and written as keys.
-
-    Attributes:
-        keys: Keys that the field follows from.
-        read: Values of `keys`, in this order -> the field's value.
-        write: Network -> the keys that this field adds. Keys that would have their default anyway may be left out.
-        later: Those of `keys` that did not exist yet when older checkpoints were written; they had their defaults.
-    """
-
-    keys: tuple[str, ...]
-    read: Callable[..., Any]
-    write: Callable[[Architecture], Keys] = _inexpressible
-    later: tuple[str, ...] = ()
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Keys without which a checkpoint says nothing about the field."""
-        return tuple(key for key in self.keys if key not in self.later)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _copy(key: str) -> FieldKeys:
-    """Return the row of a field that is the value of a key of the same name."""
-    return FieldKeys((key,), _same, lambda network: {key: getattr(network, key)})
-
-
-def _keys_if(condition: bool, **keys: Any) -> Keys:
-    """Return keys with their values if a condition holds, else nothing."""
-    return keys if condition else {}
-
-
-def _unless_default(key: str, value: Any, default: Any) -> Keys:
-    """Return a key with its value, or nothing if that is the key's default."""
-    return _keys_if(value != default, **{key: value})
-
-
-def _if(condition: Callable[[Any], bool], absent: Any, read: Callable[..., Any] = _same) -> Callable[..., Any]:
-    """Return a function that reads a field which networks have only under a condition.
-
-    Args:
-        condition: Value of the first key -> whether the network has the field.
-        absent: Value of the field in other networks.
-        read: Values of the other keys -> the field's value.
-    """
-
-    def read_if(first: Any, *others: Any) -> Any:
-        return read(*others) if condition(first) else absent
-
-    return read_if
+from neox.plan.expert_keys import EXPERT_FIELDS
+from neox.plan.field_keys import FieldKeys, Keys, copied, keys_if, read_if, same, unless_default
+from neox.plan.mlp_width import MLP_SIZES, mlp_width
 
 
 def _is_rotary(positions: str) -> bool:
@@ -95,8 +33,6 @@ def _is_masked(objective: str) -> bool:
 
 # Widths.
 
-_MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
-
 
 def size_of_head(hidden_size: int, heads: int, head_dim: int | None) -> int:
     """Return the width of an attention head."""
@@ -104,13 +40,13 @@ def size_of_head(hidden_size: int, heads: int, head_dim: int | None) -> int:
 
 
 def _write_head_dim(network: Architecture) -> Keys:
-    return _unless_default("head_dim", network.head_dim, network.hidden_size // network.num_attention_heads)
+    return unless_default("head_dim", network.head_dim, network.hidden_size // network.num_attention_heads)
 
 
 def _write_mlp_width(network: Architecture) -> Keys:
     if ACTIVATIONS[network.activation].width_factor > 1:
         return {"mlp_width": network.mlp_width}  # what a gated width follows from depends on other keys
-    return _unless_default("mlp_width", network.mlp_width, 4 * network.hidden_size)
+    return unless_default("mlp_width", network.mlp_width, 4 * network.hidden_size)
 
 
 # Activation and norms.
@@ -153,7 +89,7 @@ def _read_qk_norm(is_neox: bool, name: str) -> str:
 def _write_qk_norm(network: Architecture) -> Keys:
     if network.qk_norm == "neox":
         return {"use_qk_layernorm": True}
-    return _unless_default("qk_norm", network.qk_norm, "none")
+    return unless_default("qk_norm", network.qk_norm, "none")
 
 
 # Biases.
@@ -166,7 +102,7 @@ def _read_qkv_bias(of_attention: bool, of_qkv: bool | None) -> bool:
 
 
 def _write_qkv_bias(network: Architecture) -> Keys:
-    return _unless_default("use_bias_in_qkv", network.qkv_bias, network.attention_output_bias)
+    return unless_default("use_bias_in_qkv", network.qkv_bias, network.attention_output_bias)
 
 
 # Positions.
@@ -178,11 +114,11 @@ def rotated_dimensions(rotary_pct: float, hidden_size: int, heads: int, head_dim
 
 
 def _write_rotary_fraction(network: Architecture) -> Keys:
-    return _keys_if(_is_rotary(network.positions), rotary_pct=network.rotary_fraction)
+    return keys_if(_is_rotary(network.positions), rotary_pct=network.rotary_fraction)
 
 
 def _write_rotary_base(network: Architecture) -> Keys:
-    return _keys_if(_is_rotary(network.positions), rotary_emb_base=int(network.rotary_base))
+    return keys_if(_is_rotary(network.positions), rotary_emb_base=int(network.rotary_base))
 
 
 def _read_max_positions(longest: int | None, seq_length: int) -> int:
@@ -197,7 +133,7 @@ def _write_max_positions(network: Architecture) -> Keys:
 
 
 def _write_attention(network: Architecture) -> Keys:
-    return _keys_if(set(network.attention) != {"global"}, attention_config=list(network.attention))
+    return keys_if(set(network.attention) != {"global"}, attention_config=list(network.attention))
 
 
 def _read_window(attention_config: Sequence[Any] | None, num_layers: int, width: int | None) -> int:
@@ -215,7 +151,7 @@ def _write_sparsity(network: Architecture) -> Keys:
     for name, value in network.sparsity:
         setting = name.partition(".")[2]  # KIND.SETTING
         settings[setting] = value
-    return _unless_default("sparsity_config", settings, {})
+    return unless_default("sparsity_config", settings, {})
 
 
 def _read_gmlp_width(width: int, attention_config: Sequence[Any] | None, num_layers: int) -> int:
@@ -262,7 +198,7 @@ def _write_residual(network: Architecture) -> Keys:
 
 
 def _write_bidirectional(network: Architecture) -> Keys:
-    return _keys_if(network.bidirectional, objective="masked_lm")
+    return keys_if(network.bidirectional, objective="masked_lm")
 
 
 def _default_token_types(sentence_head: bool) -> int:
@@ -276,11 +212,11 @@ def _token_types(rows: int | None, sentence_head: bool) -> int:
 
 
 def _write_token_types(network: Architecture) -> Keys:
-    return _unless_default("num_tokentypes", network.token_types, _default_token_types(network.sentence_head))
+    return unless_default("num_tokentypes", network.token_types, _default_token_types(network.sentence_head))
 
 
 def _write_sentence_head(network: Architecture) -> Keys:
-    return _keys_if(network.bidirectional and not network.sentence_head, bert_binary_head=False)
+    return keys_if(network.bidirectional and not network.sentence_head, bert_binary_head=False)
 
 
 # Prompt.
@@ -295,39 +231,39 @@ def _read_prompt_tokens(given: SoftPromptSettings | Keys | None) -> int:
 
 def _write_prompt_tokens(network: Architecture) -> Keys:
     settings = {"enabled": True, "num_tokens": network.soft_prompt_tokens}
-    return _keys_if(network.soft_prompt_tokens > 0, soft_prompt_tuning=settings)
+    return keys_if(network.soft_prompt_tokens > 0, soft_prompt_tuning=settings)
 
 
 FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
     {
-        "num_layers": _copy("num_layers"),
-        "hidden_size": _copy("hidden_size"),
-        "num_attention_heads": _copy("num_attention_heads"),
+        "num_layers": copied("num_layers"),
+        "hidden_size": copied("hidden_size"),
+        "num_attention_heads": copied("num_attention_heads"),
         "num_kv_heads": FieldKeys(
             ("num_attention_heads", "num_kv_heads"),
             lambda heads, kv_heads: kv_heads or heads,
-            lambda network: _unless_default("num_kv_heads", network.num_kv_heads, network.num_attention_heads),
+            lambda network: unless_default("num_kv_heads", network.num_kv_heads, network.num_attention_heads),
         ),
         "head_dim": FieldKeys(("hidden_size", "num_attention_heads", "head_dim"), size_of_head, _write_head_dim),
-        "mlp_width": FieldKeys(("hidden_size", "activation", *_MLP_SIZES), mlp_width, _write_mlp_width, _MLP_SIZES),
+        "mlp_width": FieldKeys(("hidden_size", "activation", *MLP_SIZES), mlp_width, _write_mlp_width, MLP_SIZES),
         "activation": FieldKeys(("activation", "bias_gelu_fusion"), _read_activation, _write_activation),
         "norm": FieldKeys(("norm",), _plain_norm, lambda network: {"norm": network.norm}),
         "norm_epsilon": FieldKeys(("norm", *_EPSILONS), _read_epsilon, _write_epsilon, _EPSILONS[1:]),
         "qkv_bias": FieldKeys(("use_bias_in_attn_linear", "use_bias_in_qkv"), _read_qkv_bias, _write_qkv_bias),
         "attention_output_bias": FieldKeys(
             ("use_bias_in_attn_linear",),
-            _same,
-            lambda network: _unless_default("use_bias_in_attn_linear", network.attention_output_bias, True),
+            same,
+            lambda network: unless_default("use_bias_in_attn_linear", network.attention_output_bias, True),
         ),
         "mlp_bias": FieldKeys(
             ("use_bias_in_mlp",),
-            _same,
-            lambda network: _unless_default("use_bias_in_mlp", network.mlp_bias, True),
+            same,
+            lambda network: unless_default("use_bias_in_mlp", network.mlp_bias, True),
         ),
         "head_bias": FieldKeys(
             ("no_weight_tying", "use_bias_in_lm_head"),
             lambda untied, bias: untied and bias,
-            lambda network: _unless_default("use_bias_in_lm_head", network.head_bias, False),
+            lambda network: unless_default("use_bias_in_lm_head", network.head_bias, False),
         ),
         "qk_norm": FieldKeys(("use_qk_layernorm", "qk_norm"), _read_qk_norm, _write_qk_norm),
         "residual": FieldKeys(
@@ -336,33 +272,33 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             _write_residual,
             later=("gpt_j_tied", "norm_placement"),
         ),
-        "positions": FieldKeys(("pos_emb",), _same, lambda network: {"pos_emb": network.positions}),
+        "positions": FieldKeys(("pos_emb",), same, lambda network: {"pos_emb": network.positions}),
         "rotary_ndims": FieldKeys(
             ("pos_emb", "rotary_pct", "hidden_size", "num_attention_heads", "head_dim"),
-            _if(_is_rotary, 0, rotated_dimensions),
+            read_if(_is_rotary, 0, rotated_dimensions),
             _write_rotary_fraction,
             later=("head_dim",),
         ),
-        "rotary_base": FieldKeys(("pos_emb", "rotary_emb_base"), _if(_is_rotary, 0.0, float), _write_rotary_base),
+        "rotary_base": FieldKeys(("pos_emb", "rotary_emb_base"), read_if(_is_rotary, 0.0, float), _write_rotary_base),
         "rope_scaling": FieldKeys(
             ("pos_emb", "rope_scaling"),
-            _if(_is_rotary, (), rope_scaling_of),
-            lambda network: _unless_default("rope_scaling", dict(network.rope_scaling), {}),
+            read_if(_is_rotary, (), rope_scaling_of),
+            lambda network: unless_default("rope_scaling", dict(network.rope_scaling), {}),
         ),
         "learned_offset": FieldKeys(
             ("pos_emb", "opt_pos_emb_offset"),
-            _if(_is_learned, 0),
-            lambda network: _unless_default("opt_pos_emb_offset", network.learned_offset, 0),
+            read_if(_is_learned, 0),
+            lambda network: unless_default("opt_pos_emb_offset", network.learned_offset, 0),
         ),
         "rpe_buckets": FieldKeys(
             ("pos_emb", "rpe_num_buckets"),
-            _if(_is_relative, 0),
-            lambda network: _unless_default("rpe_num_buckets", network.rpe_buckets, 0),
+            read_if(_is_relative, 0),
+            lambda network: unless_default("rpe_num_buckets", network.rpe_buckets, 0),
         ),
         "rpe_max_distance": FieldKeys(
             ("pos_emb", "rpe_max_distance"),
-            _if(_is_relative, 0),
-            lambda network: _unless_default("rpe_max_distance", network.rpe_max_distance, 0),
+            read_if(_is_relative, 0),
+            lambda network: unless_default("rpe_max_distance", network.rpe_max_distance, 0),
         ),
         "max_positions": FieldKeys(
             ("max_position_embeddings", "seq_length"), _read_max_positions, _write_max_positions
@@ -376,13 +312,13 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         "window": FieldKeys(
             ("attention_config", "num_layers", "sliding_window_width"),
             _read_window,
-            lambda network: _unless_default("sliding_window_width", network.window, 0),
+            lambda network: unless_default("sliding_window_width", network.window, 0),
         ),
         "sparsity": FieldKeys(("sparsity_config", "attention_config", "num_layers"), _read_sparsity, _write_sparsity),
         "gmlp_width": FieldKeys(
             ("gmlp_attn_dim", "attention_config", "num_layers"),
             _read_gmlp_width,
-            lambda network: _unless_default("gmlp_attn_dim", network.gmlp_width, 0),
+            lambda network: unless_default("gmlp_attn_dim", network.gmlp_width, 0),
         ),
         "soft_prompt_tokens": FieldKeys(("soft_prompt_tuning",), _read_prompt_tokens, _write_prompt_tokens),
         "tie_word_embeddings": FieldKeys(
@@ -392,33 +328,34 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         ),
         "attention_scale": FieldKeys(
             ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
-            _if(bool, 0.0, _attention_scale),
+            read_if(bool, 0.0, _attention_scale),
             later=("head_dim",),
         ),
         "logit_multiplier": FieldKeys(
-            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), _if(bool, 1.0, _logit_multiplier)
+            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), read_if(bool, 1.0, _logit_multiplier)
         ),
-        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), _if(bool, 1.0)),
-        "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), _if(bool, 1.0)),
+        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), read_if(bool, 1.0)),
+        "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), read_if(bool, 1.0)),
         "bidirectional": FieldKeys(("objective",), _is_masked, _write_bidirectional, later=("objective",)),
         "token_types": FieldKeys(
             ("objective", "num_tokentypes", "bert_binary_head"),
-            _if(_is_masked, 0, _token_types),
+            read_if(_is_masked, 0, _token_types),
             _write_token_types,
             later=("objective", "num_tokentypes", "bert_binary_head"),
         ),
         "embedding_norm": FieldKeys(
             ("embed_layernorm",),
-            _same,
-            lambda network: _unless_default("embed_layernorm", network.embedding_norm, False),
+            same,
+            lambda network: unless_default("embed_layernorm", network.embedding_norm, False),
             later=("embed_layernorm",),
         ),
         "sentence_head": FieldKeys(
             ("objective", "bert_binary_head"),
-            _if(_is_masked, False),
+            read_if(_is_masked, False),
             _write_sentence_head,
             later=("objective", "bert_binary_head"),
         ),
+        **EXPERT_FIELDS,
     }
 )
 """Field of `Architecture` -> its keys. A field that is missing here keeps its default."""

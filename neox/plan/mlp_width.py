@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Final
 
 from neox.architecture import ACTIVATIONS
+
+MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
+"""Keys that the width follows from, next to `hidden_size` and `activation`."""
 
 
 def mlp_width(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from neox.architecture import Architecture
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.data_lines import data_lines, fim_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
@@ -92,16 +93,31 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
     number_format: str = plan.precision
     if plan.config.training.fp8:
         number_format += f" (blocks multiply in fp8, {plan.config.training.fp8})"
-    yield (
-        f"model     {plan.layers.numel:,} parameters, {number_format}, vocabulary {plan.vocab_size:,} padded to "
-        f"{plan.padded_vocab_size:,}"
-    )
     network = plan.architecture
+    size = f"{plan.layers.numel:,} parameters"
+    if network.num_experts:
+        size += f" ({plan.layers.active_numel:,} active)"
+    yield (f"model     {size}, {number_format}, vocabulary {plan.vocab_size:,} padded to {plan.padded_vocab_size:,}")
     heads = count(network.num_attention_heads, "head")
     if network.num_kv_heads != network.num_attention_heads:
         heads += f" ({network.num_kv_heads} of keys)"
-    yield f"          width {network.hidden_size:,}, {heads} of {network.head_dim}, MLP width {network.mlp_width:,}"
+    yield f"          width {network.hidden_size:,}, {heads} of {network.head_dim}, {_mlp_widths(network)}"
     yield from labelled("groups", group_lines(plan.layers, plan.config))
+
+
+def _mlp_widths(network: Architecture) -> str:
+    """Return the widths of a network's MLPs and experts as text."""
+    parts = []
+    if len(network.expert_blocks) < network.num_layers:
+        parts.append(f"MLP width {network.mlp_width:,}")
+    if network.num_experts:
+        experts = (
+            f"{network.num_experts} experts of width {network.expert_width:,}, {network.experts_per_token} a token"
+        )
+        parts.append(f"{experts}, in {count(len(network.expert_blocks), 'block')}")
+    if network.shared_expert_width:
+        parts.append(f"a shared expert of width {network.shared_expert_width:,}")
+    return "; ".join(parts)
 
 
 def _stage_line(plan: RunPlan, stage: StagePlan) -> str:

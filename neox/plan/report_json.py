@@ -35,6 +35,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,
         "parameters": plan.layers.numel,
+        "active_parameters": plan.layers.active_numel,
         "parameter_groups": list(group_lines(plan.layers, plan.config)),
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),

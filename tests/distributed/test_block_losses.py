@@ -21,17 +21,17 @@ def curves(plans: list[RunPlan], *, with_losses: bool = True) -> list[list[dict[
     """Train each plan on this rank, with MLPs that want small outputs; return scores and gradient norm of each step."""
     from neox.architecture import choices
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.model import block, mlp
+    from neox.model import BlockContext, block, mlp
 
     class Small(mlp.MLP):
         """Adds the mean square of its output."""
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            output, _ = super().forward(x)
+        def forward(self, x: torch.Tensor, context: BlockContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            output, _ = super().forward(x, context)
             return output, {"output_size": COEFFICIENT * output.float().square().mean()}
 
     if with_losses:
-        on_paper = replace(choices.MLPS["dense"], losses=("output_size",))
+        on_paper = replace(choices.MLPS["dense"], losses=lambda network: ("output_size",))
         choices.MLPS = MappingProxyType({"dense": on_paper})
         block.MLPS = MappingProxyType({"dense": Small})
     results = []

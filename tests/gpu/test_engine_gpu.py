@@ -7,7 +7,7 @@ import torch
 
 from neox.ops import FP8_RECIPES
 from tests.gpu import engine_checks as checks
-from tests.plans import CACHED_NETWORKS
+from tests.plans import RECORDED_NETWORKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def test_generates_what_the_cpu_does(tmp_path):
     checks.generates_what_the_cpu_does(tmp_path)
 
 
-@pytest.mark.parametrize("name", CACHED_NETWORKS)
+@pytest.mark.parametrize("name", RECORDED_NETWORKS)
 def test_recorded_steps_give_the_usual_logits(name: str):
     checks.recorded_steps_give_the_usual_logits(torch.device("cuda"), name)
 

@@ -170,8 +170,8 @@ def block_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
 def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
     """Return bytes that a block keeps for one token, without its attention.
 
-    Tensors of width H are on every tensor rank, for all tokens or its share. Attention's output, the MLP's first
-    product and what the activation makes of it are split: (heads + (width factor + 1) x MLP width) x number / split.
+    Tensors of width H are on every tensor rank, for all tokens or its share. Attention's output is split: heads x
+    number / split.
     """
     number = setting.bytes_per_number
     split = setting.tp_size
@@ -185,9 +185,37 @@ def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
     heads = network.num_attention_heads * network.head_dim
-    mlp_tensors = ACTIVATIONS[network.activation].width_factor + 1
-    divided = heads * number // split + mlp_tensors * network.mlp_width * number // split
-    return whole // setting.token_shares + divided
+    mlp = 0
+    if len(network.expert_blocks) < network.num_layers:
+        mlp = _mlp_bytes(network, network.mlp_width, setting)
+    if network.num_experts:
+        mlp = max(mlp, _expert_bytes(network, setting))
+    return whole // setting.token_shares + heads * number // split + mlp
+
+
+def _mlp_bytes(network: Architecture, width: int, setting: MemorySetting) -> int:
+    """Return bytes that an MLP of a width keeps for one token: its first product, and what the activation makes of it.
+
+    (width factor + 1) x width x number / split.
+    """
+    tensors = ACTIVATIONS[network.activation].width_factor + 1
+    return tensors * width * setting.bytes_per_number // setting.tp_size
+
+
+def _expert_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that a mixture of experts keeps for one token on one tensor rank, all tokens kept.
+
+    For each of the token's experts its input and output, 2 x H x number, what an MLP keeps, and its number, row and
+    place, 3 x 8. The router keeps two fp32 scores of every expert, and its input in fp32 if that is another type.
+    """
+    number = setting.bytes_per_number
+    hidden = network.hidden_size
+    of_expert = 2 * hidden * number + _mlp_bytes(network, network.expert_width, setting) + 3 * 8
+    router = 2 * _FP32 * network.num_experts
+    if number != _FP32:
+        router += _FP32 * hidden
+    shared = _mlp_bytes(network, network.shared_expert_width, setting)
+    return network.experts_per_token * of_expert + router + shared
 
 
 def _attention_memory(layers: LayerPlan, setting: MemorySetting) -> AttentionMemory:

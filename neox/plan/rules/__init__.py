@@ -14,6 +14,7 @@ from neox.plan.rules.data import data_problems
 from neox.plan.rules.data_stages import stage_problems
 from neox.plan.rules.deepspeed import deepspeed_problems
 from neox.plan.rules.encoder import encoder_problems
+from neox.plan.rules.experts import expert_problems
 from neox.plan.rules.fields import field_problems
 from neox.plan.rules.network import network_problems
 from neox.plan.rules.notes import notes_without_effect
@@ -29,6 +30,7 @@ _RULES = (
     field_problems,
     network_problems,
     encoder_problems,
+    expert_problems,
     parallelism_problems,
     optimizer_problems,
     deepspeed_problems,

@@ -17,6 +17,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan.architecture_keys import rotated_dimensions, size_of_head
 from neox.plan.attention_config import FLASH, SLIDING_WINDOW, attention_kinds
+from neox.plan.expert_keys import expert_blocks
 from neox.plan.mlp_width import mlp_width
 from neox.problems import Problem
 
@@ -85,7 +86,7 @@ def _rotary(config: NeoXConfig) -> Iterator[Problem]:
 
 def _mlp(config: NeoXConfig) -> Iterator[Problem]:
     model = config.model
-    if model.hidden_size is None:
+    if model.hidden_size is None or not _has_mlp_of_model_width(config):
         return
     width = mlp_width(
         model.hidden_size,
@@ -101,6 +102,16 @@ def _mlp(config: NeoXConfig) -> Iterator[Problem]:
     size = f"the MLP's inner width is {width} (activation {model.activation})"
     keys = ("mlp_width", "intermediate_size", "expansion_factor", "mlp_multiple_of", "hidden_size", "activation")
     yield Problem((*keys, _TENSOR_RANKS), f"{size}, which cannot be divided over {ranks}; give mlp_width")
+
+
+def _has_mlp_of_model_width(config: NeoXConfig) -> bool:
+    """Return whether any block's MLP, or the experts, have the width that follows from the model's keys."""
+    experts = config.experts
+    layers = config.model.num_layers or 0
+    if experts.moe_num_experts == 1 or experts.moe_ffn_hidden_size is None:
+        return True
+    blocks = expert_blocks(layers, experts.moe_expert_interval, experts.moe_layer_freq, experts.moe_first_k_dense)
+    return len(blocks) < layers
 
 
 def _lengths(config: NeoXConfig) -> Iterator[Problem]:

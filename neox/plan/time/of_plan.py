@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.architecture import ACTIVATIONS, GATED_KINDS, LayerPlan
+from neox.architecture import ACTIVATIONS, GATED_KINDS, Architecture, LayerPlan
 from neox.plan.memory import MemorySetting
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
@@ -23,11 +23,20 @@ def network_shape(layers: LayerPlan) -> NetworkShape | None:
         heads=network.num_attention_heads,
         kv_heads=network.num_kv_heads,
         head_dim=network.head_dim,
-        mlp_width=network.mlp_width,
+        mlp_width=_active_width(network),
         gated=ACTIVATIONS[network.activation].width_factor > 1,
         vocabulary=layers.padded_vocab_size,
         tied=network.tie_word_embeddings,
+        idle_parameters=layers.numel - layers.active_numel,
     )
+
+
+def _active_width(network: Architecture) -> int:
+    """Return the inner width of all MLPs and experts that compute a token in a block, as the mean over blocks."""
+    with_experts = len(network.expert_blocks)
+    of_experts = network.experts_per_token * network.expert_width + network.shared_expert_width
+    total = (network.num_layers - with_experts) * network.mlp_width + with_experts * of_experts
+    return total // network.num_layers
 
 
 def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetting:

@@ -20,10 +20,11 @@ class NetworkShape:
         heads: Number of query heads.
         kv_heads: Number of key and value heads.
         head_dim: Width of one head.
-        mlp_width: Inner width of the MLP.
+        mlp_width: Inner width of the MLP; of experts, of all that compute one token together.
         gated: Whether the MLP has a gate, and so three matrices instead of two.
         vocabulary: Rows of the embedding, padding included.
         tied: Whether the head uses the embedding's weight.
+        idle_parameters: Elements of experts that one token is not computed with, over all blocks.
     """
 
     layers: int
@@ -35,6 +36,7 @@ class NetworkShape:
     gated: bool
     vocabulary: int
     tied: bool = False
+    idle_parameters: int = 0
 
     @property
     def mlp_matrices(self) -> int:
@@ -43,7 +45,7 @@ class NetworkShape:
 
     @property
     def block_parameters(self) -> int:
-        """Elements of the matrices of one block."""
+        """Elements of the matrices of one block that a token is computed with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + self.mlp_matrices * self.hidden * self.mlp_width
 
@@ -51,7 +53,8 @@ class NetworkShape:
     def parameters(self) -> int:
         """Elements of all matrices."""
         tables = 1 if self.tied else 2
-        return self.layers * self.block_parameters + tables * self.vocabulary * self.hidden
+        active = self.layers * self.block_parameters + tables * self.vocabulary * self.hidden
+        return active + self.idle_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

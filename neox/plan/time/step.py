@@ -105,7 +105,8 @@ def estimate_step(
     length = pipeline_length(setting.schedule, fronts, backs, setting.micro_batches, handoff)
     blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
     busy = blocks.total + head * setting.micro_batches
-    held = (shape.layers * shape.block_parameters / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
+    in_blocks = shape.layers * shape.block_parameters + shape.idle_parameters
+    held = (in_blocks / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
     return StepTime(
         products=blocks.products + head_products * setting.micro_batches,
         attention=blocks.attention,

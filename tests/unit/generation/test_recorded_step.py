@@ -18,7 +18,7 @@ from neox.generation.request import SamplingParams
 from neox.generation.runner import CachedDecoding, ModelRunner
 from tests.errors import raises_naming
 from tests.gpu.engine_checks import recorded_steps_give_the_usual_logits
-from tests.plans import CACHED_NETWORKS, NETWORKS, SMALL
+from tests.plans import NETWORKS, RECORDED_NETWORKS, SMALL
 from tests.unit.generation.random_model import CPU, runner
 from tests.unit.generation.test_packed import NoText
 
@@ -68,7 +68,7 @@ def inference() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lengths", [(3, 6, 5), pytest.param((4, 4), marks=pytest.mark.slow)], ids=["padded", "equal"])
-@pytest.mark.parametrize("name", CACHED_NETWORKS)
+@pytest.mark.parametrize("name", RECORDED_NETWORKS)
 def test_logits_are_those_of_growing_shapes(name: str, lengths: tuple[int, ...]) -> None:
     recorded_steps_give_the_usual_logits(CPU, name, lengths=lengths)
 
@@ -80,7 +80,7 @@ def test_half_precision(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 6, 5), pytest.param((4,), marks=pytest.mark.slow)], ids=["padded", "one"])
-@pytest.mark.parametrize("name", CACHED_NETWORKS)
+@pytest.mark.parametrize("name", RECORDED_NETWORKS)
 def test_steps_are_the_same_operations_on_the_same_memory(name: str, lengths: tuple[int, ...]) -> None:
     model = recorded(name)
     decoding = begin(model, lengths, steps=6)
@@ -113,7 +113,7 @@ def _address(seen: Any) -> int | None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("rotary", "rpe") else pytest.param(name, marks=pytest.mark.slow) for name in CACHED_NETWORKS],
+    [name if name in ("rotary", "rpe") else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED_NETWORKS],
 )
 def test_a_compiled_step_is_compiled_once(name: str) -> None:
     model, counter = recorded(name), CompileCounter()

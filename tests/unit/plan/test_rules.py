@@ -25,6 +25,8 @@ CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 ZERO = "zero_optimization"
 # The key that a problem points to, others that it must name, and the keys that cause it.
+MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
+
 VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("hidden_size", ("num_attention_heads",), {"hidden_size": 66}),
     ("num_attention_heads", ("model_parallel_size",), {"num_attention_heads": 2, "model_parallel_size": 4}),
@@ -133,7 +135,46 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("attention_config", ("num_layers",), {"attention_config": [[["flash"], 3]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash", "global", "flash"], "all"]]}),
     ("attention_config", (), {"attention_config": [["flash", 4]]}),
-    ("moe_num_experts", (), {"moe_num_experts": 8}),
+    ("moe_top_k", ("moe_num_experts",), {**MIXTURE, "moe_top_k": 9}),
+    (
+        "moe_router_num_groups",
+        ("moe_num_experts",),
+        {**MIXTURE, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+    ),
+    ("moe_router_num_groups", ("moe_router_group_topk",), {**MIXTURE, "moe_router_num_groups": 4}),
+    (
+        "moe_router_group_topk",
+        ("moe_router_num_groups",),
+        {**MIXTURE, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
+    ),
+    (
+        "moe_top_k",
+        ("moe_router_group_topk",),
+        {**MIXTURE, "moe_top_k": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+    ),
+    ("moe_layer_freq", ("num_layers",), {**MIXTURE, "moe_layer_freq": [1, 0]}),
+    ("moe_layer_freq", ("moe_expert_interval",), {**MIXTURE, "moe_layer_freq": 2, "moe_expert_interval": 2}),
+    ("moe_num_experts", ("moe_first_k_dense",), {**MIXTURE, "moe_first_k_dense": 4}),
+    ("use_bias_in_mlp", ("moe_num_experts",), {**MIXTURE, "use_bias_in_mlp": True}),
+    (
+        "moe_ffn_hidden_size",
+        ("model_parallel_size",),
+        {**MIXTURE, "moe_ffn_hidden_size": 9, "model_parallel_size": 2},
+    ),
+    ("moe_norm_topk_prob", ("moe_router_type",), {"moe_num_experts": 8, "moe_norm_topk_prob": True}),
+    ("moe_aux_loss_coeff", ("moe_router_type",), {"moe_num_experts": 8, "moe_aux_loss_coeff": 0.1}),
+    ("moe_router_enable_expert_bias", ("moe_router_type",), {**MIXTURE, "moe_router_enable_expert_bias": True}),
+    ("moe_shared_expert_gate", ("moe_shared_expert_intermediate_size",), {**MIXTURE, "moe_shared_expert_gate": True}),
+    (
+        "moe_jitter_eps",
+        ("sequence_parallel",),
+        {**MIXTURE, "moe_jitter_eps": 0.1, "sequence_parallel": True, "model_parallel_size": 2},
+    ),
+    ("moe_num_experts", ("fp8",), {**MIXTURE, "fp8": "rowwise", "precision": "bf16"}),
+    ("optimizer.type", ("moe_num_experts",), {**MIXTURE, "optimizer": {"type": "Muon"}}),
+    ("lora", ("moe_num_experts",), {**MIXTURE, "lora": {"r": 2, "target": ["dense_h_to_4h"]}}),
+    ("moe_num_experts", ("attention_config",), {**MIXTURE, "attention_config": ["gmlp", "global", "global", "global"]}),
+    ("num_experts", ("moe_num_experts",), {"moe_num_experts": 8, "num_experts": 4}),
     ("use_mup", ("mup_base_hidden_size",), {"use_mup": True}),
     ("init_method", ("use_mup",), {"use_mup": True, "mup_base_hidden_size": 32, "init_method": "xavier_normal"}),
     ("bf16", ("precision",), {"precision": "fp16", "bf16": {"enabled": True}}),

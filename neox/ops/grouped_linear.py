@@ -1,0 +1,208 @@
+"""Products of the tokens of each expert with its weights, and the orders of tokens before and after them.
+
+Tokens are sorted by expert, so that each expert's tokens are neighbours. Experts without tokens cost nothing.
+
+Legend: T tokens, K experts of a token, R rows (choices of an expert by a token, without dropped ones), E experts,
+H hidden, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neox.ops.linear import linear
+from neox.ops.routing import tokens_per_expert
+
+_ALIGNMENT = 8
+"""Features of bf16 that `torch._grouped_mm` needs a multiple of (16 bytes)."""
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The order of rows that puts the tokens of each expert one after another.
+
+    Attributes:
+        slots: Position of each row among the T x K choices [R].
+        places: Row of each choice [T x K]; R for dropped ones.
+        counts: Number of rows of each expert [E].
+        top_k: Number of choices of a token K.
+    """
+
+    slots: Tensor
+    places: Tensor
+    counts: Tensor
+    top_k: int
+
+    @property
+    def sources(self) -> Tensor:
+        """Token of each row [R]."""
+        return self.slots // self.top_k
+
+    @property
+    def dropped(self) -> int:
+        """Number of choices without a row."""
+        return self.places.numel() - self.slots.numel()
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, most: int | None = None) -> ExpertOrder:
+    """Sort the choices of experts [T, K]; an expert's tokens keep their order.
+
+    Args:
+        experts: Experts of each token [T, K].
+        num_experts: Number of experts E.
+        most: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
+    """
+    flat = experts.flatten()
+    counts = tokens_per_expert(experts, num_experts)
+    slots = flat.argsort(stable=True)
+    places = torch.empty_like(slots)
+    if most is not None:
+        starts = counts.cumsum(0) - counts
+        sorted_experts = flat[slots]
+        rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
+        kept = rank_in_expert < most
+        counts = counts.clamp(max=most)
+        places.fill_(int(kept.sum()))
+        slots = slots[kept]
+    places[slots] = torch.arange(slots.numel(), device=slots.device)
+    return ExpertOrder(slots, places, counts, experts.shape[1])
+
+
+def to_experts(x: Tensor, order: ExpertOrder) -> Tensor:
+    """Copy tokens [T, H] to the rows of their experts [R, H]."""
+    rows: Tensor = _ToExperts.apply(x, order)
+    return rows
+
+
+def from_experts(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+    """Add up the outputs of each token's experts, weighted: [R, H] and weights [T, K] -> [T, H].
+
+    Dropped choices add nothing.
+    """
+    total: Tensor = _FromExperts.apply(rows, weights.to(rows.dtype), order)
+    return total
+
+
+def _by_choice(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Return rows [R, H] in the order of the choices [T, K, H], with zeros for dropped ones."""
+    if order.dropped:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows[order.places].unflatten(0, (-1, order.top_k))
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        return x[order.sources]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _by_choice(grad, ctx.order).sum(1), None
+
+
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(rows, weights)
+        return torch.bmm(weights.unsqueeze(1), _by_choice(rows, order)).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        order = ctx.order
+        grad_rows = grad[order.sources] * weights.flatten()[order.slots].unsqueeze(1)
+        grad_weights = torch.bmm(_by_choice(rows, order), grad.unsqueeze(2)).squeeze(2)
+        return grad_rows, grad_weights, None
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the rows of each expert with its weight: rows [R, I], weight [E, O, I] -> [R, O].
+
+    Args:
+        rows: Inputs, sorted by expert.
+        weight: Weights of the experts.
+        counts: Number of rows of each expert [E].
+    """
+    result: Tensor
+    if _has_grouped_product(rows, weight):
+        result = _GroupedProduct.apply(rows, weight, counts)
+    else:
+        result = _LoopedProduct.apply(rows, weight, counts.tolist())
+    return result
+
+
+def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether one kernel of the device multiplies all groups."""
+    is_aligned = weight.shape[1] % _ALIGNMENT == 0 and weight.shape[2] % _ALIGNMENT == 0
+    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and is_aligned
+
+
+class _LoopedProduct(torch.autograd.Function):
+    """One product for each expert that has rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(rows, weight)
+        result = rows.new_empty(rows.shape[0], weight.shape[1])
+        for expert, part in _parts(counts):
+            result[part] = linear(rows[part], weight[expert])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = None
+        grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch.empty_like(rows)
+            for expert, part in _parts(ctx.counts):
+                grad_rows[part] = linear(grad[part], weight[expert].t())
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight)
+            for expert, count in enumerate(ctx.counts):
+                if count == 0:
+                    grad_weight[expert] = 0.0
+            for expert, part in _parts(ctx.counts):
+                grad_weight[expert] = linear(grad[part].t(), rows[part].t())
+        return grad_rows, grad_weight, None
+
+
+def _parts(counts: list[int]) -> list[tuple[int, slice]]:
+    """Return the number of each expert that has rows, and the range of these."""
+    parts = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            parts.append((expert, slice(start, start + count)))
+        start += count
+    return parts
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """All products in one kernel, without a wait of the host for the numbers of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        ctx.save_for_backward(rows, weight, ends)
+        return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = None
+        grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch._grouped_mm(grad, weight, offs=ends)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch._grouped_mm(grad.t(), rows, offs=ends)  # [E, O, I]
+        return grad_rows, grad_weight, None

@@ -1,0 +1,164 @@
+"""Choice of the experts of each token, and the losses of that choice.
+
+Legend: B samples, S sequence, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neox.architecture import Architecture
+
+_SINKHORN_TOLERANCE = 1e-4
+_SINKHORN_EPSILON = 1e-8
+
+
+class Routes(NamedTuple):
+    """Experts of the tokens.
+
+    Attributes:
+        experts: Numbers of each token's experts [B, S, K].
+        weights: Factors of their outputs in fp32 [B, S, K].
+        shares: Score of every expert as a share of the token's scores, in fp32 [B, S, E], for the balancing loss.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    shares: Tensor
+
+
+def route(
+    logits: Tensor,
+    network: Architecture,
+    *,
+    bias: Tensor | None = None,
+    training: bool = False,
+    experts: Tensor | None = None,
+) -> Routes:
+    """Choose and weight the experts of each token.
+
+    Args:
+        logits: Scores of the router in fp32 [B, S, E].
+        network: The network, whose `router` fields are used.
+        bias: Number that is added to each expert's scores for the choice [E].
+        training: Whether a router that balances in training only does so.
+        experts: Experts that were chosen before [B, S, K], which are only weighted again. None to choose.
+    """
+    scores = SCORES[network.router](logits, network.experts_per_token)
+    if experts is None:
+        with torch.no_grad():
+            experts = _chosen(logits, scores, network, bias, training)
+    weights = scores.gather(-1, experts)
+    if network.router_normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if network.router_scale != 1.0:
+        weights = weights * network.router_scale
+    shares = scores
+    if network.router == "sigmoid":
+        shares = scores / scores.sum(-1, keepdim=True)
+    return Routes(experts, weights, shares)
+
+
+def _softmax(logits: Tensor, top_k: int) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _sigmoid(logits: Tensor, top_k: int) -> Tensor:
+    return logits.sigmoid()
+
+
+def _sigmoid_of_one(logits: Tensor, top_k: int) -> Tensor:
+    """Return gpt-neox's weights of its Sinkhorn router."""
+    if top_k == 1:
+        return logits.sigmoid()
+    return logits.softmax(-1)
+
+
+SCORES: Mapping[str, Callable[[Tensor, int], Tensor]] = MappingProxyType(
+    {"sinkhorn": _sigmoid_of_one, "topk": _softmax, "sigmoid": _sigmoid}
+)
+"""Router -> function of logits [B, S, E] and K that returns scores [B, S, E]."""
+
+
+def _chosen(logits: Tensor, scores: Tensor, network: Architecture, bias: Tensor | None, training: bool) -> Tensor:
+    """Return the experts of each token [B, S, K], the best first."""
+    top_k = network.experts_per_token
+    if network.router == "sinkhorn" and training:
+        scores = sinkhorn(logits.flatten(0, 1)).view_as(logits)
+    if bias is not None:
+        scores = scores + bias
+    if network.router_groups:
+        scores = _in_best_groups(scores, network.router_groups, network.router_top_groups, top_k)
+    return scores.topk(top_k, dim=-1).indices
+
+
+def _in_best_groups(scores: Tensor, groups: int, top_groups: int, top_k: int) -> Tensor:
+    """Return scores [B, S, E] with -inf outside of each token's best groups of neighbouring experts.
+
+    The score of a group is the sum of its best K / `top_groups` ones, at least of one (DeepSeek-V3, Megatron-LM).
+    """
+    by_group = scores.unflatten(-1, (groups, -1))
+    counted = min(max(1, top_k // top_groups), by_group.shape[-1])
+    of_groups = by_group.topk(counted, dim=-1).values.sum(-1)  # [B, S, groups]
+    best = of_groups.topk(top_groups, dim=-1).indices
+    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    return by_group.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """Return an assignment of tokens to experts [T, E] in which all experts have equal shares, as gpt-neox computes it.
+
+    Rows and columns of exp(logits) are scaled in turn until the factors of the columns hardly change.
+    """
+    costs = logits.exp()
+    tokens, experts = costs.shape
+    columns = torch.ones_like(costs[0])
+    change = float("inf")
+    while change > _SINKHORN_TOLERANCE:
+        rows = 1.0 / (tokens * ((costs * columns).sum(1) + _SINKHORN_EPSILON))
+        scaled = 1.0 / (experts * ((costs * rows.unsqueeze(1)).sum(0) + _SINKHORN_EPSILON))
+        change = float((columns - scaled).abs().mean())
+        columns = scaled
+    return columns * costs * rows.unsqueeze(1)
+
+
+def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is among `experts` [..., K], as integers [..., E] for all but the last dim's rows.
+
+    Args:
+        experts: Numbers of experts [N, K], or [B, N, K] to count for each sample.
+        num_experts: Number of experts E.
+    """
+    flat = experts.flatten(-2)
+    counts = torch.zeros(*flat.shape[:-1], num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(-1, flat, torch.ones_like(flat))
+
+
+def balance_loss(shares: Tensor, experts: Tensor, *, per_sample: bool) -> Tensor:
+    """Return E x the sum over experts of (fraction of choices x mean share), which is 1 if all experts are equal.
+
+    Switch Transformer, arXiv:2101.03961, section 2.2. Megatron-LM's has this factor; that of transformers is K times
+    as large.
+
+    Args:
+        shares: Score of each expert as a share of a token's scores [B, S, E].
+        experts: Experts of each token [B, S, K].
+        per_sample: Whether to return the mean over samples of each one's loss, which does not depend on how samples
+            are divided into micro batches (Megatron-LM's `seq_aux_loss`).
+    """
+    if not per_sample:
+        shares = shares.flatten(0, 1).unsqueeze(0)
+        experts = experts.flatten(0, 1).unsqueeze(0)
+    num_experts = shares.shape[-1]
+    fractions = tokens_per_expert(experts, num_experts) / experts[0].numel()
+    return num_experts * (fractions * shares.mean(1)).sum(-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return the mean square of the logarithm of the softmax's sum (ST-MoE, arXiv:2202.08906, equation 5)."""
+    return logits.logsumexp(-1).square().mean()

@@ -1,0 +1,107 @@
+"""Rules of mixtures of experts: numbers that divide, and what experts do not work with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neox.architecture import GATED_KINDS
+from neox.config.neox_config import NeoXConfig
+from neox.config.sections.experts import ExpertsConfig
+from neox.errors import ConfigError
+from neox.plan.attention_config import attention_kinds
+from neox.plan.expert_keys import expert_blocks
+from neox.plan.rules.network import nearest_multiples
+from neox.problems import Problem
+
+_NUMBER = "moe_num_experts"
+_TENSOR_RANKS = "model_parallel_size"
+_MLP_MODULES = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+def expert_problems(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield the rules about experts that are broken; none for networks without experts."""
+    if config.experts.moe_num_experts == 1:
+        return
+    yield from _choices(config, config.experts)
+    yield from _blocks(config)
+    yield from _widths(config)
+    yield from _refused_with_experts(config)
+
+
+def _choices(config: NeoXConfig, experts: ExpertsConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the numbers of experts and groups that a token chooses."""
+    number = config.describe_setting(_NUMBER)
+    if experts.moe_top_k > experts.moe_num_experts:
+        yield config.problem("moe_top_k", f"is more than {number}; use at most that many", _NUMBER)
+    groups = experts.moe_router_num_groups
+    chosen = experts.moe_router_group_topk
+    if groups is None or chosen is None:
+        return
+    if experts.moe_num_experts % groups:
+        yield config.problem("moe_router_num_groups", f"does not divide {number}; use a divisor of that", _NUMBER)
+        return
+    if chosen > groups:
+        described = config.describe_setting("moe_router_num_groups")
+        yield config.problem("moe_router_group_topk", f"is more than {described}", "moe_router_num_groups")
+        return
+    available = experts.moe_num_experts // groups * chosen
+    if experts.moe_top_k > available:
+        rule = f"is more than the {available} experts of the groups that a token chooses; choose more groups"
+        yield config.problem("moe_top_k", rule, "moe_router_group_topk", "moe_router_num_groups", _NUMBER)
+
+
+def _blocks(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the blocks that have experts."""
+    layers = config.model.num_layers
+    if layers is None:
+        return
+    experts = config.experts
+    listed = experts.moe_layer_freq
+    depth = config.describe_setting("num_layers")
+    if isinstance(listed, tuple) and len(listed) != layers:
+        yield config.problem("moe_layer_freq", f"has {len(listed)} numbers, but {depth}", "num_layers")
+        return
+    blocks = expert_blocks(layers, experts.moe_expert_interval, listed, experts.moe_first_k_dense)
+    if not blocks:
+        keys = ("moe_layer_freq", "moe_expert_interval", "moe_first_k_dense", "num_layers")
+        yield config.problem(_NUMBER, f"and {depth}: no block has experts; change the first blocks", *keys)
+    if len(blocks) == layers and config.given("use_bias_in_mlp") and config.model.use_bias_in_mlp:
+        rule = "has no block to act on: experts have no biases; remove it"
+        yield config.problem("use_bias_in_mlp", rule, _NUMBER)
+
+
+def _widths(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield widths that tensor ranks cannot divide; the rule of the MLP reports its own."""
+    degree = config.parallelism.model_parallel_size
+    for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = config.value(key)
+        if width is not None and width % degree:
+            ranks = config.describe_setting(_TENSOR_RANKS)
+            nearest = nearest_multiples(width, degree)
+            yield config.problem(key, f"cannot be divided over {ranks}; use {nearest}", _TENSOR_RANKS)
+
+
+def _refused_with_experts(config: NeoXConfig) -> Iterator[Problem]:
+    number = config.describe_setting(_NUMBER)
+    if config.optimizer.optimizer.kind.names[0] == "Muon":
+        rule = f"updates single matrices, and does not work with {number}, whose matrices are stacked; use Adam"
+        yield config.problem("optimizer.type", rule, _NUMBER)
+    lora = config.training.lora
+    if lora is not None and not set(lora.target).isdisjoint(_MLP_MODULES):
+        rule = f"adapts MLPs, and does not work with {number}; leave {' and '.join(_MLP_MODULES)} out of its target"
+        yield config.problem("lora", rule, _NUMBER)
+    yield from _gated_blocks(config)
+
+
+def _gated_blocks(config: NeoXConfig) -> Iterator[Problem]:
+    given = config.model.attention_config
+    layers = config.model.num_layers
+    if given is None or layers is None:
+        return
+    try:
+        kinds = attention_kinds(given, layers)
+    except ConfigError:
+        return  # the rule of attention reports it
+    if gated := sorted(set(kinds) & set(GATED_KINDS)):
+        rule = f"does not work with attention kind {' and '.join(gated)}, whose blocks have no MLP"
+        yield config.problem(_NUMBER, rule, "attention_config")
