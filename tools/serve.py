@@ -1,8 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Serve a checkpoint to OpenAI clients and to a browser, from one process, to try out a model.
+r"""Serve a checkpoint to OpenAI clients and to a browser, from one process, to try out a model.
 
 python tools/serve.py -d configs MODEL.yml
 curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once", "max_tokens": 32}'
+curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
+  -d '{"messages": [{"role": "user", "content": "How many?"}]}'
 
 Only this machine can connect, unless --host is given: the server has no authentication.
 """
@@ -22,8 +24,9 @@ import torch
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, NeoXError, install_command, run_script
-from neox.generation.completions_api import Limits
+from neox.generation.chat_format import find_chat_format
 from neox.generation.load import load_model
+from neox.generation.request_fields import Limits
 from neox.generation.server import make_app
 from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments
 from neox.log import get_logger, setup_logging
@@ -74,6 +77,7 @@ def main() -> None:
     address = open_socket(args.host, args.port)
     checkpoint = choose_checkpoint(plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chat = find_chat_format(plan, checkpoint, tokenizer)
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)
     shown = f"[{args.host}]" if ":" in args.host else args.host
     closing = threading.Event()
@@ -81,6 +85,7 @@ def main() -> None:
         model,
         tokenizer,
         name=checkpoint.resolve().name,
+        chat=chat,
         limits=replace(
             limits,
             max_tokens=args.max_tokens,
@@ -92,7 +97,11 @@ def main() -> None:
         closing=closing,
     )
     get_logger(f"neox.{Path(__file__).stem}").info(
-        "http://%s:%d/ serves %s", shown, address.getsockname()[1], checkpoint
+        "http://%s:%d/ serves %s%s",
+        shown,
+        address.getsockname()[1],
+        checkpoint,
+        "" if chat else " (no chat template: it continues texts, and answers no conversations)",
     )
     settings = uvicorn.Config(
         app, log_level="warning", limit_concurrency=_CONNECTIONS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS

@@ -30,7 +30,7 @@ from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_keys
-from neox.tokenizer.chat import ChatTemplate, find_answer_end
+from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 """Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
@@ -262,7 +262,7 @@ def _write_generation_config(
     """Write the ids that begin and end a text. With a chat template the end of an answer is one of them."""
     ends: int | list[int] | None = settings.eod
     if settings.eod is not None and template is not None and source is not None:
-        of_answers = find_answer_end(template, source.tokenizer).ids
+        of_answers = find_answer_form(template, source.tokenizer).end_ids
         if of_answers:
             ends = [settings.eod, *of_answers]
     generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": ends}

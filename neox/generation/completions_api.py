@@ -1,18 +1,27 @@
-"""OpenAI's completions protocol: checking requests and building answers, without a network.
-
-Unsupported settings are refused by name instead of being ignored.
-"""
+"""OpenAI's completions protocol: checking requests and building answers, without a network."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from neox.errors import GenerationError
+from neox.generation.answers import GenerationRequest, envelope
 from neox.generation.decoding import Continuation, LanguageModel
-from neox.generation.request import SamplingParams, encode_prompt
+from neox.generation.request import encode_prompt
+from neox.generation.request_fields import (
+    BadRequest,
+    Limits,
+    boolean,
+    check_prompt,
+    fields_of,
+    is_id,
+    number,
+    refuse_unknown,
+    sampling_of,
+    stream_usage,
+    token_limit,
+)
 from neox.generation.text_stream import TextCodec, is_text
 
 # Unsupported fields of the protocol, and the values at which they have no effect.
@@ -23,136 +32,33 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "suffix": (None, ""),
 }
-
-# `top_p: 0` of the protocol keeps only the most probable token; in `SamplingParams` it would keep all.
-_SMALLEST_TOP_P = 1e-9
-
-
-class BadRequest(GenerationError):
-    """Invalid request."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        """Set the message and the HTTP status of the answer."""
-        super().__init__(message)
-        self.status = status
+_KIND = "text_completion"
+_DEFAULT_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one request.
-
-    Attributes:
-        max_tokens: New tokens per sequence.
-        sequences: Sequences, over all prompts and `n`.
-        body_bytes: Size of the request's body.
-        seconds: Time of its generation.
-        waiting: Requests that may wait; further ones are refused.
-        body_seconds: Time until the body has arrived.
-    """
-
-    max_tokens: int = 1024
-    sequences: int = 8
-    body_bytes: int = 1 << 20
-    seconds: float = 120.0
-    waiting: int = 8
-    body_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        if min(self.max_tokens, self.sequences) < 1 or self.waiting < 0 or not self.seconds >= 0:
-            raise GenerationError(
-                "server limits: max_tokens, max_sequences must be at least 1; max_seconds, max_waiting not negative"
-            )
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """Checked request.
-
-    Attributes:
-        prompts: Token ids, each prompt repeated once per continuation.
-        echoes: Text shown before each continuation.
-        params: Sampling settings.
-        stream: Whether the answer is a stream of server-sent events.
-        stream_usage: Whether a stream ends with token counts.
-        id: Identifier of the answer.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...]
-    params: SamplingParams
-    stream: bool
-    stream_usage: bool = False
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-
-
-def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Limits) -> CompletionRequest:
+def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Limits) -> GenerationRequest:
     """Check a decoded JSON body. Raises BadRequest naming the field."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    fields = dict(body)
-    fields.pop("model", None)
-    fields.pop("user", None)
-    for name, neutral in _NEUTRAL.items():
-        if fields.pop(name, None) not in neutral:
-            raise BadRequest(f"`{name}` is not supported; leave it out")
-    n = _number(fields, "n", 1, int, 1, limits.sequences)
-    if _number(fields, "best_of", n, int, 1, limits.sequences) != n:
-        raise BadRequest("`best_of` other than `n` is not supported; leave it out")
+    fields = fields_of(body, _NEUTRAL)
+    n = number(fields, "n", 1, int, 1, limits.sequences)
+    if number(fields, "best_of", n, int, 1, limits.sequences) != n:
+        raise BadRequest("`best_of` other than `n` is not supported; leave it out", field="best_of")
     prompts = _prompts(fields.pop("prompt", ""), codec)
     if len(prompts) * n > limits.sequences:
         raise BadRequest(
             f"{len(prompts)} prompts x n = {n} are more than {limits.sequences} sequences, this server's limit"
         )
-    echo = _boolean(fields, "echo")
-    stream = _boolean(fields, "stream")
-    stream_usage = _stream_usage(fields, stream)
-    params = _params(fields, limits)
-    if fields:
-        raise BadRequest(f"unknown fields: {', '.join(map(_printable, sorted(fields)))}")
+    echo = boolean(fields, "echo")
+    stream = boolean(fields, "stream")
+    with_usage = stream_usage(fields, stream)
+    params = sampling_of(fields, limits, token_limit(fields, "max_tokens", _DEFAULT_TOKENS, limits))
+    refuse_unknown(fields)
     for prompt in prompts:
-        _check_prompt(prompt, params, model)
+        check_prompt(prompt, params, model, "prompt")
     every = [prompt for prompt in prompts for _ in range(n)]
     echoes = [""] * len(every)
     if echo:
         echoes = [codec.decode(prompt) for prompt in every]
-    return CompletionRequest(tuple(every), tuple(echoes), params, stream, stream_usage)
-
-
-def _check_prompt(prompt: Sequence[int], params: SamplingParams, model: LanguageModel) -> None:
-    """Raise BadRequest if a prompt does not fit, or has ids that the model does not know."""
-    try:
-        params.token_limit(len(prompt), model.max_length)
-    except GenerationError as error:
-        raise BadRequest(str(error)) from error
-    if max(prompt) >= model.vocab_size or min(prompt) < 0:
-        raise BadRequest(f"`prompt` has token ids outside 0..{model.vocab_size - 1}")
-
-
-def _params(fields: dict[str, Any], limits: Limits) -> SamplingParams:
-    """Remove the sampling settings from `fields`; defaults are OpenAI's (temperature 1, 16 tokens)."""
-    stop = fields.pop("stop", None) or []
-    if isinstance(stop, str):
-        stop = [stop]
-    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop) or len(stop) > 16:
-        raise BadRequest("`stop` must be a string or a list of up to 16 strings")
-    seed = fields.pop("seed", None)
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise BadRequest("`seed` must be an integer from 0")
-    if seed is None:
-        seed = secrets.randbits(32)
-    longest = _number(fields, "max_tokens", min(16, limits.max_tokens), int, 1, limits.max_tokens)
-    settings = {
-        "max_new_tokens": longest,
-        "min_new_tokens": _number(fields, "min_tokens", 0, int, 0, longest),
-        "temperature": _number(fields, "temperature", 1.0, float, 0, 100),
-        "top_p": _number(fields, "top_p", 1.0, float, 0, 1) or _SMALLEST_TOP_P,
-        "top_k": _number(fields, "top_k", 0, int, 0, 2**31),
-        "repetition_penalty": _number(fields, "repetition_penalty", 1.0, float, 0.01, 100),
-    }
-    try:
-        return SamplingParams(**settings, stop=tuple(stop), seed=seed)
-    except GenerationError as error:
-        raise BadRequest(str(error)) from error
+    return GenerationRequest(tuple(every), params, stream, with_usage, CompletionAnswers(echoes))
 
 
 def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
@@ -160,75 +66,28 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise BadRequest("`prompt` must be a string, a list of strings, token ids, or a list of token ids")
+        raise BadRequest(
+            "`prompt` must be a string, a list of strings, token ids, or a list of token ids", field="prompt"
+        )
     prompts = []
     for prompt in value:
         if isinstance(prompt, str):
             if not is_text(prompt):
                 raise BadRequest(
-                    "`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text"
+                    "`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text",
+                    field="prompt",
                 )
             prompts.append(tuple(encode_prompt(prompt, codec)))
         elif _is_ids(prompt):
             prompts.append(tuple(prompt))
         else:
-            raise BadRequest("`prompt` must contain strings or lists of token ids")
+            raise BadRequest("`prompt` must contain strings or lists of token ids", field="prompt")
     return prompts
-
-
-def _printable(name: str) -> str:
-    """Return a field's name, shortened and escaped for an answer."""
-    if not is_text(name):
-        return ascii(name[:80])
-    return name[:80]
 
 
 def _is_ids(value: Any) -> bool:
     """Return whether a value is a list of token ids that is not empty."""
-    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _stream_usage(fields: dict[str, Any], stream: bool) -> bool:
-    """Remove `stream_options` from `fields`; return whether it asks for token counts."""
-    options = fields.pop("stream_options", None)
-    if options is None:
-        return False
-    if not stream or not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise BadRequest("`stream_options` requires `stream: true` and may contain only `include_usage`")
-    return _boolean(dict(options), "include_usage")
-
-
-def _boolean(fields: dict[str, Any], name: str) -> bool:
-    """Remove a boolean from `fields` and return it; false if it is not given."""
-    value = fields.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"`{name}` must be true or false")
-    return bool(value)
-
-
-def _number(fields: dict[str, Any], name: str, default: Any, kind: type, least: float, most: float) -> Any:
-    """Remove a number from `fields` and return it; the default if it is not given."""
-    value = fields.pop(name, None)
-    if value is None:
-        return default
-    if kind is int:
-        described = "an integer"
-        right_kind = _is_id(value)
-    else:
-        described = "a number"
-        right_kind = _is_id(value) or isinstance(value, float)
-    if not right_kind or not least <= value <= most:
-        raise BadRequest(f"`{name}` must be {described} from {least:g} to {most:g}")
-    return kind(value)
-
-
-def choice_json(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """Return one element of an answer's `choices`."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    return isinstance(value, list) and bool(value) and all(map(is_id, value))
 
 
 def finish_reason(result: Continuation, late: bool) -> str:
@@ -240,20 +99,45 @@ def finish_reason(result: Continuation, late: bool) -> str:
     return "length"
 
 
-def response_json(
-    request: CompletionRequest, model_name: str, created: int, choices: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return a whole answer, or one chunk of a streamed one."""
-    return {"id": request.id, "object": "text_completion", "created": created, "model": model_name, "choices": choices}
+class CompletionAnswers:
+    """Writer of the answer to a request for completions.
+
+    Attributes:
+        id: Identifier of the answer.
+        echoes: Text shown before each continuation.
+    """
+
+    def __init__(self, echoes: Sequence[str]) -> None:
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self.echoes = tuple(echoes)
+
+    def whole(self, model: str, results: Sequence[Continuation], late: bool) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = []
+        for index, result in enumerate(results):
+            choices.append(_choice(index, self.echoes[index] + result.text, finish_reason(result, late)))
+        return envelope(self.id, _KIND, model, choices)
+
+    def first(self, model: str) -> Iterator[dict[str, Any]]:
+        """Yield the parts with the prompts, if they are shown."""
+        for index, text in enumerate(self.echoes):
+            if text:
+                yield envelope(self.id, _KIND, model, [_choice(index, text, None)])
+
+    def piece(self, model: str, index: int, text: str) -> Iterator[dict[str, Any]]:
+        """Yield the part with new text of a continuation."""
+        yield envelope(self.id, _KIND, model, [_choice(index, text, None)])
+
+    def last(self, model: str, results: Sequence[Continuation], late: bool) -> Iterator[dict[str, Any]]:
+        """Yield one part that says why each continuation ended."""
+        choices = [_choice(index, "", finish_reason(result, late)) for index, result in enumerate(results)]
+        yield envelope(self.id, _KIND, model, choices)
+
+    def counts(self, model: str) -> dict[str, Any]:
+        """Return the part for token counts."""
+        return envelope(self.id, _KIND, model, [])
 
 
-def usage_json(request: CompletionRequest, results: list[Continuation]) -> dict[str, int]:
-    """Return the token counts of an answer."""
-    read = sum(len(prompt) for prompt in request.prompts)
-    written = sum(len(result.tokens) for result in results)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-
-def error_json(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    """Return one element of an answer's `choices`."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

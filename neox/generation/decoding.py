@@ -63,9 +63,9 @@ class Continuation:
     """Continuation of one prompt.
 
     Attributes:
-        tokens: New ids, without the end-of-document that may have ended them.
+        tokens: New ids, without the end-of-document or stop token that may have ended them.
         text: The same, decoded.
-        finished: Whether end-of-document or a stop string ended it, not the length limit.
+        finished: Whether end-of-document, a stop token or a stop string ended it, not the length limit.
         logits: Logits of each token, [V] in float32, if they are wanted.
     """
 
@@ -84,6 +84,7 @@ class _Row:
         self.result = Continuation()
         self.limit = limit
         self.codec = codec
+        self.ends = (codec.eod, *params.stop_ids)
         self.on_text = on_text
         self.stream: TextStream | None = None
         if params.stop or on_text:  # only to show text or to find stop strings is it decoded on the way
@@ -93,7 +94,7 @@ class _Row:
     def add(self, token: int, logits: Tensor | None) -> None:
         """Append the next token; may set `done`."""
         result = self.result
-        if token == self.codec.eod:
+        if token in self.ends:
             result.finished = True
             self.end()
             return

@@ -25,7 +25,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Most tokens of the continuation.
-        min_new_tokens: Number of first tokens that cannot be end-of-document.
+        min_new_tokens: Number of first tokens that cannot be end-of-document, nor one of `stop_ids`.
         temperature: 0 takes the most probable token (greedy); otherwise logits are divided by it and a token is drawn.
         top_k: Draw among the `top_k` most probable tokens; 0 means all.
         top_p: Draw among the fewest tokens whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2019,
@@ -33,6 +33,7 @@ class SamplingParams:
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the context (CTRL,
             Keskar et al. 2019, arXiv:1909.05858); 1 means none.
         stop: Strings that end a continuation and are not part of its text. Not with beams.
+        stop_ids: Ids of tokens that end a continuation as end-of-document does. Not with beams.
         num_beams: More than 1 searches with that many beams instead of drawing.
         length_penalty: A finished beam's score is its log-probability / length ** length_penalty.
         seed: Two runs with one seed draw the same tokens, whatever the batch size.
@@ -48,6 +49,7 @@ class SamplingParams:
     top_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     num_beams: int = 1
     length_penalty: float = 1.0
     seed: int = 0
@@ -79,8 +81,8 @@ class SamplingParams:
                 "num_beams to 1",
             ),
             (
-                self.num_beams > 1 and bool(self.stop),
-                "stop strings and num_beams > 1 cannot be combined; leave one of them out",
+                self.num_beams > 1 and bool(self.stop or self.stop_ids),
+                "stop strings, stop tokens and num_beams > 1 cannot be combined; leave one of them out",
             ),
         ]
 

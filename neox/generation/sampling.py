@@ -112,11 +112,11 @@ class TokenChooser:
             prompts: Token ids of each sequence.
             numbers: Number of each sequence, which seeds its random numbers together with `params.seed`.
             vocab_size: Size of the vocabulary V.
-            eod: End-of-document id, impossible during the first `min_new_tokens`.
+            eod: End-of-document id; it and `params.stop_ids` are impossible during the first `min_new_tokens`.
             device: Device of the logits.
         """
         self.params = params
-        self.eod = eod
+        self.ends = (eod, *params.stop_ids)
         self.step = 0
         self.uniforms = None
         if params.samples:
@@ -139,7 +139,7 @@ class TokenChooser:
         if self.seen is not None:
             scores = penalize_repetition(scores, self.seen, params.repetition_penalty)
         if self.step < params.min_new_tokens:
-            scores = exclude(scores, self.eod)
+            scores = exclude(scores, self.ends)
         if self.uniforms is None:
             ids = scores.argmax(dim=-1)
         else:
@@ -155,14 +155,14 @@ class TokenChooser:
         # The maximum shows a NaN or positive infinity in a row, and a row of negative infinities.
         if not all(map(math.isfinite, values.tolist())):
             raise_not_finite()
-        if self.step < self.params.min_new_tokens and self.eod in ids.tolist():
-            ids = exclude(logits, self.eod).argmax(dim=-1)
+        if self.step < self.params.min_new_tokens and not set(self.ends).isdisjoint(ids.tolist()):
+            ids = exclude(logits, self.ends).argmax(dim=-1)
         return ids
 
 
-def exclude(logits: Tensor, token: int) -> Tensor:
-    """Return logits [B, V] with one token made impossible."""
-    return logits.index_fill(1, torch.tensor([token], device=logits.device), _IMPOSSIBLE)
+def exclude(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return logits [B, V] with some tokens made impossible."""
+    return logits.index_fill(1, torch.tensor(list(tokens), device=logits.device), _IMPOSSIBLE)
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -1,4 +1,4 @@
-"""HTTP server for a checkpoint: `/v1/completions`, `/v1/models`, `/health` and a page to try prompts.
+"""HTTP server for a checkpoint: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`, and a page.
 
 One generation runs at a time, in a separate thread. A few requests wait; further ones are refused. starlette is an
 optional dependency, which is imported in the functions that need it.
@@ -11,25 +11,19 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neox.errors import GenerationError
-from neox.generation.completions_api import (
-    BadRequest,
-    CompletionRequest,
-    Limits,
-    choice_json,
-    error_json,
-    finish_reason,
-    parse_request,
-    response_json,
-    usage_json,
-)
+from neox.generation.answers import GenerationRequest, usage_json
+from neox.generation.chat_api import parse_chat_request
+from neox.generation.chat_format import ChatFormat
+from neox.generation.completions_api import parse_request
 from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
+from neox.generation.request_fields import BadRequest, Limits, error_json, refusal_json
 from neox.generation.text_stream import TextCodec
 from neox.log import get_logger
 
@@ -81,7 +75,7 @@ class GenerationQueue:
             self.size -= 1
 
     async def generate(
-        self, request: CompletionRequest, stop: threading.Event, on_text: OnText | None
+        self, request: GenerationRequest, stop: threading.Event, on_text: OnText | None
     ) -> tuple[list[Continuation], bool]:
         """Wait for earlier requests and generate.
 
@@ -108,11 +102,90 @@ class GenerationQueue:
             return await asyncio.get_running_loop().run_in_executor(self.thread, run)
 
 
+class Service:
+    """Answers of the server to the requests of each path."""
+
+    def __init__(self, queue: GenerationQueue, name: str, chat: ChatFormat | None) -> None:
+        """Answer with the model of a queue. Arguments as for `make_app`."""
+        self.queue = queue
+        self.name = name
+        self.chat = chat
+        self.started = int(time.time())
+
+    async def completions(self, http: Request) -> Response:
+        """Continue texts."""
+        queue = self.queue
+        return await self._generate(http, lambda body: parse_request(body, queue.model, queue.codec, queue.limits))
+
+    async def chat_completions(self, http: Request) -> Response:
+        """Answer conversations."""
+        queue = self.queue
+        return await self._generate(http, lambda body: parse_chat_request(body, queue.model, self.chat, queue.limits))
+
+    async def _generate(self, http: Request, parse: Callable[[Any], GenerationRequest]) -> Response:
+        """Answer a request that `parse` checks."""
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        try:
+            request = parse(await _read_json(http, self.queue.limits))
+            self.queue.check_capacity()
+        except BadRequest as error:
+            return JSONResponse(refusal_json(error), error.status)
+        except ClientDisconnect:
+            return Response(status_code=400)  # the client has disconnected
+        if request.stream:
+            events = _stream(self.queue, request, self.name)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await _answer(http, self.queue, request, self.name)
+
+    async def models(self, _: Request) -> Response:
+        """Name the model, with the length of its context and whether it answers conversations."""
+        from starlette.responses import JSONResponse
+
+        entry = {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "neox",
+            "context": self.queue.model.max_length,
+            "chat": self.chat is not None,
+        }
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def health(self, _: Request) -> Response:
+        """Say that the server answers, and how many requests wait."""
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"status": "ok", "waiting": max(0, self.queue.size - 1)})
+
+    async def page(self, _: Request) -> Response:
+        """Send the page to try prompts."""
+        from starlette.responses import HTMLResponse
+
+        return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _PAGE_POLICY})
+
+
+async def _refuse(http: Request, error: Exception) -> Response:
+    """Answer unknown paths, other methods and internal errors in OpenAI's format."""
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+
+    if not isinstance(error, HTTPException):
+        return JSONResponse(error_json(f"{type(error).__name__}: see the server's log", "server_error"), 500)
+    message = (
+        f"{http.method} {http.url.path}: {error.detail}; available are POST /v1/chat/completions, POST /v1/completions "
+        "and GET /v1/models"
+    )
+    return JSONResponse(error_json(message), error.status_code, error.headers)
+
+
 def make_app(
     model: LanguageModel,
     codec: TextCodec,
     *,
     name: str,
+    chat: ChatFormat | None = None,
     limits: Limits | None = None,
     hosts: tuple[str, ...] = (),
     closing: threading.Event | None = None,
@@ -123,6 +196,7 @@ def make_app(
         model: Model to generate with.
         codec: Tokenizer.
         name: Name of the model in answers.
+        chat: Form of conversations with the model; None if it has no chat template.
         limits: Limits of requests.
         hosts: Accepted values of the Host header, in addition to this machine's local names. Other requests are
             refused; a browser sends them after DNS rebinding.
@@ -131,56 +205,19 @@ def make_app(
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    limits = limits or Limits()
-    queue = GenerationQueue(model, codec, limits, closing)
-    started = int(time.time())
-
-    async def completions(http: Request) -> Response:
-        try:
-            body = await _read_json(http, limits)
-            request = parse_request(body, model, codec, limits)
-            queue.check_capacity()
-        except BadRequest as error:
-            return JSONResponse(error_json(str(error)), error.status)
-        except ClientDisconnect:
-            return Response(status_code=400)  # the client has disconnected
-        if request.stream:
-            events = _stream(queue, request, name)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await _answer(http, queue, request, name)
-
-    async def models(_: Request) -> Response:
-        entry = {"id": name, "object": "model", "created": started, "owned_by": "neox", "context": model.max_length}
-        return JSONResponse({"object": "list", "data": [entry]})
-
-    async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "waiting": max(0, queue.size - 1)})
-
-    async def page(_: Request) -> Response:
-        return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _PAGE_POLICY})
-
-    async def refuse(http: Request, error: Exception) -> Response:
-        """Answer unknown paths, other methods and internal errors in OpenAI's format."""
-        if not isinstance(error, HTTPException):
-            return JSONResponse(error_json(f"{type(error).__name__}: see the server's log", "server_error"), 500)
-        message = (
-            f"{http.method} {http.url.path}: {error.detail}; available are POST /v1/completions and GET /v1/models"
-        )
-        return JSONResponse(error_json(message), error.status_code, error.headers)
-
+    service = Service(GenerationQueue(model, codec, limits or Limits(), closing), name, chat)
     return Starlette(
         routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-            Route("/", page),
+            Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            Route("/v1/models", service.models),
+            Route("/health", service.health),
+            Route("/", service.page),
         ],
         middleware=[Middleware(_HostFilter, names=["localhost", "127.0.0.1", "[::1]", *hosts])],
-        exception_handlers={HTTPException: refuse, Exception: refuse},
+        exception_handlers={HTTPException: _refuse, Exception: _refuse},
     )
 
 
@@ -226,7 +263,7 @@ async def _read_json(http: Request, limits: Limits) -> Any:
         raise BadRequest(f"the body is not JSON ({error})") from error
 
 
-async def _answer(http: Request, queue: GenerationQueue, request: CompletionRequest, name: str) -> Response:
+async def _answer(http: Request, queue: GenerationQueue, request: GenerationRequest, name: str) -> Response:
     """Return the whole answer. A client that disconnects ends its generation."""
     from starlette.responses import JSONResponse
 
@@ -240,44 +277,44 @@ async def _answer(http: Request, queue: GenerationQueue, request: CompletionRequ
     except GenerationError as error:
         _log.error("%s", error)
         return JSONResponse(error_json(str(error), "server_error"), 500)
-    choices = [
-        choice_json(n, request.echoes[n] + result.text, finish_reason(result, late)) for n, result in enumerate(results)
-    ]
-    answer = response_json(request, name, int(time.time()), choices)
+    answer = request.answers.whole(name, results, late)
     return JSONResponse({**answer, "usage": usage_json(request, results)})
 
 
-async def _stream(queue: GenerationQueue, request: CompletionRequest, name: str) -> AsyncIterator[str]:
-    """Yield server-sent events: text as it is generated, why each sequence ended, `[DONE]`."""
+async def _stream(queue: GenerationQueue, request: GenerationRequest, name: str) -> AsyncIterator[str]:
+    """Yield server-sent events: the parts of an answer, and `[DONE]` if the model has not failed."""
+    async with aclosing(_parts(queue, request, name)) as parts:
+        async for part in parts:
+            yield f"data: {json.dumps(part)}\n\n"
+            if "error" in part:
+                return
+    yield "data: [DONE]\n\n"
+
+
+async def _parts(queue: GenerationQueue, request: GenerationRequest, name: str) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the parts of an answer: text as it is generated, why each sequence ended, token counts."""
     loop = asyncio.get_running_loop()
+    answers = request.answers
     pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
 
     def put(index: int, text: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 
-    def event(*choices: dict[str, Any], **more: Any) -> str:
-        return f"data: {json.dumps({**response_json(request, name, int(time.time()), list(choices)), **more})}\n\n"
-
     with queue.entry() as stop:
         task = asyncio.ensure_future(queue.generate(request, stop, put))
         task.add_done_callback(lambda _: pieces.put_nowait(None))
-        for index, text in enumerate(request.echoes):
-            if text:
-                yield event(choice_json(index, text, None))
-        while True:
-            piece = await pieces.get()
-            if piece is None:
-                break
-            index, text = piece
-            yield event(choice_json(index, text, None))
+        for part in answers.first(name):
+            yield part
+        while (piece := await pieces.get()) is not None:
+            for part in answers.piece(name, *piece):
+                yield part
         try:
             results, late = task.result()
         except GenerationError as error:
             _log.error("%s", error)
-            yield f"data: {json.dumps(error_json(str(error), 'server_error'))}\n\n"
+            yield error_json(str(error), "server_error")
             return
-    choices = [choice_json(n, "", finish_reason(result, late)) for n, result in enumerate(results)]
-    yield event(*choices)
+    for part in answers.last(name, results, late):
+        yield part
     if request.stream_usage:
-        yield event(usage=usage_json(request, results))
-    yield "data: [DONE]\n\n"
+        yield {**answers.counts(name), "usage": usage_json(request, results)}

@@ -181,23 +181,25 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class AnswerEnd:
-    """What follows an answer, and so ends its generation; the end of a document always does.
+class AnswerForm:
+    """What a template writes around an answer.
 
     Attributes:
-        ids: Ids of tokens.
-        strings: Strings, if the template writes no token of its own.
+        begin: Text between the beginning that `render(prompt=True)` adds and the answer, such as a space.
+        end_ids: Ids of tokens that end an answer, in addition to the end of a document.
+        end_strings: Strings that end an answer, if the template writes no token of its own after it.
     """
 
-    ids: tuple[int, ...] = ()
-    strings: tuple[str, ...] = ()
+    begin: str = ""
+    end_ids: tuple[int, ...] = ()
+    end_strings: tuple[str, ...] = ()
 
 
-def find_answer_end(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerEnd:
-    """Return what a template writes after an answer.
+def find_answer_form(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerForm:
+    """Find what a template writes around an answer, by rendering short conversations.
 
-    It is the first special token there, such as `<|im_end|>`. Without one it is the text up to the end or, if that is
-    empty, up to the next question.
+    The end is the first special token after an answer, such as `<|im_end|>`. Without one it is the text up to the end
+    of the conversation or, if that is empty, up to the next question.
 
     Args:
         template: The template.
@@ -207,33 +209,33 @@ def find_answer_end(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerEnd:
         TokenizerError: If it is not a valid Jinja template.
     """
     renderer = ChatRenderer(template)
-    chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    after = _text_between(renderer, chat, "")
+    question = {"role": "user", "content": _QUESTION}
+    answer = {"role": "assistant", "content": _ANSWER}
+    next_question = {"role": "user", "content": _NEXT_QUESTION}
+    before, _, after = _rendered(renderer, [question, answer]).partition(_ANSWER)
+    prompt = _rendered(renderer, [question], prompt=True)
+    begin = ""
+    if prompt and before.startswith(prompt):
+        begin = before.removeprefix(prompt)
     if not after.strip():
-        chat.append({"role": "user", "content": _NEXT_QUESTION})
-        after = _text_between(renderer, chat, _NEXT_QUESTION)
+        rest = _rendered(renderer, [question, answer, next_question]).partition(_ANSWER)[2]
+        after = rest.partition(_NEXT_QUESTION)[0]
     if isinstance(tokenizer, HFTokenizer):
         added = tokenizer.backend.get_added_tokens_decoder()
         for token in tokenizer.encode_chat(after):
             if token == tokenizer.eod:
-                return AnswerEnd()
+                return AnswerForm(begin)
             if token in added:
-                return AnswerEnd(ids=(token,))
+                return AnswerForm(begin, end_ids=(token,))
     after = after.rstrip()
     if not after:
-        return AnswerEnd()
-    return AnswerEnd(strings=(after,))
+        return AnswerForm(begin)
+    return AnswerForm(begin, end_strings=(after,))
 
 
-def _text_between(renderer: ChatRenderer, chat: Sequence[Mapping[str, str]], end: str) -> str:
-    """Return the text of a conversation between its answer and `end`, if it is given; nothing if it is not found."""
+def _rendered(renderer: ChatRenderer, chat: Sequence[Mapping[str, str]], *, prompt: bool = False) -> str:
+    """Return the text of a conversation; nothing if the template refuses it."""
     try:
-        text = renderer.render(chat)
+        return renderer.render(chat, prompt=prompt)
     except ChatError:
         return ""
-    _, answer, after = text.partition(_ANSWER)
-    if not answer or end not in after:
-        return ""
-    if end:
-        return after[: after.index(end)]
-    return after

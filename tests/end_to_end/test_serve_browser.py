@@ -5,35 +5,21 @@ import shutil
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
 
 import pytest
 
 from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
 
 pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn (requirements/requirements-serve.txt) is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn (requirements/requirements-serve.txt) is not installed")
 if shutil.which("chromedriver") is None:
     pytest.skip("chromedriver (Debian: chromium-driver) is not installed", allow_module_level=True)
 
-from neox.generation.server import make_app  # noqa: E402 (after the skips)
-from tests.end_to_end.browser import browser, call, free_port, wait  # noqa: E402
+from neox.generation.server import make_app
+from tests.end_to_end.browser import browser, call, wait
+from tests.unit.generation.served import served
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names elements
-
-
-@contextmanager
-def served(app):
-    """Serve in a thread; yield the address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait(lambda: server.started)
-        yield f"http://127.0.0.1:{server.config.port}/"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_text_comes_into_the_page_and_stops_when_told(tmp_path):

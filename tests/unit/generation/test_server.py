@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from neox.errors import GenerationError
-from neox.generation.completions_api import BadRequest, Limits, parse_request
+from neox.generation.completions_api import parse_request
+from neox.generation.request_fields import BadRequest, Limits
 from tests.errors import raises_naming
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
 
@@ -263,7 +264,7 @@ def test_whatever_is_refused_is_told_in_openais_form():
     async def call():
         async with client() as http:
             return (
-                await http.post("/v1/chat/completions", json={}),
+                await http.post("/v1/embeddings", json={}),
                 await http.get("/v1/completions"),
                 await http.get("/health", headers={"host": "evil.example"}),
             )

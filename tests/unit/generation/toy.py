@@ -62,3 +62,20 @@ def hashed(ids: list[int]) -> Tensor:
     for token in ids:
         seed = (seed * 31 + token + 1) % 1_000_003
     return torch.randn(27, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def shouting(ids: list[int]) -> Tensor:
+    """Bytes that answer the last question of CHAT_TEMPLATE in capitals, after the number of questions.
+
+    The model goes on with a question of its own, which a server has to cut off.
+    """
+    asked, _, written = bytes(ids).rpartition(b"assistant:")
+    questions = asked.decode().split("user: ")[1:]
+    said = f" {len(questions)}{questions[-1].strip().upper()}\n\nuser: more?\n\n".encode()
+    return torch.nn.functional.one_hot(torch.tensor(said[len(written)]), 512).float() * 30

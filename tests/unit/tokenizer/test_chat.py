@@ -11,11 +11,11 @@ import pytest
 from neox.errors import TokenizerError
 from neox.tokenizer import HFTokenizer, build_tokenizer
 from neox.tokenizer.chat import (
-    AnswerEnd,
+    AnswerForm,
     ChatError,
     ChatRenderer,
     ChatTemplate,
-    find_answer_end,
+    find_answer_form,
     own_chat_template,
     read_chat_template,
 )
@@ -159,22 +159,26 @@ def test_a_tokenizer_without_a_configuration_has_the_tokens_of_its_export(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("source", "end"),
+    ("source", "form"),
     [
-        (CHATML, AnswerEnd(ids=(0,))),
-        (INST.replace("eos_token", "'<|endoftext|>'"), AnswerEnd()),  # always ends a generation
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", AnswerEnd(strings=("\n\nuser:",))),
+        (CHATML, AnswerForm(end_ids=(301,))),
+        (INST.replace("eos_token", "'<|endoftext|>'"), AnswerForm(begin=" ")),  # always ends a generation
         (
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}",
-            AnswerEnd(strings=("</assistant>",)),
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}",
+            AnswerForm(begin=" ", end_strings=("\n\nuser:",)),
         ),
-        ("{{ raise_exception('never') }}", AnswerEnd()),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}",
+            AnswerForm(begin="<assistant>", end_strings=("</assistant>",)),
+        ),
+        ("{{ raise_exception('never') }}", AnswerForm()),
     ],
 )
-def test_what_ends_an_answer(source: str, end: AnswerEnd) -> None:
+def test_what_stands_around_an_answer(source: str, form: AnswerForm) -> None:
     tokenizer = build_tokenizer("HFTokenizer", VOCAB)
     assert isinstance(tokenizer, HFTokenizer)
     tokenizer.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    if end.ids:
-        end = AnswerEnd(ids=(tokenizer.backend.token_to_id("<|im_end|>"),))
-    assert find_answer_end(ChatTemplate(source, TOKENS), tokenizer) == end
+    if form.end_ids:
+        form = AnswerForm(end_ids=(tokenizer.backend.token_to_id("<|im_end|>"),))
+    assert find_answer_form(ChatTemplate(source, TOKENS), tokenizer) == form
