@@ -14,6 +14,8 @@ METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
 _POINTS_WITHOUT_SMOOTHING = 50
 _MARKERS = "osD^vP*X"
+_TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
+"""Groups of scalars that have the trained loss."""
 
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
@@ -22,10 +24,10 @@ Curves = dict[str, dict[int, float]]
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file. A last line that was cut off is left out.
 
-    Each row has `iteration`, `kind` (`step`, `validation`, `test`, `tasks` or `save`; files of version 0.1 have none)
-    and the scalars of that kind. Each iteration has one row of kind `step`. The trained loss is the first scalar of a
-    step (`train/NAME`) and of an evaluation (`validation/NAME`, `test/NAME`). That of a validation set with a name is
-    `validation/SET/NAME`.
+    Each row has `iteration`, `kind` and the scalars of that kind: `step`, `validation`, `test`, `tasks` or `save`, and
+    for the average of the weights `validation_ema` and `test_ema`. Files of version 0.1 have no kinds. Each iteration
+    has one row of kind `step`. The trained loss is the first scalar of a step (`train/NAME`) and of an evaluation
+    (`validation/NAME`, `test/NAME`). That of a validation set with a name is `validation/SET/NAME`.
     """
     with open(path, encoding="utf-8") as stream:
         for line in stream:
@@ -67,7 +69,7 @@ def _is_step(row: Mapping[str, Any]) -> bool:
 
 def _trained_loss(row: Mapping[str, Any]) -> list[str]:
     """Return the names of the trained loss in a row, that of each set after that of all; none if it has no loss."""
-    losses = [name for name in row if name.startswith(("train/", "validation/", "test/"))]
+    losses = [name for name in row if name.partition("/")[0] in _TRAINED_GROUPS]
     if not losses:
         return []
     group, _, score = losses[0].partition("/")

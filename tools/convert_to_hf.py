@@ -34,7 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--precision",
         choices=["auto", "fp32", "fp16", "bf16"],
         default="auto",
-        help="precision of the weights (auto: as saved)",
+        help="precision of the weights (auto: as saved; of the average: as that of the trained weights)",
+    )
+    add(
+        "--weights",
+        choices=["trained", "ema"],
+        default="trained",
+        help="the trained weights, or their average (ema_decay)",
     )
     add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary")
     add(
@@ -108,6 +114,7 @@ def main() -> None:
         average_replicas=args.average_replicas,
         overwrite=args.overwrite,
         hf_architecture=args.hf_architecture,
+        weights=args.weights,
     )
     export = result.export
     print(f"{result.output}: {export.tensors} tensors, {export.total_bytes:,} bytes in {export.files} file(s)")

@@ -1,5 +1,7 @@
 """Checkpoints on disk: names, atomic saves, manifests, safe reading at any parallel degrees, and tools."""
 
+from neox.checkpoint.averaged_weights import LoadedWeights, Parts
+from neox.checkpoint.averaging import average_checkpoints, checkpoint_weights, last_checkpoints
 from neox.checkpoint.chat_template import (
     CHAT_TEMPLATE,
     find_chat_template,
@@ -24,7 +26,7 @@ from neox.checkpoint.identity import (
 )
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
-from neox.checkpoint.names import CONFIG, LEDGER, layer_file, mp_rank_file
+from neox.checkpoint.names import AVERAGED_STEPS, CONFIG, LEDGER, averaged_file, layer_file, mp_rank_file
 from neox.checkpoint.optimizer_formats import ORDER
 from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
@@ -59,6 +61,7 @@ __all__ = [
     "mean_of_all",
     "check_vocabulary",
     "VocabularySize",
+    "AVERAGED_STEPS",
     "CONFIG",
     "LEDGER",
     "ORDER",
@@ -67,13 +70,18 @@ __all__ = [
     "WRITE_BYTES",
     "CheckpointReader",
     "FileRecord",
+    "LoadedWeights",
     "Manifest",
     "OptimizerReader",
+    "Parts",
+    "average_checkpoints",
+    "averaged_file",
     "check_manifest",
     "check_same_adapters",
     "check_same_model",
     "checkpoint_at",
     "checkpoint_directories",
+    "checkpoint_weights",
     "commit",
     "compare_checkpoints",
     "damaged_weights",
@@ -83,6 +91,7 @@ __all__ = [
     "find_checkpoint",
     "identity_state",
     "keep_last",
+    "last_checkpoints",
     "layer_file",
     "load_file",
     "mp_rank_file",

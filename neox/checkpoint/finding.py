@@ -13,6 +13,7 @@ from pathlib import Path
 from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import (
     LATEST,
+    parse_averaged_file,
     parse_layer_file,
     parse_mp_rank_file,
     parse_step_directory,
@@ -105,6 +106,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _holds_weights(name: str) -> bool:
+    if parse_averaged_file(name) is not None:
+        return True
     return parse_layer_file(name) is not None or parse_mp_rank_file(name) is not None
 
 

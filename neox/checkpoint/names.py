@@ -4,6 +4,7 @@ SAVE/latest                                          the name of the newest comm
 SAVE/global_step30/layer_02-model_00-model_states.pt one layer's weights of one tensor rank
 SAVE/global_step30/mp_rank_01_model_states.pt        counters and client state; 01 = pp_rank * tp_size + tp_rank
 SAVE/global_step30/zero_pp_rank_0_mp_rank_01_optim_states.pt   one data rank's part of the optimizer (ZeRO)
+SAVE/global_step30/averaged_dp_0000_mp_01_weights.pt         one rank's part of the averaged weights (`ema_decay`)
 SAVE/global_step30/manifest.json                     sizes and sha256 of every file; its presence means "complete"
 """
 
@@ -15,6 +16,8 @@ from typing import NamedTuple
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CONFIG = "configs/config.yml"
+AVERAGED_STEPS = "averaged_steps"
+"""Name in the client state of the number of steps that the averaged weights have followed."""
 LEDGER = "data_ledger"
 """Name in the client state of the record of what was read of each dataset."""
 
@@ -22,6 +25,7 @@ _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3_RANK = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _OPTIM = re.compile(r"^(?:(bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_AVERAGED = re.compile(r"^averaged_dp_(\d+)_mp_(\d+)_weights\.pt$")
 _STEP = re.compile(r"^global_step(\d+)$")
 
 # Later NeoX renamed the MLP's two linears; the names on the right are the ones used everywhere else.
@@ -74,6 +78,19 @@ def parse_optimizer_file(name: str) -> OptimizerFile | None:
     if match is None:
         return None
     return OptimizerFile(dp_rank=int(match[2]), mp_rank=int(match[3]), prefix=match[1] or "")
+
+
+def averaged_file(dp_rank: int, mp_rank: int) -> str:
+    """Return the name of the file with a rank's part of the averaged weights; `mp_rank` as in `mp_rank_file`."""
+    return f"averaged_dp_{dp_rank:04d}_mp_{mp_rank:02d}_weights.pt"
+
+
+def parse_averaged_file(name: str) -> int | None:
+    """Return the model rank in the name of a file of averaged weights, or None."""
+    match = _AVERAGED.match(name)
+    if match is None:
+        return None
+    return int(match[2])
 
 
 def step_directory(iteration: int) -> str:

@@ -21,6 +21,7 @@ from neox.architecture import (
     ParameterSpec,
     adapter_parameters,
 )
+from neox.checkpoint.averaged_weights import AveragedFiles, LoadedWeights
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
 from neox.checkpoint.reshard import OnDrift, fit_vocabulary, join, joined_shape, merge, pieces_in_order
@@ -62,6 +63,7 @@ class CheckpointReader:
         layers: Layers of the network that reads. Without them only the stored parts can be read. If they have no
             adapters, the checkpoint's adapters are added to the weights.
         on_drift: Treatment of replicated parameters that differ between tensor ranks.
+        weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the network may differ from the checkpoint's as fine-tuning allows. An untied head that is not
             stored starts as the embedding. A stored head that the network lacks is left out. Adapters and a soft
             prompt may be missing.
@@ -81,6 +83,7 @@ class CheckpointReader:
         layers: LayerPlan | None = None,
         *,
         on_drift: OnDrift = "refuse",
+        weights: LoadedWeights = "trained",
         finetune: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -89,6 +92,8 @@ class CheckpointReader:
         self._on_drift: OnDrift = on_drift
         self._finetune = finetune
         self._source = open_source(self.path)
+        if weights == "ema":
+            self._source = AveragedFiles(self.path, self._source)
         self._open: tuple[int, list[Mapping[str, Tensor]]] | None = None
         self._head_from_embedding = False
         if layers is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints made of others: the weights for other degrees, or with other rows of the vocabulary."""
+"""Checkpoints made of others: the weights for other degrees, with other rows of the vocabulary, or their mean."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reshard(reader: CheckpointReader, save: Path, *, tp_size: int, pp_size: int)
     """
     layers = reader.layers
     assert layers is not None
-    _check_degree(layers, tp_size)
+    check_degree(layers, tp_size)
 
     def stored(index: int, spec: ParameterSpec) -> Tensor:
         return reader.full(index, spec.name)
@@ -124,7 +124,7 @@ def identity_of(reader: CheckpointReader, tp_size: int, pp_size: int) -> Identit
     return stored
 
 
-def _check_degree(layers: LayerPlan, tp_size: int) -> None:
+def check_degree(layers: LayerPlan, tp_size: int) -> None:
     """Raise CheckpointError if a network cannot be split over so many tensor ranks."""
     heads = layers.architecture.num_kv_heads
     if heads % tp_size:

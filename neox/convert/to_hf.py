@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 import torch
 
-from neox.architecture import LayerPlan
+from neox.architecture import WORD_EMBEDDINGS, LayerPlan
 from neox.checkpoint import (
     CheckpointReader,
+    LoadedWeights,
     check_same_model,
     check_vocabulary,
     checkpoint_at,
@@ -68,6 +69,7 @@ def to_hf(
     average_replicas: bool = False,
     overwrite: bool = False,
     hf_architecture: str | None = None,
+    weights: LoadedWeights = "trained",
 ) -> ToHFResult:
     """Write a checkpoint as a Hugging Face directory, one tensor at a time.
 
@@ -88,6 +90,7 @@ def to_hf(
             refused.
         overwrite: Whether `output_dir` is replaced.
         hf_architecture: Key of `FAMILIES`; None takes the first that can express the model.
+        weights: The checkpoint's trained weights, or their average.
 
     Raises:
         ConfigError: For settings of the network that are not supported, and with every reason if no family can express
@@ -97,11 +100,11 @@ def to_hf(
     """
     family = choose_family(config, hf_architecture)
     output = Path(output_dir)
-    reader, plan = _open(checkpoint_at(Path(input_dir)), config, "average" if average_replicas else "refuse")
+    reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights, average_replicas=average_replicas)
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
     template = _chat_template(config, reader, source)
     rows = _vocabulary_rows(reader, source, trim=trim_vocab)
-    planned = plan_tensors(reader, plan.layers, family, DTYPES[precision] if precision else None, rows)
+    planned = plan_tensors(reader, plan.layers, family, _dtype(reader, precision, weights), rows)
     if verify is None:
         verify = plan.layers.numel <= VERIFY_UP_TO_PARAMETERS
     with new_directory(output, overwrite=overwrite) as partial:
@@ -115,9 +118,8 @@ def to_hf(
             write_tokenizer(source, partial, family, plan.architecture.max_positions, template)
         check = None
         if verify:
-            tokenizer = source.tokenizer if source else None
             length = min(_VERIFY_TOKENS, plan.architecture.max_positions)
-            tokens, origin = verification_tokens(tokenizer, rows, length, verify_text)
+            tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, verify_text)
             check = compare_logits(reader, config, partial, tokens, origin)
             _refuse_other_logits(check, export)
         card = model_card(
@@ -183,12 +185,24 @@ def _setting(config: NeoXConfig, field: str) -> str:
     return ", ".join(f"{key}: {config.value(key)}" for key in given) or field
 
 
-def _open(input_dir: Path, config: NeoXConfig, on_drift: OnDrift) -> tuple[CheckpointReader, RunPlan]:
+def _open(
+    input_dir: Path, config: NeoXConfig, weights: LoadedWeights, *, average_replicas: bool
+) -> tuple[CheckpointReader, RunPlan]:
     """Open a checkpoint with the plan of the configuration's network. The vocabulary has the stored size."""
+    on_drift: OnDrift = "average" if average_replicas else "refuse"
     reader = CheckpointReader(input_dir)
     plan = single_rank_plan(config, reader.vocabulary_rows)
     check_same_model(input_dir, reader.args, plan)
-    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift), plan
+    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift, weights=weights), plan
+
+
+def _dtype(reader: CheckpointReader, precision: Precision | None, weights: LoadedWeights) -> torch.dtype | None:
+    """Return the dtype of the export; None for that of each stored tensor."""
+    if precision is not None:
+        return DTYPES[precision]
+    if weights == "ema":  # which is fp32 in files
+        return CheckpointReader(reader.path).parts(0, WORD_EMBEDDINGS)[0].dtype
+    return None
 
 
 def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool) -> int:

@@ -132,6 +132,11 @@ class BatchIterator:
         self.position = position + 1
         return batch
 
+    def seek(self, position: int) -> None:
+        """Continue with micro batch `position`. Batches that were read ahead are dropped."""
+        self._ahead.clear()
+        self.position = position
+
     def _read_ahead(self, position: int) -> None:
         """Start reading of micro batches from `position` on, which the queue does not hold yet."""
         if self._pool is None:

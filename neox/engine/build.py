@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
+from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.deepspeed_patches import (
     PipelineEngine,
     PlainEngine,
@@ -78,7 +79,10 @@ def build_engine(
     optimizer.state.clear()
     if isinstance(optimizer, Muon):
         _locate_matrices(optimizer, plan, grid, steps.engine)
-    return Engine(plan, grid, device, objective, steps, optimizer, timers)
+    averages = None
+    if plan.config.optimizer.ema_decay is not None:
+        averages = AveragedWeights(plan, grid, model, steps.engine.optimizer, optimizer)
+    return Engine(plan, grid, device, objective, steps, optimizer, timers, averages)
 
 
 def _norm_scope(plan: RunPlan, grid: ParallelGrid) -> NormScope | None:

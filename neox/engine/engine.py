@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
@@ -65,6 +66,7 @@ class Engine:
         steps: How the micro batches of a step run.
         optimizer: The optimizer that updates the weights; DeepSpeed may have wrapped it.
         timers: Timers of the parts of a step.
+        averages: Average of the trained weights, if it is kept.
 
     Attributes:
         deepspeed_engine: DeepSpeed's engine, which holds the model.
@@ -73,6 +75,7 @@ class Engine:
         run: Identity of the run, which its checkpoints carry.
         chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
+        averages: Average of the trained weights; None without `ema_decay`.
         ledger_at: Function from a number of steps to that record, which checkpoints carry; None to save none.
     """
 
@@ -85,6 +88,7 @@ class Engine:
         steps: Steps,
         optimizer: ClippedOptimizer,
         timers: StepTimers | NoTimers,
+        averages: AveragedWeights | None = None,
     ) -> None:
         self.plan = plan
         self.grid = grid
@@ -94,6 +98,7 @@ class Engine:
         self.deepspeed_engine = steps.engine
         self.schedule = LRSchedule(plan, optimizer)
         self.deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
+        self.averages = averages
         self.iteration = 0
         self.run = run_identity(plan.config)
         self.chat_template: ChatTemplate | None = None
@@ -135,6 +140,8 @@ class Engine:
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
+        if self.averages is not None:
+            self.averages.update()
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
         scores, grad_norm = self._take_values(skipped)
         return StepResult(

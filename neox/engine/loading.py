@@ -98,7 +98,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: St
             # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
             read_weights_fp32(model, plan.layers, grid, path)
         else:
-            read_weights(model, plan.layers, grid, path, finetune=start.finetune)
+            read_weights(model, plan.layers, grid, path, weights=start.weights, finetune=start.finetune)
 
     all_succeeded(read, f"loading {path}")
 
@@ -112,9 +112,23 @@ def _load_state(engine: Engine, start: Start) -> None:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")
     else:
         engine.schedule.seek(start.iteration)
+    _load_averages(engine, start)
     if path is not None and engine.plan.config.checkpoint.checkpoint_validation_with_forward_pass:
         logits = fixed_logits(engine)
         all_succeeded(lambda: compare_logits(path, logits, engine), f"checking the forward pass of {path}")
+
+
+def _load_averages(engine: Engine, start: Start) -> None:
+    """Load the average of the weights; without one in the checkpoint it starts as the weights."""
+    averages = engine.averages
+    path = start.checkpoint
+    if averages is None:
+        return
+    steps = start.averaged_steps
+    if path is None or steps is None:
+        averages.restart()
+        return
+    all_succeeded(lambda: averages.load(path, steps), f"loading the averaged weights of {path}")
 
 
 @torch.no_grad()

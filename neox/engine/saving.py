@@ -16,9 +16,12 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from torch import Tensor
 
 from neox.checkpoint import (
+    AVERAGED_STEPS,
     LEDGER,
     ORDER,
     FileRecord,
+    Parts,
+    averaged_file,
     commit,
     discard,
     identity_state,
@@ -131,6 +134,10 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     client_state[ORDER] = optimizer_order(deepspeed_engine.module, plan)
     if engine.ledger_at is not None:
         client_state[LEDGER] = engine.ledger_at(engine.iteration)
+    averages: Parts | None = None
+    if engine.averages is not None:
+        client_state[AVERAGED_STEPS] = engine.averages.steps
+        averages = engine.averages.parts()
     logits: Tensor | None = None
     if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
         logits = fixed_logits(engine)
@@ -148,6 +155,8 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
             writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
+        if averages is not None:
+            writer.put(staged / averaged_file(grid.dp_rank, grid.pp_rank * grid.tp_size + grid.tp_rank), averages)
         # Collective operations: reached on every rank, also after a failure.
         deepspeed_engine.save_checkpoint(
             str(staged.parent),

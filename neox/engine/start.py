@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from neox.checkpoint import (
+    AVERAGED_STEPS,
     LEDGER,
     WRITER,
     CheckpointReader,
+    LoadedWeights,
     check_same_adapters,
     check_same_model,
     check_vocabulary,
@@ -56,6 +58,8 @@ class Start:
         finetune: Whether positions, attention and head may differ from the checkpoint's.
         run: Identity of the run, which its checkpoints carry.
         ledger: Record of what was read of each dataset; None if the run starts at iteration 0, or there is none.
+        weights: Weights that are read: the trained ones, or their average.
+        averaged_steps: Steps that the checkpoint's average of the weights has followed; None if it is not loaded.
     """
 
     run: RunIdentity
@@ -66,6 +70,8 @@ class Start:
     new_prompt: bool = True
     finetune: bool = False
     ledger: Mapping[str, Any] | None = None
+    weights: LoadedWeights = "trained"
+    averaged_steps: int | None = None
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -97,18 +103,38 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         supersede_after(load, path)
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True)
-    ledger = reader.client_state.get(LEDGER)
+        return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True, weights=keys.load_weights)
+    going_on = Start(
+        run,
+        path,
+        reader.iteration,
+        new_prompt=False,
+        ledger=reader.client_state.get(LEDGER),
+        averaged_steps=_averaged_steps(plan, reader),
+    )
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return Start(run, path, reader.iteration, new_prompt=False, ledger=ledger)
+        return going_on
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if "optimizer" in changed and not goes_on(*changed["optimizer"]):
         raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
     if changed:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
-    return Start(run, path, reader.iteration, with_optimizer=True, changed=changed, new_prompt=False, ledger=ledger)
+    return replace(going_on, with_optimizer=True, changed=changed)
+
+
+def _averaged_steps(plan: RunPlan, reader: CheckpointReader) -> int | None:
+    """Return the steps of the average of the weights in a checkpoint; None if the run does not go on with it."""
+    saved = reader.client_state.get(AVERAGED_STEPS)
+    keeps_average = plan.config.optimizer.ema_decay is not None
+    if saved is not None and not keeps_average:
+        _log.info("the checkpoint's average of the weights is left out: ema_decay is not given")
+    if saved is None and keeps_average:
+        _log.info("ema_decay: %s holds no average of the weights; it starts with these weights", reader.path)
+    if saved is None or not keeps_average:
+        return None
+    return int(saved)
 
 
 def _run_in_save(plan: RunPlan) -> Path | None:

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
 from neox.architecture import ADAPTER, LayerPlan
-from neox.checkpoint import CheckpointReader, OptimizerReader, neox_state
+from neox.checkpoint import CheckpointReader, LoadedWeights, OptimizerReader, neox_state
 from neox.checkpoint.optimizer_formats import FP32
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
@@ -59,7 +59,13 @@ def write_weights(
 
 
 def read_weights(
-    model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path, *, finetune: bool = False
+    model: nn.Module,
+    layers: LayerPlan,
+    grid: ParallelGrid,
+    path: Path,
+    *,
+    weights: LoadedWeights = "trained",
+    finetune: bool = False,
 ) -> None:
     """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit.
 
@@ -68,9 +74,10 @@ def read_weights(
         layers: The network's layers.
         grid: This rank's grid.
         path: The checkpoint.
+        weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
     """
-    reader = CheckpointReader(path, layers, finetune=finetune)
+    reader = CheckpointReader(path, layers, weights=weights, finetune=finetune)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:
             continue

@@ -60,7 +60,7 @@ def load_model(
     plan = plan_for_checkpoint(plan, checkpoint)
     precision = plan.config.generation.inference_precision or plan.precision
     dtype = DTYPES[precision]
-    reader = CheckpointReader(checkpoint, plan.layers)
+    reader = CheckpointReader(checkpoint, plan.layers, weights=plan.config.checkpoint.load_weights)
     stage_plan = plan.stages[grid.pp_rank]
     wanted = set(stage_plan.layers)
     head = plan.layers.head

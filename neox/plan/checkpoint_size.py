@@ -8,19 +8,19 @@ from neox.plan.run_plan import RunPlan
 
 
 def checkpoint_bytes(plan: RunPlan) -> int:
-    """Return the bytes of the tensors in one checkpoint of all ranks: weights, and optimizer states.
+    """Return the bytes of the tensors in one checkpoint of all ranks: weights, optimizer states, averaged weights.
 
-    Weights are written once for each tensor rank of a stage. Optimizer states are too, or by each data rank if data
-    ranks divide them.
+    Weights are written once for each tensor rank of a stage. The others are too, or by each data rank if data ranks
+    divide them.
     """
     setting = plan.memory_setting
     total = 0
     for stage in plan.stages:
         count = count_parameters(plan.layers, stage, setting)
         sharding = sharding_of(setting)(setting, count)
-        of_tensor_rank = setting.bytes_per_number * count.held
+        writers = setting.dp_size if sharding.shards_states else 1
+        of_tensor_rank = setting.bytes_per_number * count.held + writers * sharding.averages()
         if not plan.config.checkpoint.no_save_optim:
-            writers = setting.dp_size if sharding.shards_states else 1
             of_tensor_rank += writers * sharding.all_states()
         total += setting.tp_size * of_tensor_rank
     return total

@@ -145,7 +145,7 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     if memory.host:
         saves_nothing = device.shared and not memory.files
         why = "; ranks on CPUs have that memory anyway: offload saves nothing" if saves_nothing else ""
-        yield f"          and {gib(memory.host)} of main memory for what each rank offloads{why}"
+        yield f"          and {gib(memory.host)} of main memory for what each rank keeps there{why}"
     if memory.files:
         yield f"          and {gib(memory.files)} of each rank in files of nvme_path"
     if memory.copies:
@@ -164,6 +164,16 @@ def _inference_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     yield _verdict(plan, device, training=False)
 
 
+def _average_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield what is kept as an average of the weights; nothing if there is none."""
+    keys = plan.config.optimizer
+    if keys.ema_decay is None:
+        return
+    every = "step" if keys.ema_every == 1 else f"{keys.ema_every} steps"
+    evaluated = ", evaluated too (eval_ema)" if keys.eval_ema else ""
+    yield f"of the weights in fp32, with decay {keys.ema_decay:g} after each {every}{evaluated} (ema_decay)"
+
+
 def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
     fits = f"fits on {device.name}, of which {gib(device.usable)} are usable"
     problem = memory_problem(plan, device, training=training)
@@ -173,6 +183,7 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     found = figures(plan, device)
     yield f"loss      mean over {_LOSS_MEANS[plan.loss_normalization]} (loss_normalization)"
+    yield from labelled("average", _average_lines(plan))
     yield from labelled("fim", fim_lines(plan))
     yield from labelled("data", data_lines(plan))
     yield from labelled("valid", validation_lines(plan))

@@ -53,7 +53,23 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         names = sorted(path.name for path in load.glob("global_step*"))
         found = ", ".join(names) or "no checkpoint"
         return [config.problem("iteration", f"is not in {load}, which has {found}", key)]
-    return _contents_problems(config, key, chosen, training=training)
+    return [
+        *_averages_problems(config, chosen, training=training),
+        *_contents_problems(config, key, chosen, training=training),
+    ]
+
+
+def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) -> list[Problem]:
+    """Return why the average of a checkpoint's weights cannot be loaded."""
+    if config.checkpoint.load_weights != "ema":
+        return []
+    if training and not config.checkpoint.finetune:
+        rule = "does not go on with a training, whose optimizer has the trained weights; set finetune, or remove it"
+        return [config.problem("load_weights", rule, "finetune")]
+    if not any(checkpoint.glob("averaged_dp_*")):
+        rule = f"asks for the average of the weights, and {checkpoint} has none: its run had no ema_decay"
+        return [config.problem("load_weights", rule, "load")]
+    return []
 
 
 def finetune_notes(config: NeoXConfig) -> list[str]:

@@ -129,7 +129,7 @@ class Callback:
         return {}
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        """Handle an evaluation; `name` is `validation`, `test` or `tasks`."""
+        """Handle an evaluation; `name` is `validation`, `test`, `tasks`, `validation_ema` or `test_ema`."""
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Handle a committed checkpoint. With `async_save` it is of an earlier iteration than the state's."""

@@ -17,7 +17,7 @@ def evaluation_scalars(
     `KIND/NAME/SCORE`.
 
     Args:
-        kind: What was evaluated: `validation` or `test`.
+        kind: What was evaluated: `validation`, `test`, and with `_ema` the average of the weights.
         sets: The sets.
         scores: Mean scores of each set by name, the trained loss first.
         per_token: Names of the scores that are losses per token.

@@ -151,7 +151,8 @@ class Trainer:
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
         """Report the objective's mean scores over `eval_iters` batches, at most once at the same iteration.
 
-        The perplexity of losses per token is reported, too. A signal ends the evaluation without a report.
+        The perplexity of losses per token is reported, too. A signal ends the evaluation without a report. With
+        `eval_ema` the average of the weights is evaluated on the same batches as `NAME_ema`.
 
         Args:
             name: `validation` or `test`.
@@ -160,18 +161,32 @@ class Trainer:
         is_repeated = name == "validation" and self._evaluated == self.state.iteration
         if not sets or self.plan.config.training.eval_iters == 0 or is_repeated:
             return
+        evaluates_average = self.plan.config.optimizer.eval_ema
+        starts = [item.batches.position for item in sets] if evaluates_average else []
+        is_complete = self._evaluate_weights(name, sets)
+        if not is_complete:
+            return
+        if name == "validation":
+            self._evaluated = self.state.iteration
+        if evaluates_average and self.engine.averages is not None:
+            for item, start in zip(sets, starts, strict=True):
+                item.batches.seek(start)
+            with self.engine.averages.in_model():
+                self._evaluate_weights(f"{name}_ema", sets)
+
+    def _evaluate_weights(self, name: str, sets: Sequence[EvaluationSet]) -> bool:
+        """Report the mean scores of the weights in the model; return whether no signal ended it."""
         started = time.perf_counter()
         scores = []
         for item in sets:
             found = self._mean_scores(name, item.batches)
             if found is None:
-                return
+                return False
             scores.append(found)
-        if name == "validation":
-            self._evaluated = self.state.iteration
         scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token)
         scalars[f"timers/{name}"] = time.perf_counter() - started
         self._report_evaluation(name, scalars)
+        return True
 
     def _mean_scores(self, name: str, batches: Iterator[Batch]) -> dict[str, float] | None:
         """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""

@@ -43,16 +43,17 @@ def train(plans: list[RunPlan]) -> None:
         assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
 
 
-def evaluations(directory: Path) -> list[dict[str, float]]:
+def evaluations(directory: Path, kind: str = "validation") -> list[dict[str, float]]:
     rows = []
     for row in read_metrics(directory / "metrics.jsonl"):
-        if row["kind"] == "validation":
+        if row["kind"] == kind:
             rows.append({name: value for name, value in row.items() if not name.startswith(("kind", "timers/"))})
     return rows
 
 
 def test_both_engines_report_every_set(tmp_path: Path) -> None:
-    keys = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "eval_at_start": True, "num_workers": 0}
+    keys = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "eval_at_start": True, "num_workers": 2}
+    keys |= {"ema_decay": 0.9, "eval_ema": True}
     keys |= write_data(tmp_path)
     layouts = {"data": {"zero": 1}, "stages": {"pp": 2}}
     plans = [tiny_plan(2, **layout, **keys, log_dir=str(tmp_path / name)) for name, layout in layouts.items()]
@@ -66,4 +67,10 @@ def test_both_engines_report_every_set(tmp_path: Path) -> None:
         assert abs(mixed - equal) > 1e-3
         assert row["validation/lm_loss"] == pytest.approx(mixed / 4 + 3 * equal / 4)
         assert row["validation/equal/lm_loss_ppl"] == pytest.approx(np.exp(equal))
+    averaged = evaluations(tmp_path / "data", "validation_ema")
+    for row, other in zip(averaged, evaluations(tmp_path / "stages", "validation_ema"), strict=True):
+        assert row == pytest.approx(other, rel=1e-4)
+    at_start, *_, at_end = [row["validation_ema/mixed/lm_loss"] for row in averaged]
+    assert at_start == pytest.approx(found[0]["validation/mixed/lm_loss"]), "the same batches"
+    assert at_end != found[-1]["validation/mixed/lm_loss"]
     assert (tmp_path / "stages" / "loss.png").exists()

@@ -167,6 +167,10 @@ class CheckpointConfig(Section):
     iteration: Annotated[NonNegativeInt | None, OnlyWith("load"), OnlyWith("save")] = None
     """Iteration of the checkpoint to load, by default the newest complete one."""
 
+    load_weights: Annotated[Literal["trained", "ema"], OnlyWith("load"), OnlyWith("save")] = "trained"
+    """Weights that are read from a checkpoint for text, evaluation, and fine-tuning: the trained ones, or their average
+    (ema_decay)."""
+
     finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
 

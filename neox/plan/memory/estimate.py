@@ -23,9 +23,9 @@ class MemoryPlan:
     Attributes:
         weights: Weights on the device.
         gradients: Gradients with the buffers of their reduction.
-        optimizer: Optimizer states and fp32 copies of weights on the device.
+        optimizer: Optimizer states, fp32 copies of weights and their average on the device.
         activations: Peak of temporary memory: activations and logits, or what the update needs.
-        host: Main memory of offloaded states and weights.
+        host: Main memory of offloaded states and weights, and of an average of weights.
         copies: Main memory of the copies that background saves write.
         files: Files on a local disk with offloaded states and weights.
     """
@@ -59,12 +59,18 @@ def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) ->
     """Return the memory of one rank of a pipeline stage."""
     count = count_parameters(layers, stage, setting)
     sharding = sharding_of(setting)(setting, count)
+    averages_here = 0
+    averages_on_host = 0
+    if setting.averages_on_host:
+        averages_on_host = sharding.averages()
+    else:
+        averages_here = sharding.averages()
     return MemoryPlan(
         weights=sharding.weights(),
         gradients=sharding.gradients() + sharding.reduction_buckets() + _summed_gradients(setting, count),
-        optimizer=sharding.optimizer_states(),
+        optimizer=sharding.optimizer_states() + averages_here,
         activations=_temporary_peak(layers, stage, sharding),
-        host=host_bytes(sharding),
+        host=host_bytes(sharding) + averages_on_host,
         copies=copied_bytes(sharding),
         files=file_bytes(sharding),
     )

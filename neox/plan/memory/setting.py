@@ -59,6 +59,8 @@ class MemorySetting:
         sub_group: Elements that ZeRO 3 updates at once.
         optimizer_states: What the optimizer keeps for each parameter.
         optimizer_temporaries: Tensors of up to `PIECE` elements that the optimizer makes in a step.
+        averages_weights: Whether an average of the trained weights is kept.
+        averages_on_host: Whether it is in main memory.
         offloads_states: Whether optimizer states are in main memory or in files.
         offloads_weights: Whether weights are there, too.
         states_in_files: Whether offloaded optimizer states are in files.
@@ -104,6 +106,8 @@ class MemorySetting:
     weights_in_files: bool
     copies_weights: bool
     copies_states: bool
+    averages_weights: bool = False
+    averages_on_host: bool = False
 
     @property
     def token_shares(self) -> int:
@@ -186,6 +190,8 @@ def memory_setting(
         weights_in_files=zero.weights_directory is not None,
         copies_weights=config.checkpoint.async_save,
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
+        averages_weights=config.optimizer.ema_decay is not None,
+        averages_on_host=config.optimizer.ema_device == "cpu" or zero.offloads_optimizer,
     )
 
 

@@ -69,6 +69,14 @@ class Sharding(ABC):
         """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
         return int((self.count.state_bytes + _FP32) * self.count.trained) // self.setting.dp_size
 
+    def averages(self) -> int:
+        """Return bytes of the average of this rank's weights: trained x 4, / data ranks if they divide the states."""
+        if not self.setting.averages_weights:
+            return 0
+        if not self.shards_states:
+            return _FP32 * self.count.trained
+        return _FP32 * self.shard
+
     def reduction_buckets(self) -> int:
         """Return bytes of the buffers in which gradients are reduced during the backward pass."""
         return 0
@@ -334,11 +342,11 @@ def file_bytes(sharding: Sharding) -> int:
 
 
 def copied_bytes(sharding: Sharding) -> int:
-    """Return bytes in main memory of the copies that a background save writes: all states and held x width."""
+    """Return bytes in main memory of the copies that a background save writes: all states, averages, held x width."""
     setting = sharding.setting
     total = 0
     if setting.copies_states:
         total += sharding.all_states()
     if setting.copies_weights:
-        total += setting.bytes_per_number * sharding.count.held
+        total += setting.bytes_per_number * sharding.count.held + sharding.averages()
     return total

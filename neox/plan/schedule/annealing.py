@@ -44,7 +44,7 @@ _DECAYS: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType
 )
 """`lr_decay_style` -> function (progress, start, floor) to the learning rate after that part (0 to 1) of the decay."""
 
-_FINAL_DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+FINAL_DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
         "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
         "linear": lambda progress: 1.0 - progress,
@@ -124,7 +124,7 @@ class WarmupStableDecay(Annealing):
     """WSD: the peak is held after the warm-up, and only the last steps decay (arXiv:2404.06395).
 
     Attributes:
-        final_decay: Key of `_FINAL_DECAYS`: the shape of the decay (Megatron-LM's `lr_wsd_decay_style`).
+        final_decay: Key of `FINAL_DECAYS`: the shape of the decay (Megatron-LM's `lr_wsd_decay_style`).
         final_iterations: Steps of the decay.
     """
 
@@ -138,7 +138,7 @@ class WarmupStableDecay(Annealing):
 
     def _after_warmup(self, step: int) -> float:
         progress = (step - self.first_decay_step) / self.final_iterations
-        left = _FINAL_DECAYS[self.final_decay](min(max(progress, 0.0), 1.0))
+        left = FINAL_DECAYS[self.final_decay](min(max(progress, 0.0), 1.0))
         return self.minimum + left * (self.start - self.minimum)
 
     def describe(self) -> str:

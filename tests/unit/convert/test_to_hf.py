@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from neox.checkpoint import CheckpointReader
+from neox.checkpoint import CheckpointReader, averaged_file, save_file
 from neox.config import NeoXConfig
 from neox.convert import to_hf
 from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
+from neox.parallel import shard
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
@@ -213,3 +214,30 @@ def test_a_config_of_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         to_hf(directory, config, tmp_path / "out", verify=False)
     assert ["num_attention_heads", "8", "4"] in [line.split() for line in str(refused.value).splitlines()]
+
+
+def test_the_average_of_the_weights_is_exported_in_their_precision(tmp_path):
+    directory, config, weights = checkpoint(tmp_path, tp_size=2, dtype=torch.bfloat16)
+    layers = single_rank_plan(config, 96).layers
+    spec = next(spec for spec in layers[2].parameters if spec.name == "mlp.dense_h_to_4h.weight")
+    average = torch.randn(spec.shape)
+    for tp_rank in range(2):  # two data ranks divide each part
+        part = shard(average, spec, tp_rank, 2).reshape(-1)
+        half = part.numel() // 2
+        for dp_rank, first in enumerate((0, half)):
+            values = part[first : first + half].clone()
+            save_file(directory / averaged_file(dp_rank, tp_rank), {2: {spec.name: (first, values)}})
+    reader = CheckpointReader(directory, layers, weights="ema")
+    assert torch.equal(reader.full(2, spec.name), average)
+    assert torch.equal(reader.full(3, spec.name), weights[3, spec.name])
+    to_hf(directory, config, tmp_path / "out", verify=False, weights="ema")
+    (exported,) = [value for name, value in tensors(tmp_path / "out").items() if "0.mlp.dense_h_to_4h.weight" in name]
+    assert torch.equal(exported, average.bfloat16())
+
+    (directory / averaged_file(1, 1)).unlink()
+    with raises_naming(CheckpointError, spec.name, directory):
+        CheckpointReader(directory, layers, weights="ema").full(2, spec.name)
+    for file in directory.glob("averaged_*"):
+        file.unlink()
+    with raises_naming(CheckpointError, "ema_decay"):
+        to_hf(directory, config, tmp_path / "none", verify=False, weights="ema")

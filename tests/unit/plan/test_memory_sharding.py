@@ -9,6 +9,8 @@ import pytest
 
 from neox.architecture import LOSS_CHUNK
 from neox.config.sections.optimizer_kind import PIECE
+from neox.plan import format_plan
+from neox.plan.checkpoint_size import checkpoint_bytes
 from neox.plan.device import host_device, memory_on
 from neox.plan.memory import stage_memory
 from neox.plan.memory.parameters import count_parameters
@@ -210,3 +212,20 @@ class TestOffload:
         for offloaded in (states, everything):
             assert offloaded.host + offloaded.files == in_memory.host + of_sub_group
             assert offloaded.total == in_memory.total
+
+
+@pytest.mark.parametrize(("stage", "divisor"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+def test_an_average_of_weights_counts_where_it_is_kept(stage, divisor):
+    def planned(**keys):
+        return plan_of(2, **WIDE, zero_optimization={"stage": stage}, save="runs/x", async_save=True, **keys)
+
+    without = planned()
+    size = 4 * without.layers.numel // divisor
+    here = planned(ema_decay=0.99)
+    assert here.memory.optimizer - without.memory.optimizer == size
+    assert here.memory.copies - without.memory.copies == size
+    on_host = planned(ema_decay=0.99, ema_device="cpu")
+    assert on_host.memory.optimizer == without.memory.optimizer
+    assert on_host.memory.host - without.memory.host == size
+    assert checkpoint_bytes(here) - checkpoint_bytes(without) == 4 * without.layers.numel
+    assert any(line.startswith("average ") and "0.99" in line for line in format_plan(here).splitlines())

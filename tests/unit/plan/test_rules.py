@@ -76,6 +76,12 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"checkpoint_activations": True, "recompute_granularity": "full_attn", "compile_layers": True},
     ),
     ("recompute_granularity", (), {"recompute_granularity": "half"}),
+    (
+        "ema_decay",
+        ("zero_optimization.offload_optimizer.device",),
+        {"ema_decay": 0.9, ZERO: {"stage": 3, "offload_optimizer": NVME}},
+    ),
+    ("ema_decay", (), {"ema_decay": 1.0}),
     ("num_train_epochs", ("train_iters",), {"num_train_epochs": 2}),
     ("num_train_epochs", ("train_iters",), {"train_epochs": 2}),
     (

@@ -67,6 +67,18 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         assert keys_of(checkpoint_problems(config(**keys), training=training)) == [differing]
 
 
+def test_averaged_weights_are_for_fine_tuning_and_must_be_there(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 3)
+    keys = {"load": str(tmp_path), "load_weights": "ema"}
+    first = checkpoint_problems(config(**keys), training=True)[0]
+    assert first.keys == ("load_weights", "finetune")
+    for training in (True, False):
+        (missing,) = checkpoint_problems(config(**keys, finetune=True), training=training)
+        assert missing.keys == ("load_weights", "load")
+    (tmp_path / "global_step3" / "averaged_dp_0000_mp_00_weights.pt").touch()
+    assert checkpoint_problems(config(**keys, finetune=True), training=True) == []
+
+
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     nowhere, load = str(tmp_path / "none"), tmp_path / "ck"
     assert checkpoint_problems(config(), training=True) == []

@@ -86,8 +86,12 @@ def test_the_picture_has_a_line_for_each_validation_set(tmp_path):
         "validation/a/loss_ppl": 20.0,
     }
     rows = [{"iteration": i, "kind": "validation", **scores, "validation/b/loss": 5.0} for i in (1, 2)]
+    averaged = {name.replace("validation/", "validation_ema/"): value for name, value in scores.items()}
+    rows.append({"iteration": 2, "kind": "validation_ema", **averaged})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert {name: points[2] for name, points in curves(file).items()} == {
+        "validation_ema/loss": 4.0,
+        "validation_ema/a/loss": 3.0,
         "validation/loss": 4.0,
         "validation/a/loss": 3.0,
         "validation/b/loss": 5.0,
