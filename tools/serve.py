@@ -77,7 +77,7 @@ def main() -> None:
     address = open_socket(args.host, args.port)
     checkpoint = choose_checkpoint(plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chat = find_chat_format(plan, checkpoint, tokenizer)
+    chat = find_chat_format(plan.config, checkpoint, tokenizer)
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)
     shown = f"[{args.host}]" if ":" in args.host else args.host
     closing = threading.Event()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from neox.generation.answers import GenerationRequest, envelope
-from neox.generation.chat_format import AnswerStream, ChatFormat
+from neox.generation.chat_format import NO_TEMPLATE, AnswerStream, ChatFormat
 from neox.generation.decoding import Continuation, LanguageModel
 from neox.generation.request_fields import (
     BadRequest,
@@ -64,10 +64,7 @@ def parse_chat_request(body: Any, model: LanguageModel, chat: ChatFormat | None,
         BadRequest: Naming the field that is wrong, or because the model has no chat template.
     """
     if chat is None:
-        raise BadRequest(
-            "this model has no chat template: neither the checkpoint nor the tokenizer's directory holds one. Give one "
-            "with --set chat_template=FILE, or use /v1/completions"
-        )
+        raise BadRequest(f"{NO_TEMPLATE}, or use /v1/completions")
     fields = fields_of(body, _NEUTRAL)
     n = number(fields, "n", 1, int, 1, limits.sequences)
     messages = _messages(fields.pop("messages", None))

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint import find_chat_template
+from neox.config import NeoXConfig
+from neox.errors import GenerationError
 from neox.generation.request import SamplingParams
-from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
+
+NO_TEMPLATE = (
+    "this model has no chat template: neither the checkpoint nor the tokenizer's directory holds one; give one with "
+    "--set chat_template=FILE"
+)
 
 
 class ChatFormat:
@@ -74,18 +80,32 @@ class AnswerStream:
         return self._held.removeprefix(self._begin)
 
 
-def find_chat_format(plan: RunPlan, checkpoint: Path, tokenizer: Tokenizer) -> ChatFormat | None:
+def find_chat_format(config: NeoXConfig, checkpoint: Path, tokenizer: Tokenizer) -> ChatFormat | None:
     """Return the form of conversations with a checkpoint; None if there is no chat template.
 
     Raises:
         CheckpointError: If the checkpoint's template is damaged.
         TokenizerError: If a template cannot be read.
     """
-    keys = plan.config.tokenizer
+    keys = config.tokenizer
     template = find_chat_template(keys.chat_template, checkpoint, keys.vocab_file, tokenizer)
     if template is None:
         return None
     return ChatFormat(template, tokenizer)
+
+
+def chat_template_for(config: NeoXConfig, checkpoint: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template for a checkpoint.
+
+    Raises:
+        GenerationError: If there is none.
+        NeoXError: If it cannot be read.
+    """
+    keys = config.tokenizer
+    template = find_chat_template(keys.chat_template, checkpoint, keys.vocab_file, tokenizer)
+    if template is None:
+        raise GenerationError(NO_TEMPLATE)
+    return template
 
 
 def _now(form: str) -> str:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import TextIO
-
-import torch.distributed as dist
 
 from neox.errors import GenerationError
 from neox.generation.completion import generate
 from neox.generation.decoding import LanguageModel, OnText
 from neox.generation.request import SamplingParams
+from neox.generation.terminal_input import ReadLine, line_reader, typed_on_first_rank, waiting_group
 from neox.generation.text_stream import TextCodec
-from neox.launch import report_progress
 from neox.parallel import ParallelGrid
 
 STOP = "stop"
-_REPORT_SECONDS = 60.0
 _PROMPT = "Context prompt >>> "
 
 
@@ -61,14 +53,11 @@ def interact(
     if grid.rank == 0:
         prompts = _prompts(prompt_end, source, write)
         on_text = _without_number(write)
-    group = None
-    if grid.world_size > 1:
-        # A person may wait for days; the default group's timeout is meant for computers.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    group = waiting_group(grid)
     number = 0
-    write(f"{settings_line(params)}\n")
+    write(f"{settings_line(params)}; `{STOP}` ends\n")
     while True:
-        prompt = _next_prompt(prompts, group)
+        prompt = typed_on_first_rank(lambda: next(prompts, None), grid, group)
         if prompt is None:
             return
         try:
@@ -102,15 +91,12 @@ def settings_line(params: SamplingParams) -> str:
         method = f"temperature {params.temperature}, top_k {params.top_k}, top_p {params.top_p}, seed {params.seed}"
     else:
         method = "greedy"
-    return f"{method}; up to {params.max_new_tokens} tokens; `{STOP}` ends"
+    return f"{method}; up to {params.max_new_tokens} tokens"
 
 
 def _prompts(prompt_end: str, source: TextIO | None, write: Callable[[str], None]) -> Iterator[str]:
     """Yield prompts as they are typed, also empty ones, which generate without a context."""
-    if source is None and sys.stdin.isatty():
-        read_line = _terminal_reader()
-    else:
-        read_line = _stream_reader(source or sys.stdin, write)
+    read_line = line_reader(source, write)
     while True:
         text = _read_prompt(read_line, prompt_end)
         if text is None or text.strip() == STOP:
@@ -118,7 +104,7 @@ def _prompts(prompt_end: str, source: TextIO | None, write: Callable[[str], None
         yield text
 
 
-def _read_prompt(read_line: Callable[[str], str | None], prompt_end: str) -> str | None:
+def _read_prompt(read_line: ReadLine, prompt_end: str) -> str | None:
     """Return one prompt without `prompt_end`, or None at the end of the input."""
     line = read_line(_PROMPT)
     if prompt_end == "\n" or line is None:
@@ -130,55 +116,3 @@ def _read_prompt(read_line: Callable[[str], str | None], prompt_end: str) -> str
             return text
         text += "\n" + line
     return text.split(prompt_end)[0]
-
-
-def _terminal_reader() -> Callable[[str], str | None]:
-    """Return a reader that uses `input`, with line editing and history if Python has readline."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("readline")
-
-    def read_line(prompt: str) -> str | None:
-        try:
-            return input(prompt)
-        except EOFError:
-            return None
-
-    return read_line
-
-
-def _stream_reader(source: TextIO, write: Callable[[str], None]) -> Callable[[str], str | None]:
-    def read_line(prompt: str) -> str | None:
-        write(prompt)
-        line = source.readline()
-        if not line:
-            return None
-        return line.removesuffix("\n")
-
-    return read_line
-
-
-def _next_prompt(prompts: Iterator[str], group: dist.ProcessGroup | None) -> str | None:
-    """Return the next prompt that rank 0 reads, on every rank; None at the end."""
-    with _reporting_progress():
-        box = [next(prompts, None)]
-        if group is not None:
-            dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
-
-
-@contextmanager
-def _reporting_progress() -> Iterator[None]:
-    """Report progress to the launcher while waiting for input, so that `hang_timeout` does not end the run."""
-    over = threading.Event()
-
-    def report() -> None:
-        while not over.wait(_REPORT_SECONDS):
-            report_progress()
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

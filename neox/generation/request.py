@@ -16,6 +16,8 @@ from neox.files import check_writable, unwritable_parent
 from neox.generation.text_stream import TextCodec, is_text
 
 _SMALLEST_TEMPERATURE = 1e-20  # below it sampling equals greedy decoding, and dividing by it overflows float32
+TYPED = ("interactive", "chat")
+"""Modes in which a person types prompts."""
 _TEXT_KEYS = ("context", "prompt", "text")
 
 
@@ -146,13 +148,13 @@ def notes(config: NeoXConfig) -> list[str]:
         found.append("temperature is 0 and top_k or top_p is given: drawing at temperature 1")
     if keys.length_penalty != 1 and keys.num_beams == 1:
         found.append(f"length_penalty {keys.length_penalty} has no effect: it ranks beams, and num_beams is 1")
-    if keys.sample_input_file is not None and keys.text_gen_type == "interactive":
-        found.append("sample_input_file is given: its prompts are used instead of text_gen_type interactive")
+    if keys.sample_input_file is not None and keys.text_gen_type in TYPED:
+        found.append(f"sample_input_file is given: its prompts are used instead of text_gen_type {keys.text_gen_type}")
     return found
 
 
 def mode(config: NeoXConfig) -> str:
-    """Return `unconditional`, `input-file` or `interactive`: an input file decides, then `text_gen_type`."""
+    """Return `unconditional`, `input-file`, `interactive` or `chat`: an input file decides, then `text_gen_type`."""
     keys = config.generation
     if keys.sample_input_file is not None:
         return "input-file"
@@ -243,7 +245,11 @@ def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
         GenerationError: If a run would refuse the request.
     """
     params = sampling_params(config)
-    if mode(config) == "interactive":
+    if mode(config) == "chat" and params.num_beams > 1:
+        raise GenerationError(
+            f"num_beams is {params.num_beams}: a conversation is not searched with beams; set it to 1"
+        )
+    if mode(config) in TYPED:
         return
     copies(config)
     prompts = config.generation.sample_input_file
@@ -271,7 +277,7 @@ def check_output(config: NeoXConfig) -> None:
     """
     out = config.generation.sample_output_file
     try:
-        if mode(config) != "interactive":
+        if mode(config) not in TYPED:
             check_writable(Path(out))
     except OSError as error:
         raise GenerationError(f"sample_output_file {out}: cannot be written ({error.strerror})") from error

@@ -6,11 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from neox import files
 from neox.engine import from_first_rank
 from neox.errors import GenerationError
+from neox.generation.chat_format import ChatFormat, chat_template_for
+from neox.generation.chat_terminal import converse
 from neox.generation.completion import Completion, generate, over_replicas
 from neox.generation.decoding import LanguageModel
 from neox.generation.interactive import interact
@@ -19,6 +22,8 @@ from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
 
@@ -51,6 +56,12 @@ def run_generation(
         _log.info("%s", note)
     if mode(config) == "interactive":
         interact(model, params, codec, grid, prompt_end=keys.prompt_end)
+        return []
+    if mode(config) == "chat":
+        chat = _chat_format(plan, codec, grid, checkpoint)
+        if not config.given("maximum_tokens"):  # an answer ends by itself
+            params = replace(params, max_new_tokens=model.max_length)
+        converse(model, params, chat, codec, grid)
         return []
     prompts = prompts_of(config)
     out = Path(keys.sample_output_file)
@@ -85,6 +96,17 @@ def run_generation(
         seconds = max(completion.duration for completion in results)
         _log.info("%d completion(s), %d tokens, in %s (longest batch %.2f s)", len(results), tokens, out, seconds)
     return results
+
+
+def _chat_format(plan: RunPlan, codec: TextCodec, grid: ParallelGrid, checkpoint: Path) -> ChatFormat:
+    """Return the form of conversations with a checkpoint, of which rank 0 reads the template."""
+    assert isinstance(codec, Tokenizer), "templates are written for tokenizers of files"
+
+    def read() -> ChatTemplate:
+        return chat_template_for(plan.config, checkpoint, codec)
+
+    template = read() if grid.world_size == 1 else from_first_rank(read)
+    return ChatFormat(template, codec)
 
 
 def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from neox.errors import LaunchError
 from neox.launch.lifeline import is_alive
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+INTERRUPT_RANKS = signal.SIGUSR2
+"""Signal at which an agent sends SIGINT to its ranks, whose script answers it and goes on."""
 ANSWER_SECONDS = 5.0
 """Time in which a rank must answer a signal. All processes have ended after twice that time, on a busy machine too."""
 _OLD_SECONDS = 3600

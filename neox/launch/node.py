@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError, run_script
-from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity, create_agent_directory, take_secrets
+from neox.launch.agent_files import (
+    INTERRUPT_RANKS,
+    PROGRESS_VARIABLE,
+    RankActivity,
+    create_agent_directory,
+    take_secrets,
+)
 from neox.launch.commands import rank_command
 from neox.launch.environment import child_environment, remove_stale_locks
 from neox.launch.events import Event, encode_event, text_events
@@ -70,6 +76,7 @@ class NodeAgent:
         # Requests by signals: handlers set them, and the loop fulfils them.
         self.stop_requested: int | None = None
         self.stacks_requested = False
+        self.interrupt_requested = False
         # How the ranks are ended. Times are those of the monotonic clock; None if they are not set.
         self.stop_passed_on = False
         self.answer_seconds = 0.0  # time in which ranks must answer the signal
@@ -116,6 +123,7 @@ class NodeAgent:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_stacks)
+        signal.signal(INTERRUPT_RANKS, self._on_interrupt)
         if self.plain is not None and self.node_rank == 0:
             lock_directories(self.spec.reserved, Path(self.spec.script).name, self.locks)
         log_directory = self.spec.log_directory(self.host)
@@ -211,6 +219,10 @@ class NodeAgent:
         """Do what signals have asked for since the last call."""
         if self.stacks_requested:
             self._show_stacks()
+        if self.interrupt_requested:
+            self.interrupt_requested = False
+            for rank in self.ranks:
+                rank.signal(signal.SIGINT)
         if self.stop_requested is not None and not self.stop_passed_on:
             self._pass_on_stop(self.stop_requested, now)
 
@@ -262,6 +274,9 @@ class NodeAgent:
 
     def _on_stacks(self, *_: Any) -> None:
         self.stacks_requested = True
+
+    def _on_interrupt(self, *_: Any) -> None:
+        self.interrupt_requested = True
 
     def _kill_in(self, seconds: float) -> None:
         """Kill all ranks after some seconds, or earlier if an earlier time is set."""

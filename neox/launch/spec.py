@@ -43,6 +43,7 @@ class LaunchSpec:
         environment: Variables of the ranks, without secrets, because lists of processes show this object.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
+        answers_interrupts: Whether Ctrl-C is for the script, which goes on. Two within a second end the run.
         stdin: File that rank 0 reads as its standard input, if all ranks are on this machine.
         reserved: Directories that no other run may use while this one runs.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
@@ -61,6 +62,7 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     stop_timeout: float = 60.0
+    answers_interrupts: bool = False
     stdin: str | None = None
     reserved: tuple[str, ...] = ()
     rank_bytes: int | None = None

@@ -51,6 +51,7 @@ def new_spec(
     save: Path | None = None,
     hang_timeout: float | None = None,
     rank_bytes: int | None = None,
+    answers_interrupts: bool = False,
 ) -> LaunchSpec:
     """Return the specification of a new run. It gets its own id, and a free port unless one is configured.
 
@@ -65,6 +66,7 @@ def new_spec(
         save: Directory for the checkpoints of a training.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         rank_bytes: Estimated memory of the fullest rank.
+        answers_interrupts: Whether Ctrl-C is for the script, which goes on.
     """
     return LaunchSpec(
         run_id=new_run_id(),
@@ -81,6 +83,7 @@ def new_spec(
         reserved=(str(run_directory),) if save is None else (str(run_directory), str(save)),
         hang_timeout=hang_timeout,
         stop_timeout=runner.stop_timeout,
+        answers_interrupts=answers_interrupts,
         rank_bytes=rank_bytes,
     )
 

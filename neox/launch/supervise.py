@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from neox.files import write_text
-from neox.launch.agent_files import ANSWER_SECONDS
+from neox.launch.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
 from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
@@ -38,6 +38,7 @@ _WINDOW_SECONDS = 1.5  # after the first failure, for the reports of other hosts
 _END_SECONDS = 4.0
 _LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
+_TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script answers them
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
@@ -74,6 +75,7 @@ class Supervisor:
         self.hosts_with_stacks: set[int] = set()
         self.hung = False
         self.stop_signal: int | None = None  # as passed on to the ranks
+        self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
         self.end_at: float | None = None  # time at which the run is ended, whoever is still running
 
     def run(self, environment: Mapping[str, str] | None = None) -> int:
@@ -240,6 +242,12 @@ class Supervisor:
     # -- ending
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and self.spec.answers_interrupts and self.stop_signal is None:
+            before = self.interrupted_at
+            self.interrupted_at = time.monotonic()
+            if self.interrupted_at - before > _TWICE_SECONDS:
+                self.signal_agents(INTERRUPT_RANKS)
+                return
         if self.stop_signal is not None:  # the second signal: the user does not want to wait
             self.end_at = time.monotonic()
         # Ranks save at SIGTERM; a closed terminal asks for the same.

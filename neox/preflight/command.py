@@ -237,6 +237,7 @@ class _Command:
             save=save,
             hang_timeout=self.config.training.hang_timeout,
             rank_bytes=rank_bytes,
+            answers_interrupts=job.script.stem == "generate" and self.config.generation.text_gen_type == "chat",
         )
 
     def _empty_spec(self, placement: Placement, script: Path) -> LaunchSpec:

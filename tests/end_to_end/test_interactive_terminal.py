@@ -59,11 +59,11 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def open_prompt(**keys):
+def open_prompt(*command, **keys):
     keys = {"load": NAME, "master_port": "null", "text_gen_type": "interactive", "maximum_tokens": 100, **keys}
     settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    script = str(ROOT / "tools" / "generate.py")
-    terminal = Terminal(sys.executable, script, f"{NAME}/{NAME}.yml", *settings)
+    command = command or (str(ROOT / "tools" / "generate.py"),)
+    terminal = Terminal(sys.executable, *command, f"{NAME}/{NAME}.yml", *settings)
     terminal.wait_for(PROMPT)
     return terminal
 
@@ -95,3 +95,41 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer():
     terminal.wait_for("interrupted")
     assert terminal.leave() == 130
     assert "Traceback" not in terminal.shown
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    return path
+
+
+def hold_conversation(terminal):
+    """Ask, stop the answer, stop nothing, ask again, and leave with Ctrl-D."""
+    terminal.type("def main(\n")
+    terminal.wait_for(r"main\(\r\n.")
+    terminal.type("\x03")
+    terminal.wait_for(r"\(stopped\)")
+    terminal.wait_for(PROMPT)
+    time.sleep(1.2)  # two of them within a second end a run of deepy.py
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-D ends")
+    terminal.wait_for(PROMPT)
+    terminal.type("/reset\n")
+    terminal.wait_for("forgotten")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.leave() == 0
+    assert "Traceback" not in terminal.shown
+
+
+LONG = {"max_position_embeddings": 100000, "maximum_tokens": 90000, "minimum_tokens": 90000, "text_gen_type": "chat"}
+
+
+def test_ctrl_c_stops_an_answer_of_a_conversation_and_ctrl_d_ends_it(template):
+    hold_conversation(open_prompt(chat_template=template, **LONG))
+
+
+def test_a_conversation_over_two_ranks(template, tmp_path):
+    keys = {**LONG, "num_gpus": 2, "log_dir": tmp_path / "logs", "save": tmp_path / "save"}
+    hold_conversation(open_prompt(str(ROOT / "deepy.py"), "generate.py", chat_template=template, **keys))

@@ -12,8 +12,9 @@ from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegative
 class GenerationConfig(Section):
     """Prompts, sampling, outputs and evaluation tasks."""
 
-    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = None
-    """Source of the prompts."""
+    text_gen_type: Literal["unconditional", "input-file", "interactive", "chat"] | None = None
+    """Source of the prompts. `interactive` continues texts that are typed; `chat` keeps a conversation, for models with
+    a chat template."""
 
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""

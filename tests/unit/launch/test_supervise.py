@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from neox.launch import Host, LaunchSpec
+from neox.launch.agent_files import INTERRUPT_RANKS
 from neox.launch.events import Event, encode_event
 from neox.launch.supervise import Supervisor
 
@@ -46,6 +48,17 @@ def test_what_follows_a_rank_that_ended_at_ctrl_c_is_no_error(
     assert supervise([end(0, 130), tail(1, last_word), end(1, 1)], interrupt_launcher) == status
     assert ("error: rank 1" in capsys.readouterr().err) == (status == 1)
     assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_ctrl_c_goes_to_a_script_that_answers_it_until_it_comes_twice() -> None:
+    received: list[int] = []
+    supervisor = Supervisor(replace(SPEC, answers_interrupts=True), [], received.append)
+    supervisor._on_signal(signal.SIGINT, None)
+    assert received == [INTERRUPT_RANKS]
+    assert supervisor.stop_signal is None
+    supervisor._on_signal(signal.SIGINT, None)
+    assert received == [INTERRUPT_RANKS]
+    assert supervisor.stop_signal == signal.SIGINT
 
 
 def test_the_cause_is_not_the_first_report_but_the_first_failure_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
