@@ -12,6 +12,8 @@ from neox.problems import CODE, Problem, Source
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
 ACTIVATION_BLOCK = "activation_checkpointing"
+VIRTUAL_STAGES_OF_RANK = "num_virtual_stages_per_pipeline_rank"
+LAYERS_OF_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
 
 
 class FlatKeys:
@@ -104,6 +106,41 @@ class FlatKeys:
         near = get_close_matches(inner, ACTIVATION_KEYS, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(ACTIVATION_KEYS)}"
         self.report(f"`{ACTIVATION_BLOCK}` has no key `{inner}` here; {hint}", f"{ACTIVATION_BLOCK}.{inner}")
+
+    def convert_virtual_stages(self) -> None:
+        """Replace Megatron's keys of interleaved stages, which name no schedule, by `virtual_stages` and its schedule.
+
+        `num_virtual_stages_per_pipeline_rank` is the number of ranges on a stage, and
+        `num_layers_per_virtual_pipeline_stage` the number of blocks in a range.
+        """
+        for name in (VIRTUAL_STAGES_OF_RANK, LAYERS_OF_VIRTUAL_STAGE):
+            if name not in self.values:
+                continue
+            given = self.values.pop(name)
+            ranges = given
+            if name == LAYERS_OF_VIRTUAL_STAGE:
+                ranges = self._ranges_of_length(given)
+            if not isinstance(ranges, int) or isinstance(ranges, bool) or ranges < 1:
+                self.report(f"`{name}: {given}` does not divide the blocks of a stage; use `virtual_stages`", name)
+                continue
+            if ranges == 1:
+                continue
+            for key in ("pipeline_schedule", "virtual_stages"):
+                self.sources.setdefault(key, self.source(name))
+            self.values.setdefault("pipeline_schedule", "interleaved")
+            if self.values.setdefault("virtual_stages", ranges) != ranges:
+                other = f"`virtual_stages: {self.values['virtual_stages']}`"
+                self.report(f"`{name}: {given}` contradicts {other}; remove one", name, "virtual_stages")
+
+    def _ranges_of_length(self, blocks: Any) -> int | None:
+        """Return how many ranges of so many blocks each stage holds; None if they do not come out even."""
+        numbers = (blocks, self.values.get("num_layers"), self.values.get("pipe_parallel_size", 1))
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            return None
+        length, layers, stages = numbers
+        if layers % (length * stages):
+            return None
+        return int(layers // (length * stages))
 
     def translate_aliases(self) -> None:
         """Replace aliases (`gas`, `zero_stage`, ...) by the keys that they stand for; a contradiction is a problem."""

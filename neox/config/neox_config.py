@@ -75,6 +75,7 @@ class NeoXConfig(Section):
         keys = FlatKeys.normalised(flat, sources)
         keys.spread_extra_args()
         keys.spread_activation_checkpointing()
+        keys.convert_virtual_stages()
         given = dict(keys.values)
         owners = key_sections()
         for key in given:

@@ -70,5 +70,5 @@ def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:
             f"{allowed:.3g}); the configuration or the build of the kernels is another one, or the checkpoint is "
             "damaged. Unset checkpoint_validation_with_forward_pass to load it without this check"
         )
-    if engine.grid.rank == engine.grid.world_size - 1:
+    if engine.grid.dp_rank == 0 and engine.grid.tp_rank == 0:
         _log.info("the loaded model's logits agree with the stored ones to %.1e", largest)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import WORD_EMBEDDINGS
 from neox.engine.deepspeed_patches import hidden_stdout
-from neox.engine.pipeline_schedules import TRAIN_SCHEDULES
+from neox.engine.pipeline_schedules import PassOrder
 from neox.model import (
     Aux,
     Context,
@@ -87,12 +87,16 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     Attributes:
         stage: The layers of this rank.
-        train_schedule: Class of the instructions of this stage in a training step.
+        active_part: Number of the range of layers that `forward` runs.
+        loss_stage: Stage that holds the last layer, and computes the loss.
+        pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
+        sharers: Group of the tensor ranks that hold the same hidden states; None if each has its own.
         score_count: Number of the objective's scores.
-        targets: What the objective compares the network's output of the next micro batch with; on the last stage.
+        targets: What the objective compares the network's output of the next micro batch with; on the loss stage.
         loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
     """
 
+    active_part = 0
     targets: tuple[Tensor, ...] | None = None
     loss_factor = 1.0
 
@@ -100,6 +104,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self, plan: RunPlan, grid: ParallelGrid, objective: Objective, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._stages = plan.stages
+        self._schedule = plan.config.parallelism.pipeline_schedule
+        self._orders: dict[tuple[int, bool], PassOrder] = {}
         self._objective = objective
         build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
         # This constructor calls `_partition_layers` below and builds this stage's layers.
@@ -111,7 +117,9 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
-        self.train_schedule = TRAIN_SCHEDULES[plan.config.parallelism.pipeline_schedule]
+        self.loss_stage = self.stage_owner(len(plan.layers) - 1)
+        self.pp_ranks = [grid.topology.rank_of(stage, grid.dp_rank, grid.tp_rank) for stage in range(grid.pp_size)]
+        self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
         self.score_count = len(objective.names)
         self._dtype = dtype
         self._handoff = Handoff.of(plan.architecture)
@@ -124,23 +132,23 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.stage = Stage(plan, grid, self._layers(), held.ranges)
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run this stage.
+        """Run the active range of layers of this stage.
 
         Args:
-            given: What DeepSpeed received: an objective's inputs on the first stage, a packed `Handoff` on others.
+            given: What the range takes: an objective's inputs if it is the first one, else a packed `Handoff`.
 
         Returns:
-            A packed `Handoff`; on the last stage the objective's scores. DeepSpeed would compute the loss outside of
+            A packed `Handoff`; after the last range the objective's scores. DeepSpeed would compute the loss outside of
             this module. But it clears gradients for a new backward pass when the gradient of the module's output
             arrives, and gradients of the head that came before would be lost. So the scores are part of the module.
         """
         earlier: Aux = {}
-        part = self.stage.parts[0]
+        part = self.stage.parts[self.active_part]
         if part.is_first:
             x, context = self._handoff.unpack_batch(given)
         else:
             x, context, earlier = self._handoff.unpack(given)
-        x, aux = self.stage.forward(x, context)
+        x, aux = self.stage.forward(x, context, self.active_part)
         if not part.is_last:
             x = attach_losses(x, aux, self.loss_factor)
             return self._handoff.pack(x, context, add_aux(earlier, aux))
@@ -148,18 +156,26 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return self._objective.scores(NetworkOutput(x, self.stage.head, add_aux(earlier, aux)), self.targets)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage, None on others; all stages together."""
+        """Return the logits [B, S, V/tp] of tokens [B, S] on the loss stage, None on others; all stages together."""
         hidden = forward_over_stages(self.stage, tokens, Context(), self._dtype)
         if hidden is None:
             return None
         return self.stage.head.logits(hidden)
+
+    def order(self, micro_batches: int, *, is_training: bool) -> PassOrder:
+        """Return the passes of all stages in a step or an evaluation."""
+        key = (micro_batches, is_training)
+        if key not in self._orders:
+            ranges = len(self._stages[0].ranges)
+            self._orders[key] = PassOrder(self._schedule, len(self._stages), ranges, micro_batches, is_training)
+        return self._orders[key]
 
     def _layers(self) -> dict[int, nn.Module]:
         """Return this stage's modules by their index in the layer plan, with the embedding of a tied head."""
         layers = {}
         if TIE in self.tied_modules:
             layers[EMBEDDING_INDEX] = self.tied_modules[TIE]
-        for index in range(self._local_start, self._local_stop):
+        for index in self._held.layers:
             module = getattr(self, str(index), None)
             if isinstance(module, nn.Module):
                 layers[index] = module
@@ -195,16 +211,24 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return [(weight, group) for weight, group in held if weight.requires_grad]
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Split where the plan says. DeepSpeed would split by counts of layers or parameters.
+        """Split where the plan says. DeepSpeed would split by counts of layers or parameters."""
+        held = [layer for stage in self._stages for layer in stage.layers]
+        assert sorted(held) == list(range(self._num_layers)), "each layer belongs to one stage"
+        self._held = self._stages[self._topo.get_coord(self.global_rank).pipe]
+        self._set_bounds(start=self._held.layers[0], stop=self._held.layers[-1] + 1)  # for DeepSpeed's log
 
-        DeepSpeed's `parts` are the bounds of all stages: stage i holds layers `parts[i]` to `parts[i + 1] - 1`. So each
-        stage holds one range of layers, which is all that the schedule 1F1B needs.
-        """
-        assert all(len(stage.ranges) == 1 for stage in self._stages), self._stages
-        here = self._topo.get_coord(self.global_rank).pipe
-        self.parts = [0, *(stage.ranges[0].stop for stage in self._stages)]
-        assert self.parts[-1] == self._num_layers, (self.parts, self._num_layers)
-        self._set_bounds(start=self.parts[here], stop=self.parts[here + 1])
+    def _build(self) -> None:
+        """Build the layers of each range; DeepSpeed builds one range."""
+        start = self._local_start
+        stop = self._local_stop
+        for layer_range in self._held.ranges:
+            self._set_bounds(start=layer_range.start, stop=layer_range.stop)
+            super()._build()
+        self._set_bounds(start=start, stop=stop)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that holds a layer."""
+        return next(stage.index for stage in self._stages if stage.holds(layer_idx))
 
     def weight_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the layer plan, module) of this stage's layers with weights; a tied copy has index 0."""

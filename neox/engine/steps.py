@@ -132,7 +132,7 @@ class PlainSteps:
 
 
 class PipelineSteps:
-    """Steps of pipeline stages, in the order of DeepSpeed's schedule.
+    """Steps of pipeline stages, in the order of the pipeline schedule.
 
     Args:
         engine: DeepSpeed's engine.
@@ -154,8 +154,9 @@ class PipelineSteps:
         self._objective = objective
         self._weights = weights
         self._grid = grid
-        self._is_first = grid.pp_rank == 0
-        self._is_last = grid.pp_rank == grid.pp_size - 1
+        stage = engine.module.stage
+        self._is_first = stage.parts[0].is_first
+        self._is_last = stage.parts[-1].is_last
         self._device = device
         self._token_shares = grid.tp_size if grid.topology.sequence_parallel else 1
         self._length: int | None = None  # of the last step: DeepSpeed keeps buffers of that shape
@@ -182,9 +183,8 @@ class PipelineSteps:
     def _sent_by_last(self, amount: float) -> float:
         """Return the last stage's number on all stages."""
         sent = torch.tensor([amount], dtype=torch.float64, device=self._device)
-        topology = self._grid.topology
-        last = topology.rank_of(topology.pp_size - 1, self._grid.dp_rank, self._grid.tp_rank)
-        dist.broadcast(sent, src=last, group=self._grid.pp_group)
+        module = self.engine.module
+        dist.broadcast(sent, src=module.pp_ranks[module.loss_stage], group=self._grid.pp_group)
         return float(sent)
 
     def logits(self, tokens: Tensor) -> Tensor | None:

@@ -45,9 +45,6 @@ def deepspeed_json(
     for key in _UNCHANGED:
         if config.given(key):
             result[key] = getattr(ds, key)
-    if grid.sequence_parallel and grid.pp_size > 1:
-        # Tensor ranks pass different tokens on, which DeepSpeed would take for equal: it would send a part from each.
-        result["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     communication = _communication(config, notes)
     if communication is not None:
         result["communication_data_type"] = communication

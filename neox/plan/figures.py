@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from neox.architecture import training_flops_per_token
-from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.device import Device, gpu_device
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.run_plan import RunPlan
+from neox.plan.time.simulation import simulated_length
 
 _SECONDS_PER_DAY = 86_400
 
@@ -21,7 +21,7 @@ class Figures:
         tokens_per_step: Tokens of one optimizer step, after ramp-up and curriculum.
         tokens: Tokens of the whole run; None without train_iters.
         flops_per_token: Operations of forward and backward, without recomputation.
-        bubble: Fraction of a step in which a pipeline stage is idle.
+        bubble: Fraction of a step in which a pipeline stage is idle, by simulation.
         peak_tflops: Peak of one rank's device; None if it is not known.
         mfu: Assumed model FLOPs utilisation.
         days: Time of the whole run; None without train_iters, and if the peak is not known.
@@ -40,7 +40,6 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     """Return the tokens, compute and time of a plan on a device, by default on a GPU of `gpu_memory_gib`."""
     config = plan.config
     seq_length = config.model.seq_length or 0
-    schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_schedule]
     peak = (device or gpu_device(plan)).peak_tflops
     mfu = config.logging.expected_mfu
     tokens, operations = _totals(plan)
@@ -52,11 +51,23 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
         tokens_per_step=plan.batch.train_batch_size * seq_length,
         tokens=tokens,
         flops_per_token=_flops_per_token(plan, seq_length),
-        bubble=schedule.bubble(plan.grid.pp_size, plan.batch.gradient_accumulation_steps),
+        bubble=_bubble(plan),
         peak_tflops=peak,
         mfu=mfu,
         days=days,
     )
+
+
+def _bubble(plan: RunPlan) -> float:
+    """Return the fraction of a step in which a stage is idle if all layers take as long, and backward twice forward."""
+    stages = plan.grid.pp_size
+    ranges = len(plan.stages[0].ranges)
+    forward = [[1.0] * ranges] * stages
+    backward = [[2.0] * ranges] * stages
+    micro_batches = plan.batch.gradient_accumulation_steps
+    name = plan.config.parallelism.pipeline_schedule
+    length = simulated_length(name, forward, backward, micro_batches, 0.0)
+    return 1 - 3.0 * ranges * micro_batches / length
 
 
 def _totals(plan: RunPlan) -> tuple[int | None, int | None]:

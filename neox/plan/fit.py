@@ -12,8 +12,9 @@ from neox.plan.architecture import layer_plan
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, MemorySetting, fullest_stage
+from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import StagePlan, plan_stages
+from neox.plan.stages import Division, StagePlan, plan_stages
 
 # Largest heads that torch's flash kernels serve.
 _FLASH_HEAD_DIM = 256
@@ -92,7 +93,7 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
 
 def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
     """Return a function of a setting to the memory of its fullest rank, which remembers what it has computed."""
-    parallelism = plan.config.parallelism
+    division = Division.of(plan.config)
 
     @cache
     def layers(tp_size: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
@@ -100,8 +101,7 @@ def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
 
     @cache
     def stages(pp_size: int, tp_size: int) -> tuple[StagePlan, ...]:
-        method = parallelism.pipe_partition_method
-        return plan_stages(layers(tp_size), pp_size, method, parallelism.pipeline_schedule, tp_size)
+        return plan_stages(layers(tp_size), pp_size, division, tp_size)
 
     @cache
     def memory(setting: MemorySetting) -> MemoryPlan:
@@ -177,7 +177,8 @@ def _more_model_parallel(setting: MemorySetting, limits: _Limits) -> Iterator[Me
         yield replace(fewer, tp_size=tensor_ranks)
         if _can_divide_tokens(setting, tensor_ranks, limits):
             yield replace(fewer, tp_size=tensor_ranks, sequence_parallel=True)
-    if setting.zero_stage <= 1 and setting.pp_size * 2 <= limits.num_layers:
+    ranges = ranges_per_stage(setting.pipeline_schedule, 2 * setting.pp_size, setting.virtual_stages)
+    if setting.zero_stage <= 1 and setting.pp_size * 2 * ranges <= limits.num_layers:
         yield replace(fewer, pp_size=setting.pp_size * 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neox.plan.architecture import layer_plan
 from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import plan_stages
+from neox.plan.stages import Division, plan_stages
 
 
 def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
@@ -20,9 +20,8 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
         tp_size: Number of tensor ranks of each stage.
     """
     config = plan.config
-    parallelism = config.parallelism
     layers = layer_plan(config, plan.vocab_size, tp_size)
-    stages = plan_stages(layers, pp_size, parallelism.pipe_partition_method, parallelism.pipeline_schedule, tp_size)
+    stages = plan_stages(layers, pp_size, Division.of(config), tp_size)
     precision = config.generation.inference_precision or plan.precision
     number = BYTES[precision]
     block_cache = _cached_numbers(plan, tp_size)

@@ -6,6 +6,7 @@ Ranks get what `resolve` has decided as one argument of their command (`payload`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
@@ -21,8 +22,9 @@ from neox.plan.memory import fullest_stage, memory_setting
 from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
 from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.rules.data_stages import order_problems
+from neox.plan.rules.pipeline import schedule_problems
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import StagePlan, plan_stages
+from neox.plan.stages import Division, StagePlan, plan_stages
 from neox.plan.topology import Topology, solve_grid
 from neox.problems import Problem, in_file_order
 
@@ -51,6 +53,7 @@ def resolve(
     batch = solve_batch(config, None if grid is None else grid.dp_size, problems)
     if batch is not None:
         problems += ramp_problems(config, batch)
+        problems += schedule_problems(config, grid, batch)
     if batch is not None and not problems:
         problems += order_problems(config, batch)
     problems += _vocabulary_problems(config, vocab_size)
@@ -158,9 +161,11 @@ def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Proble
 
 
 def _nothing_to_train(config: NeoXConfig, stage: StagePlan) -> Problem:
-    """Return the problem of a stage whose parameters are all frozen, or that has none."""
+    """Return the problem of a stage with a range whose parameters are all frozen, or that has none."""
     key = "pipe_partition_method"
     rule = f"leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
+    if len(stage.ranges) > 1:
+        rule = f"leaves a range of layers of stage {stage.index} without parameters to train; use type:transformer|mlp"
     if config.optimizer.parameter_groups:
         return config.problem(key, f"{rule}, or freeze less", "parameter_groups", "pipe_parallel_size")
     return config.problem(key, rule)
@@ -168,13 +173,13 @@ def _nothing_to_train(config: NeoXConfig, stage: StagePlan) -> Problem:
 
 def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
     """Return the pipeline stages. Raises ConfigError if a stage would have nothing to train or half of a loss."""
-    keys = config.parallelism
-    stages = plan_stages(layers, grid.pp_size, keys.pipe_partition_method, keys.pipeline_schedule, grid.tp_size)
+    stages = plan_stages(layers, grid.pp_size, Division.of(config), grid.tp_size)
     last_head = len(layers) - 1
     if any(stage.holds(last_head) and not stage.holds(layers.head.index) for stage in stages):
         rule = "divides the heads of one loss over stages; use type:transformer"
         raise ConfigError(config.problem("pipe_partition_method", rule))
     for stage in stages:
-        if not any(spec.trained for spec in stage.parameter_specs(layers)):
+        parts = [replace(stage, ranges=(layer_range,)) for layer_range in stage.ranges]
+        if not all(any(spec.trained for spec in part.parameter_specs(layers)) for part in parts):
             raise ConfigError(_nothing_to_train(config, stage))
     return stages

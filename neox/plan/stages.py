@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan, ParameterSpec
-from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.config.neox_config import NeoXConfig
 from neox.plan.partition import partition_layers
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StagePlan:
 
     Attributes:
         index: Number of the stage.
-        ranges: Its layers as ranges, ascending. `1f1b` gives each stage one.
+        ranges: Its layers as ranges, ascending; one with `1f1b`.
         parameters: Elements over all tensor ranks, with copies of what another stage owns.
     """
 
@@ -75,18 +76,39 @@ class StagePlan:
         return [*owned, *copies.values()]
 
 
-def plan_stages(plan: LayerPlan, pp_size: int, method: str, schedule: str, tp_size: int) -> tuple[StagePlan, ...]:
+@dataclass(frozen=True)
+class Division:
+    """How layers are divided into pipeline stages.
+
+    Attributes:
+        method: `pipe_partition_method`; must be one that `partition_problem` accepts.
+        schedule: Value of `pipeline_schedule`, which decides which ranges of layers a stage holds.
+        virtual_stages: Value of `virtual_stages`.
+    """
+
+    method: str
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+
+    @classmethod
+    def of(cls, config: NeoXConfig) -> Division:
+        """Return what a configuration asks for."""
+        keys = config.parallelism
+        return cls(keys.pipe_partition_method, keys.pipeline_schedule, keys.virtual_stages)
+
+
+def plan_stages(plan: LayerPlan, pp_size: int, division: Division, tp_size: int) -> tuple[StagePlan, ...]:
     """Divide a network into pipeline stages.
 
     Args:
         plan: Layers to divide.
         pp_size: Number of stages.
-        method: `pipe_partition_method`; must be one that `partition_problem` accepts.
-        schedule: Name of the pipeline schedule, which decides how many ranges of layers a stage holds.
+        division: How to divide them.
         tp_size: Number of tensor ranks.
     """
-    chosen = PIPELINE_SCHEDULES[schedule]
-    bounds = partition_layers(plan, pp_size * chosen.ranges_per_stage, method, tp_size)
+    chosen = PIPELINE_SCHEDULES[division.schedule]
+    ranges_of_stage = ranges_per_stage(division.schedule, pp_size, division.virtual_stages)
+    bounds = partition_layers(plan, pp_size * ranges_of_stage, division.method, tp_size)
     ranges: list[list[LayerRange]] = [[] for _ in range(pp_size)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
         ranges[chosen.stage_of(number, pp_size)].append(LayerRange(start, stop))

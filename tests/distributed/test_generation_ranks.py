@@ -46,14 +46,16 @@ def write_texts(directory: Path, *, harness: bool) -> list[str]:
     ]
 
 
-def outputs(tasks: list[str], pp: int, dp: int, tp: int) -> list:
+def outputs(tasks: list[str], pp: int, dp: int, tp: int, schedule: str = "1f1b") -> list:
     """Generate and score with these degrees; called by every rank."""
     os.environ["HF_DATASETS_CACHE"] = str(Path(tasks[0].partition("=")[2]).parent / f"cache{os.environ.get('RANK')}")
     tokenizer = build_tokenizer("HFTokenizer", GOLDEN / "data" / "tokenizer.json")
     degrees = {
         "eval_stride": 24,
         "pipe_parallel_size": pp,
+        "pipeline_schedule": schedule,
         "model_parallel_size": tp,
+        "gradient_accumulation_steps": 2 * pp,
         "global_num_gpus": pp * dp * tp,
     }
     overrides = [f"{key}={value}" for key, value in degrees.items()]
@@ -79,9 +81,9 @@ def several_layouts(tasks: list[str], layouts: list) -> list:
 @pytest.mark.parametrize(
     ("layouts", "harness"),  # which every process takes ten seconds to import
     [
-        ([(2, 1, 1), (1, 1, 2), (1, 2, 1)], False),
+        ([(2, 1, 1), (2, 1, 1, "interleaved"), (1, 1, 2), (1, 2, 1)], False),
         pytest.param([(1, 1, 2), (1, 2, 1)], True, marks=pytest.mark.slow),
-        pytest.param([(2, 1, 2), (1, 2, 2)], True, marks=pytest.mark.slow),
+        pytest.param([(2, 1, 2), (2, 1, 2, "dualpipev"), (1, 2, 2)], True, marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_gives_the_text_and_scores_of_one_process(layouts, harness, tmp_path):

@@ -10,10 +10,12 @@ from pydantic_core import PydanticCustomError
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Refused
 from neox.config.sections.numbers import NonNegativeInt, Port, PositiveFloat, PositiveInt
-from neox.config.sections.pipeline_schedules import PipelineScheduleName
 
 GpuType = Literal["v100", "a100-40", "a100-80", "h100", "h100-96", "h200", "b200", "mi300x", "ascend910"]
 """Kinds of GPUs whose figures are known; keys of `GPUS`."""
+
+PipelineScheduleName = Literal["1f1b", "interleaved", "dualpipev"]
+"""Names of pipeline schedules; keys of `PIPELINE_SCHEDULES`."""
 
 
 class ParallelismConfig(Section):
@@ -35,7 +37,14 @@ class ParallelismConfig(Section):
     `type:REGEX` (equal counts of layers whose class name matches, ignoring case; blocks are `TransformerLayer`)."""
 
     pipeline_schedule: PipelineScheduleName = "1f1b"
-    """Order in which pipeline stages run the micro batches of a step. `1f1b`: forward and backward passes in turn."""
+    """Which layers a pipeline stage holds, and in which order it runs the micro batches of a step. All give the same
+    losses and the same checkpoints. `1f1b`: one range of layers, forward and backward passes in turn. `interleaved`:
+    several ranges (`virtual_stages`), so that stages wait less, pass on more, and keep more activations. `dualpipev`:
+    two ranges, from both ends of the network, with at least two micro batches for each stage."""
+
+    virtual_stages: Annotated[int | None, Field(ge=2), OnlyWith("pipeline_schedule", ("interleaved",))] = None
+    """Ranges of layers on each stage with `pipeline_schedule: interleaved`, by default 2. Waiting is divided by it.
+    Megatron's num_virtual_stages_per_pipeline_rank and num_layers_per_virtual_pipeline_stage are converted."""
 
 
 class RunnerConfig(Section):

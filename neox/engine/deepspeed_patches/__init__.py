@@ -1,6 +1,7 @@
 """Corrections of DeepSpeed 0.19.8. Nothing outside of this package overrides or replaces DeepSpeed's code.
 
-`engines`         gradients, tied weights and scores of the plain and the pipeline engine
+`engines`         gradients of the plain engine
+`pipeline_engine` any order of passes, several ranges of layers on a stage, gradients of tied weights, scores
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device
 `file_states`     states that are offloaded to files (`device: nvme`)
 `settings`        what DeepSpeed is not asked to do, because this library does it right
@@ -13,9 +14,10 @@ go then, or must follow.
 """
 
 from neox.engine.deepspeed_patches import log  # isort: skip  (its filters must exist before DeepSpeed is imported)
-from neox.engine.deepspeed_patches.engines import PipelineEngine, PlainEngine
+from neox.engine.deepspeed_patches.engines import PlainEngine
 from neox.engine.deepspeed_patches.file_states import SwappedStage3, move_weights_to_files
 from neox.engine.deepspeed_patches.log import hidden_stdout
+from neox.engine.deepspeed_patches.pipeline_engine import PipelineEngine
 from neox.engine.deepspeed_patches.settings import clips_itself, counts_in_norm, runtime_json
 
 __all__ = [

@@ -16,7 +16,8 @@ _NEVER = 2**31
 def runtime_json(plan: RunPlan) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a plan, without what this library does itself.
 
-    The optimizer is ours, and so are clipping with ZeRO 0 (`clips_itself`) and the timers. DeepSpeed's own timers wait
+    The optimizer is ours, and so are clipping with ZeRO 0 (`clips_itself`) and the timers. Messages between stages are
+    divided over tensor ranks by `Mailbox`, which knows when these hold the same. DeepSpeed's own timers wait
     for the device before and after each micro batch; they run only for the profile of operations, which needs them.
     """
     config = copy.deepcopy(dict(plan.deepspeed))
@@ -25,6 +26,8 @@ def runtime_json(plan: RunPlan) -> dict[str, Any]:
     config["zero_allow_untested_optimizer"] = True
     if clips_itself(plan):
         config["gradient_clipping"] = 0.0
+    if plan.grid.pp_size > 1:
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     profiler = plan.config.deepspeed.flops_profiler
     if profiler is None or not profiler.enabled:
         config["wall_clock_breakdown"] = False

@@ -12,6 +12,7 @@ The formulas use these words:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ from neox.architecture import (
     Architecture,
     LayerPlan,
 )
-from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.memory.setting import MemorySetting
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.stages import StagePlan
 
 _FP32 = 4
@@ -62,19 +63,23 @@ class BlocksMemory(NamedTuple):
 def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
     """Return bytes of activations at the peak of a training step on one rank of a stage.
 
-    Micro batches in flight x (what blocks keep + a shared bias of scores + what came from and goes to the neighbours)
-    + the larger of the head's pass and one block's backward pass.
+    For each range of layers, micro batches in flight x (what blocks keep + a shared bias of scores + what came from and
+    goes to the neighbours), + the larger of the head's pass and one block's backward pass.
     """
     hidden_states = _hidden_state_bytes(layers, setting)
     boundary = hidden_states // setting.token_shares
     block = block_bytes(layers, setting)
     blocks = _blocks_memory(layers, stage, setting)
 
-    kept_per_micro_batch = blocks.kept + _fixed_bias_bytes(layers, setting)
+    exchanged = 0
     if setting.pp_size > 1:
-        kept_per_micro_batch += 2 * boundary
+        exchanged = 2 * boundary
     schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
-    in_flight = schedule.in_flight(stage.index, setting.pp_size, setting.accumulation_steps)
+    in_flight = schedule.most_kept(stage.index, setting.pp_size, len(stage.ranges), setting.accumulation_steps)
+    kept = 0
+    for layer_range, micro_batches in zip(stage.ranges, in_flight, strict=True):
+        of_range = _blocks_memory(layers, replace(stage, ranges=(layer_range,)), setting)
+        kept += micro_batches * (of_range.kept + _fixed_bias_bytes(layers, setting) + exchanged)
 
     # The backward pass begins with the head. Then the blocks are at work, one after the other, with their gradients.
     head_pass = 0
@@ -82,7 +87,7 @@ def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
         head_pass = 2 * hidden_states + head_bytes(layers, setting)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     block_pass = blocks.recomputed + block // 2 + gathered
-    return in_flight * kept_per_micro_batch + max(head_pass, block_pass)
+    return kept + max(head_pass, block_pass)
 
 
 def _hidden_state_bytes(layers: LayerPlan, setting: MemorySetting) -> int:

@@ -32,6 +32,7 @@ class MemorySetting:
         tp_size: Tensor ranks.
         dp_size: Data-parallel ranks.
         pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
+        virtual_stages: Value of the key `virtual_stages`.
         sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
         on_cpu: Whether the rank runs on a CPU, which takes memory when it is written to.
         precision: Number format of weights and activations.
@@ -73,6 +74,7 @@ class MemorySetting:
     tp_size: int
     dp_size: int
     pipeline_schedule: str
+    virtual_stages: int | None = None
     sequence_parallel: bool
     on_cpu: bool = False
     precision: Precision
@@ -158,6 +160,7 @@ def memory_setting(
         tp_size=grid.tp_size,
         dp_size=grid.dp_size,
         pipeline_schedule=config.parallelism.pipeline_schedule,
+        virtual_stages=config.parallelism.virtual_stages,
         sequence_parallel=config.parallelism.sequence_parallel,
         precision=precision,
         micro_batch_size=batch.train_micro_batch_size_per_gpu,

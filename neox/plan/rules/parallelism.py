@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.partition import partition_problem
+from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 
@@ -26,6 +27,8 @@ def _stages(config: NeoXConfig) -> Iterator[Problem]:
     if layers is not None and stages > layers:
         depth = config.describe_setting("num_layers")
         yield config.problem("pipe_parallel_size", f"is more stages than {depth}; use at most {layers}", "num_layers")
+    elif layers is not None and stages > 1:
+        yield from _ranges(config, layers, stages)
     if problem := partition_problem(config.parallelism.pipe_partition_method):
         yield config.problem("pipe_partition_method", problem)
     asked = config.value("is_pipe_parallel")
@@ -34,6 +37,17 @@ def _stages(config: NeoXConfig) -> Iterator[Problem]:
         degree = config.describe_setting("pipe_parallel_size")
         rule = f"contradicts {degree}, from which it follows; remove it"
         yield config.problem("is_pipe_parallel", rule, "pipe_parallel_size")
+
+
+def _ranges(config: NeoXConfig, layers: int, stages: int) -> Iterator[Problem]:
+    """Yield that there are fewer blocks than ranges of layers on all stages."""
+    keys = config.parallelism
+    ranges = ranges_per_stage(keys.pipeline_schedule, stages, keys.virtual_stages)
+    if stages * ranges > layers:
+        depth = config.describe_setting("num_layers")
+        degree = config.describe_setting("pipe_parallel_size")
+        rule = f"gives each stage {ranges} ranges of layers, with {degree} more than {depth}; use 1f1b or fewer of them"
+        yield config.problem("pipeline_schedule", rule, "virtual_stages", "pipe_parallel_size", "num_layers")
 
 
 def _divided_inputs(config: NeoXConfig) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neox.architecture import ACTIVATIONS, GATED_KINDS, Architecture, LayerPlan
 from neox.plan.memory import MemorySetting
+from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 from neox.plan.time.setting import NetworkShape, Recompute, StepSetting
@@ -55,6 +56,7 @@ def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetti
         pp=setting.pp_size,
         dp=setting.dp_size,
         schedule=setting.pipeline_schedule,
+        chunks=ranges_per_stage(setting.pipeline_schedule, setting.pp_size, setting.virtual_stages),
         zero_stage=setting.zero_stage,
         recompute=_recompute(setting),
         fp8=fp8,
@@ -63,8 +65,6 @@ def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetti
         flash=setting.attention == "flash",
         sequence_parallel=setting.sequence_parallel,
         overlaps_gradients=setting.pp_size == 1 and setting.reduce_buffers > 1,
-        blocking_handoff=True,
-        divided_handoff=setting.sequence_parallel,
     )
 
 

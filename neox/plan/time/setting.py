@@ -83,8 +83,8 @@ class StepSetting:
         overlaps_gradients: Gradients are reduced during the backward pass.
         balanced_context: Each context rank holds an early and a late part of a sample, so that all attend to as many
             tokens. Otherwise the last rank attends to the most, and the others wait for it.
-        blocking_handoff: A rank waits while it sends to the next stage (DeepSpeed's engine). Otherwise it computes.
-        divided_handoff: Each tensor rank sends its share of the hidden states (Megatron-LM). Otherwise each sends all.
+        blocking_handoff: A rank waits while it sends to the next stage (gpt-neox). Otherwise it computes.
+        divided_handoff: Each tensor rank sends its share of the hidden states. Otherwise each sends all.
         network: Network bandwidth of one GPU in GB/s where it is not the GPU's usual one; 0 for that.
     """
 

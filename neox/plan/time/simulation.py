@@ -1,30 +1,15 @@
-"""Simulation of a pipeline schedule: the order of each rank's passes, and when each pass runs.
+"""Simulation of a pipeline schedule: when each rank runs its passes.
 
 Legend: a rank holds one or several chunks of layers. A chunk's position is its place in the order of the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
-from neox.errors import ConfigError
-
-
-class Pass(NamedTuple):
-    """Forward or backward pass of one micro batch through one chunk of layers.
-
-    Attributes:
-        backward: Whether it is the backward pass.
-        chunk: Number of the chunk on its rank.
-        micro_batch: Number of the micro batch in the step.
-    """
-
-    backward: bool
-    chunk: int
-    micro_batch: int
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, Pass, PipelineSchedule
 
 
 class TimedPass(NamedTuple):
@@ -59,112 +44,6 @@ class Timeline:
         return 1 - busy / total
 
 
-def one_forward_one_backward(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of one rank under 1F1B (PipeDream-Flush, arXiv:2006.09503)."""
-    warmup = min(ranks - rank - 1, micro_batches)
-    order = [Pass(False, 0, number) for number in range(warmup)]
-    for number in range(micro_batches - warmup):
-        order.append(Pass(False, 0, number + warmup))
-        order.append(Pass(True, 0, number))
-    order.extend(Pass(True, 0, number) for number in range(micro_batches - warmup, micro_batches))
-    return order
-
-
-def interleaved(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of one rank under interleaved 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2.2).
-
-    Micro batches go through the chunks in groups of as many as there are ranks.
-
-    Raises:
-        ConfigError: The number of micro batches is not a multiple of the number of ranks.
-    """
-    if micro_batches % ranks:
-        raise ConfigError(
-            f"an interleaved pipeline of {ranks} stages needs a multiple of {ranks} micro batches, not {micro_batches}"
-        )
-    total = micro_batches * chunks
-    group = ranks * chunks
-
-    def nth(number: int, backward: bool) -> Pass:
-        """Return the forward or backward pass that comes at this place among its kind."""
-        within = number % group
-        chunk = within // ranks
-        if backward:
-            chunk = chunks - 1 - chunk
-        return Pass(backward, chunk, number // group * ranks + within % ranks)
-
-    warmup = total
-    if micro_batches > ranks:
-        warmup = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
-    order = [nth(number, False) for number in range(warmup)]
-    for number in range(total - warmup):
-        order.append(nth(number + warmup, False))
-        order.append(nth(number, True))
-    order.extend(nth(number, True) for number in range(total - warmup, total))
-    return order
-
-
-def dual_pipe_v(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of one rank under DualPipeV, as DeepSpeed 0.19.8 orders them.
-
-    Rank r holds the chunks at positions r and 2 x ranks - 1 - r. Weight gradients are not computed apart.
-
-    Raises:
-        ConfigError: There are fewer than 2 x ranks micro batches.
-    """
-    if micro_batches < 2 * ranks:
-        raise ConfigError(
-            f"dualpipev with {ranks} stages needs at least {2 * ranks} micro batches, not {micro_batches}"
-        )
-    order: list[Pass] = []
-    counters = {(backward, chunk): 0 for backward in (False, True) for chunk in (0, 1)}
-
-    def add(backward: bool, chunk: int) -> None:
-        number = counters[backward, chunk]
-        counters[backward, chunk] = number + 1
-        order.append(Pass(backward, chunk, number))
-
-    behind = ranks - rank - 1
-    for _ in range(2 * behind):
-        add(False, 0)
-    for _ in range(rank + 1):
-        add(False, 0)
-        add(False, 1)
-    for _ in range(behind):
-        add(True, 1)
-        add(False, 1)
-    for _ in range(micro_batches - 2 * ranks + rank + 1):
-        add(False, 0)
-        add(True, 1)
-        add(False, 1)
-        add(True, 0)
-    for _ in range(behind):
-        add(True, 1)
-        add(False, 1)
-        add(True, 0)
-    for _ in range(rank + 1):
-        add(True, 1)
-        add(True, 0)
-    for _ in range(behind):
-        add(True, 0)
-    return order
-
-
-Order = Callable[[int, int, int, int], list[Pass]]
-
-ORDERS: Mapping[str, Order] = MappingProxyType(
-    {"1f1b": one_forward_one_backward, "interleaved": interleaved, "dualpipev": dual_pipe_v}
-)
-"""Value of `pipeline_schedule` -> order of a rank's passes, from (rank, ranks, chunks, micro batches)."""
-
-
-def position(schedule: str, rank: int, chunk: int, ranks: int) -> int:
-    """Return a chunk's place in the order of the layers."""
-    if schedule == "dualpipev" and chunk == 1:
-        return 2 * ranks - 1 - rank
-    return chunk * ranks + rank
-
-
 def simulate(
     schedule: str,
     forward: Sequence[Sequence[float]],
@@ -178,7 +57,7 @@ def simulate(
     from the chunk after it.
 
     Args:
-        schedule: Key of `ORDERS`.
+        schedule: Key of `PIPELINE_SCHEDULES`.
         forward: Duration of a forward pass, for each rank and chunk.
         backward: Duration of a backward pass, for each rank and chunk.
         micro_batches: Micro batches of one optimizer step.
@@ -187,50 +66,91 @@ def simulate(
     Raises:
         ConfigError: The schedule does not take this number of micro batches.
     """
-    ranks = len(forward)
-    chunks = len(forward[0])
-    last = ranks * chunks - 1
-    orders = [ORDERS[schedule](rank, ranks, chunks, micro_batches) for rank in range(ranks)]
-    places = [[position(schedule, rank, chunk, ranks) for chunk in range(chunks)] for rank in range(ranks)]
-    owners = {place: rank for rank in range(ranks) for place in places[rank]}
-    ended: dict[tuple[bool, int, int], float] = {}
-    clock = [0.0] * ranks
-    done: list[list[TimedPass]] = [[] for _ in range(ranks)]
-
-    def arrival(rank: int, work: Pass) -> float | None:
-        """Return when a pass's input is there, or None if the pass that makes it has not run."""
-        place = places[rank][work.chunk]
-        if not work.backward and place == 0:
-            return 0.0
-        if work.backward and place == last:
-            return ended.get((False, place, work.micro_batch))
-        source = place + 1 if work.backward else place - 1
-        end = ended.get((work.backward, source, work.micro_batch))
-        if end is None or owners[source] == rank:
-            return end
-        return end + handoff
-
-    waiting = set(range(ranks))
+    simulation = _Simulation(PIPELINE_SCHEDULES[schedule], forward, backward, micro_batches, handoff)
+    waiting = list(range(len(forward)))
     while waiting:
-        progress = False
-        for rank in sorted(waiting):
-            order = orders[rank]
-            while len(done[rank]) < len(order):
-                work = order[len(done[rank])]
-                ready = arrival(rank, work)
-                if ready is None:
-                    break
-                start = max(clock[rank], ready)
-                durations = backward if work.backward else forward
-                end = start + durations[rank][work.chunk]
-                ended[work.backward, places[rank][work.chunk], work.micro_batch] = end
-                clock[rank] = end
-                done[rank].append(TimedPass(work, start, end))
-                progress = True
-            if len(done[rank]) == len(order):
-                waiting.discard(rank)
-        assert progress, f"the passes of {schedule} wait for each other"
-    return Timeline(tuple(map(tuple, done)), max(clock))
+        ran = sum([simulation.run(rank) for rank in waiting])
+        assert ran, f"the passes of {schedule} wait for each other"
+        waiting = [rank for rank in waiting if simulation.has_work(rank)]
+    return Timeline(tuple(map(tuple, simulation.done)), max(simulation.clock))
+
+
+class _Simulation:
+    """State of `simulate`, whose arguments it takes.
+
+    Attributes:
+        clock: When each rank is free again.
+        done: Passes that each rank has run.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        forward: Sequence[Sequence[float]],
+        backward: Sequence[Sequence[float]],
+        micro_batches: int,
+        handoff: float,
+    ) -> None:
+        ranks = len(forward)
+        chunks = len(forward[0])
+        self._forward = forward
+        self._backward = backward
+        self._handoff = handoff
+        self._chunks = chunks
+        self._schedule = schedule
+        self._orders: list[list[Pass]] = []
+        self.done: list[list[TimedPass]] = []
+        for rank in range(ranks):
+            self._orders.append(schedule.order(rank, ranks, chunks, micro_batches))
+            self.done.append([])
+        self.clock = [0.0] * ranks
+        # When each pass ended, by place and micro batch; None before.
+        self._forward_ends: list[list[float | None]] = []
+        self._backward_ends: list[list[float | None]] = []
+        self._owners: list[int] = []
+        for place in range(ranks * chunks):
+            self._forward_ends.append([None] * micro_batches)
+            self._backward_ends.append([None] * micro_batches)
+            self._owners.append(schedule.stage_of(place, ranks))
+
+    def has_work(self, rank: int) -> bool:
+        """Return whether a rank has not run all of its passes."""
+        return len(self.done[rank]) < len(self._orders[rank])
+
+    def run(self, rank: int) -> int:
+        """Run a rank's next passes until one has no input; return how many."""
+        done = self.done[rank]
+        before = len(done)
+        clock = self.clock[rank]
+        places = [self._schedule.place(rank, chunk, len(self.clock)) for chunk in range(self._chunks)]
+        for work in self._orders[rank][before:]:
+            place = places[work.chunk]
+            arrival = self._arrival(rank, place, work)
+            if arrival is None:
+                break
+            start = max(clock, arrival)
+            if work.backward:
+                clock = start + self._backward[rank][work.chunk]
+                self._backward_ends[place][work.micro_batch] = clock
+            else:
+                clock = start + self._forward[rank][work.chunk]
+                self._forward_ends[place][work.micro_batch] = clock
+            done.append(TimedPass(work, start, clock))
+        self.clock[rank] = clock
+        return len(done) - before
+
+    def _arrival(self, rank: int, place: int, work: Pass) -> float | None:
+        """Return when a pass's input is there, or None if the pass that makes it has not run."""
+        ends = self._backward_ends if work.backward else self._forward_ends
+        source = place + 1 if work.backward else place - 1
+        if source < 0:
+            return 0.0
+        if source == len(self._owners):
+            return self._forward_ends[place][work.micro_batch]
+        end = ends[source][work.micro_batch]
+        if end is None or self._owners[source] == rank:
+            return end
+        return end + self._handoff
 
 
 PipelineLength = Callable[[str, Sequence[Sequence[float]], Sequence[Sequence[float]], int, float], float]
@@ -244,8 +164,19 @@ def simulated_length(
     micro_batches: int,
     handoff: float,
 ) -> float:
-    """Return the length of a step by simulation. Arguments as for `simulate`."""
-    return simulate(schedule, forward, backward, micro_batches, handoff).length
+    """Return the length of a step by simulation. Arguments as for `simulate`.
+
+    Once all ranks are at work, as many more micro batches as there are ranks always take as much longer. So a long step
+    is simulated with fewer of them, twice.
+    """
+    ranks = len(forward)
+    simulated = PIPELINE_SCHEDULES[schedule].settles_after * ranks + micro_batches % ranks
+    if micro_batches <= simulated + ranks:
+        return simulate(schedule, forward, backward, micro_batches, handoff).length
+    shorter = simulate(schedule, forward, backward, simulated, handoff).length
+    longer = simulate(schedule, forward, backward, simulated + ranks, handoff).length
+    rounds = (micro_batches - simulated) // ranks
+    return shorter + rounds * (longer - shorter)
 
 
 def quick_length(

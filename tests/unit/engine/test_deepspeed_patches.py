@@ -19,7 +19,10 @@ from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.muon import original_muon
@@ -45,6 +48,12 @@ CODE = {
     "a loss after the module": (PipelineEngine._exec_forward_pass, "self.loss = self.module.loss_fn(outputs, labels)"),
     "scores of an evaluation": (PipelineEngine._exec_forward_pass, "self.total_loss = add_to_total_loss("),
     "tied gradients": (PipelineEngine._exec_reduce_tied_grads, "if self.using_bf16_optimizer else weight.grad"),
+    "one range of a stage": (PipelineModule._build, "specs[self._local_start:self._local_stop]"),
+    "instructions by type": (PipelineEngine._exec_schedule, "self._INSTRUCTION_MAP[type(cmd)]"),
+    "a send that waits": (p2p.send, "return dist.send(tensor, dest_rank)"),
+    "the last stage computes the loss": (PipelineEngine._exec_backward_pass, "if self.is_last_stage():"),
+    "gradients of an output": (PipelineEngine._exec_backward_pass, "grad_tensors = self.grad_layer"),
+    "a module for DualPipeV": (DualPipeVModule._partition_layers, "self.num_stages *= 2"),
     "one score": (PipelineEngine._bcast_pipe_scalar, "torch.Tensor([0.])"),
     "a cast of bf16 gradients": (BF16._update_hp_grad, "lp.grad.data.to(hp_grad.dtype)"),
     "clipping of all ranks' parts": (BF16.step, "self.get_grads_for_norm(for_clipping=True)"),

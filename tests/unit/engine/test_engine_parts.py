@@ -4,23 +4,46 @@ import logging
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
-from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.engine import distributed
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm, runtime_json
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed
-from neox.engine.pipeline_schedules import TRAIN_SCHEDULES
+from neox.engine.pipeline_schedules import (
+    PassOrder,
+    PassSchedule,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
 from neox.engine.saving import layout_of, neox_client_state
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from tests.plans import SIZES, plan_of
 
 
-def test_every_pipeline_schedule_has_instructions_that_deepspeed_asks_for():
-    assert set(TRAIN_SCHEDULES) == set(PIPELINE_SCHEDULES)
-    assert callable(DeepSpeedPipelineEngine._train_schedule)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("name", sorted(PIPELINE_SCHEDULES))
+@pytest.mark.parametrize("stages", [2, 3])
+def test_each_message_is_asked_for_received_and_sent_once(name, stages, is_training):
+    order = PassOrder(name, stages, ranges_per_stage(name, stages, 3), 2 * stages + 1, is_training)
+    sent = []
+    received = []
+    for stage in range(stages):
+        for commands in PassSchedule(order, stage):
+            for command in commands:
+                if isinstance(command, SendActivation | SendGradient):
+                    assert command.message.source == stage
+                    sent.append(command.message)
+                elif isinstance(command, ReceiveActivation | ReceiveGradient):
+                    assert command.message.target == stage
+                    received.append(command.message)
+    assert sorted(sent) == sorted(received)
+    assert len(set(sent)) == len(sent)
+    passes = 2 if is_training else 1
+    assert len(sent) == passes * order.micro_batches * (stages * order.ranges - 1)
 
 
 def plan(world=1, **keys):
@@ -44,6 +67,12 @@ def test_exactly_one_clips(keys, world, ours):
     assert clips_itself(p) is ours
     assert runtime_json(p)["gradient_clipping"] == (0.0 if ours else 1.0)
     assert p.deepspeed["gradient_clipping"] == 1.0  # the plan is not changed
+
+
+def test_messages_between_stages_are_ours():
+    assert "pipeline" not in runtime_json(plan(2, model_parallel_size=2))
+    given = runtime_json(plan(2, pipe_parallel_size=2))["pipeline"]
+    assert given == {"pipe_partitioned": False, "grad_partitioned": False}
 
 
 def test_the_optimizer_is_ours():

@@ -41,9 +41,3 @@ def test_one_tensor_rank_has_nothing_to_divide():
     plan = small_plan(sequence_parallel=True)
     assert not plan.grid.sequence_parallel
     assert any("sequence_parallel: true" in note and "model_parallel_size: 1" in note for note in plan.notes)
-
-
-def test_stages_pass_on_shares_as_they_are():
-    plan = small_plan(4, model_parallel_size=2, pipe_parallel_size=2, sequence_parallel=True)
-    assert plan.grid.sequence_parallel
-    assert plan.deepspeed["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}

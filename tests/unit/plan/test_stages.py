@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+from typing import get_args
 
 import pytest
 from deepspeed.runtime import utils as deepspeed_utils
+from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from neox.config.sections.pipeline_schedules import PIPELINE_SCHEDULES, OneForwardOneBackward
+from neox.config.sections.runner import PipelineScheduleName
 from neox.plan.partition import (
     LAYER_CLASS_NAMES,
     partition_balanced,
@@ -16,7 +20,8 @@ from neox.plan.partition import (
     partition_problem,
     partition_uniform,
 )
-from neox.plan.stages import plan_stages
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, Pass
+from neox.plan.stages import Division, plan_stages
 from tests.plans import SIZES, plan_of
 
 
@@ -79,20 +84,9 @@ def test_bad_methods(method):
     assert partition_problem(method)
 
 
-class TwoRanges(OneForwardOneBackward):
-    """A schedule that gives each stage two ranges, as an interleaved one does."""
-
-    ranges_per_stage = 2
-
-    def stage_of(self, layer_range, stages):
-        return layer_range % stages
-
-
-def test_a_stage_holds_as_many_ranges_as_its_schedule_asks_for(monkeypatch):
-    schedules = {**PIPELINE_SCHEDULES, "two ranges": TwoRanges()}
-    monkeypatch.setattr("neox.plan.stages.PIPELINE_SCHEDULES", schedules)
+def test_interleaved_stages_hold_ranges_from_all_over_the_network():
     layers = plan(no_weight_tying=False)
-    first, last = plan_stages(layers, 2, "uniform", "two ranges", tp_size=1)
+    first, last = plan_stages(layers, 2, Division("uniform", "interleaved"), tp_size=1)
     assert (first.layers, last.layers) == ((0, 1, 2, 6, 7, 8), (3, 4, 5, 9, 10))
     assert [len(stage.ranges) for stage in (first, last)] == [2, 2]
     assert first.holds(7)
@@ -102,9 +96,50 @@ def test_a_stage_holds_as_many_ranges_as_its_schedule_asks_for(monkeypatch):
     assert first.parameters + last.parameters == layers.numel + copy_of_words
 
 
-def test_stages_of_1f1b_keep_fewer_micro_batches_the_later_they_are():
-    schedule = PIPELINE_SCHEDULES["1f1b"]
-    assert [schedule.in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 2]
-    assert schedule.in_flight(0, 4, 3) == 3
-    assert schedule.in_flight(0, 1, 8) == 1
-    assert schedule.bubble(4, 12) == 0.2
+def test_the_first_stage_of_dualpipev_holds_both_ends_and_no_copy():
+    layers = plan(no_weight_tying=False)
+    first, last = plan_stages(layers, 2, Division("uniform", "dualpipev"), tp_size=1)
+    assert (first.layers, last.layers) == ((0, 1, 2, 9, 10), (3, 4, 5, 6, 7, 8))
+    assert first.parameters + last.parameters == layers.numel
+
+
+@given(
+    st.sampled_from(sorted(PIPELINE_SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(2, 4),
+    st.integers(1, 40),
+    st.sampled_from(["uniform", "parameters", "type:transformer|mlp"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_layer_is_held_exactly_once(schedule, stages, virtual_stages, num_layers, method):
+    layers = plan(num_layers=num_layers)
+    division = Division(method, schedule, virtual_stages)
+    held = [layer for stage in plan_stages(layers, stages, division, tp_size=1) for layer in stage.layers]
+    assert sorted(held) == list(range(len(layers)))
+
+
+def test_every_schedule_has_a_name_in_the_configuration():
+    assert set(PIPELINE_SCHEDULES) == set(get_args(PipelineScheduleName))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipev_has_the_order_of_the_installed_deepspeed(stages, more):
+    micro_batches = 2 * stages + more
+    for stage in range(stages):
+        found = []
+        for commands in DualPipeVSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage):
+            for command in commands:
+                if isinstance(command, ForwardPass | BackwardPass):
+                    number = command.kwargs["buffer_id"] % micro_batches
+                    found.append(Pass(isinstance(command, BackwardPass), command.kwargs["phase"], number))
+        assert PIPELINE_SCHEDULES["dualpipev"].order(stage, stages, 2, micro_batches) == found
+
+
+def test_stages_keep_the_activations_of_passes_in_between():
+    one, interleaved, dual = (PIPELINE_SCHEDULES[name] for name in ("1f1b", "interleaved", "dualpipev"))
+    assert [one.most_kept(stage, 4, 1, 8) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert one.most_kept(0, 4, 1, 3) == (3,)
+    assert one.most_kept(0, 1, 1, 8) == (1,)
+    assert [sum(interleaved.most_kept(stage, 4, 2, 8)) for stage in range(4)] == [11, 9, 7, 5]
+    assert [sum(dual.most_kept(stage, 4, 2, 8)) for stage in range(4)] == [9, 9, 9, 9]
