@@ -48,6 +48,30 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "rpe": {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 12, "norm": "rmsnorm_v2.0"},
     "alibi": {"pos_emb": "alibi", "norm": "rmsnorm", "gpt_j_residual": True},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+    "gemma": {
+        "norm": "rmsnorm_1p",
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "activation": "geglu_tanh",
+        "mlp_width": 48,
+        "attention_config": ["sliding_window", "global"],
+        "sliding_window_width": 5,
+        "rotary_emb_base_local": 100,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "embedding_multiplier": 4.0,
+        "attention_multiplier": 0.3,
+        "attention_softcap": 2.0,
+        "logit_softcap": 3.0,
+    },
+    "sinks": {
+        "norm": "layernorm_no_bias",
+        "gpt_j_residual": True,
+        "gpt_j_tied": True,
+        "no_rotary_layers": [1],
+        "residual_multiplier": 0.3,
+        "logit_multiplier": 0.5,
+        "attention_sinks": True,
+    },
     "none": {"pos_emb": "none", "norm": "non_parametric_layernorm"},
     "local": {"attention_config": ["local", "global"], "sparsity_config": {"block": 2, "num_local_blocks": 2}},
     "sparse_fixed": {
@@ -147,7 +171,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
 # Those with experts; those whose blocks run any kernel of attention, that generate with a cache, whose steps are
 # recorded as graphs, and that keep packed documents apart.
 MIXTURES = [name for name, keys in NETWORKS.items() if "moe_num_experts" in keys]
-PLAIN_NETWORKS = [name for name, keys in NETWORKS.items() if "attention_config" not in keys]
+EXPLICIT_NETWORKS = ("gemma", "sinks")  # whose scores no flash kernel computes
+PLAIN_NETWORKS = [
+    name for name, keys in NETWORKS.items() if "attention_config" not in keys and name not in EXPLICIT_NETWORKS
+]
 CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
 RECORDED_NETWORKS = {name: keys for name, keys in CACHED_NETWORKS.items() if name not in MIXTURES}
 PACKED_NETWORKS = [name for name in NETWORKS if name != "soft_prompt"]

@@ -76,6 +76,9 @@ class Architecture:
         rotary_ndims: Leading dimensions of each head that are rotated; 0 if positions are not rotary.
         rotary_base: Base of the rotary frequencies; 0 if positions are not rotary.
         rope_scaling: Hugging Face's dictionary of that name as sorted pairs (key, value); () for none.
+        local_rotary_base: Base in blocks with a window, whose frequencies are not scaled then; 0 for the base and the
+            scaling of the other blocks.
+        unrotated_blocks: Numbers of the blocks that rotate nothing, although positions are rotary.
         learned_offset: Number of rows before that of position 0 in a table of learned positions.
         rpe_buckets: Rows of the table of relative positions; 0 if positions are not `rpe`.
         rpe_max_distance: Distance from which relative positions share a row; 0 if positions are not `rpe`.
@@ -88,9 +91,13 @@ class Architecture:
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
         tie_word_embeddings: Whether the head multiplies by the embedding's weight.
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
+        attention_softcap: Bound c of attention's scores s, which become c tanh(s / c); 0 for none.
+        attention_sinks: Whether each head has a trained score that takes part in the softmax and adds nothing.
+        residual_multiplier: Factor of what a sublayer adds to the residual stream.
         embedding_multiplier: Factor of the tokens' vectors.
         position_multiplier: Factor of the positions' vectors.
         logit_multiplier: Factor of the logits.
+        logit_softcap: Bound c of the logits z, which become c tanh(z / c); 0 for none.
         bidirectional: Whether tokens also attend to later ones. The head is that of masked language modelling then: a
             dense layer, activation and norm before the embedding's weight, and a bias of the logits (BERT).
         token_types: Rows of a table of token types, whose vectors are added to the tokens'; 0 for none.
@@ -137,6 +144,8 @@ class Architecture:
     rotary_ndims: int = field(metadata=_FINETUNE)
     rotary_base: float = field(metadata=_FINETUNE)
     rope_scaling: Pairs = field(default=(), metadata=_FINETUNE)
+    local_rotary_base: float = field(default=0.0, metadata=_FINETUNE)
+    unrotated_blocks: tuple[int, ...] = field(default=(), metadata=_FINETUNE)
     learned_offset: int = field(default=0, metadata=_FINETUNE)
     rpe_buckets: int = field(default=0, metadata=_FINETUNE)
     rpe_max_distance: int = field(default=0, metadata=_FINETUNE)
@@ -148,9 +157,13 @@ class Architecture:
     soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
     attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    attention_sinks: bool = False
+    residual_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     position_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0
     bidirectional: bool = False
     token_types: int = 0
     embedding_norm: bool = False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from neox.architecture.activations import ACTIVATIONS
 from neox.architecture.architecture import Architecture
 from neox.architecture.experts import expert_losses, expert_parameters, expert_statistics
-from neox.architecture.parameter import ParameterSpec, in_module
+from neox.architecture.parameter import Initialization, ParameterSpec, in_module
 from neox.architecture.sparsity import SPARSITY
 
 
@@ -27,12 +27,14 @@ class Norm:
         epsilon_key: Key of its epsilon in the YAML.
         by_steps: Whether it is computed in fp32 by single operations, which keep two fp32 tensors instead of its input.
         of_heads: Whether gpt-neox's `use_qk_layernorm` can apply it to the heads of queries and keys.
+        from_zero: Whether it multiplies by 1 + its scale, which begins at 0.
     """
 
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
     epsilon_key: str = "layernorm_epsilon"
     by_steps: bool = False
     of_heads: bool = False
+    from_zero: bool = False
 
 
 def _no_names(architecture: Architecture) -> tuple[str, ...]:
@@ -107,6 +109,14 @@ def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
     )
 
 
+def _layernorm_weight(hidden: int) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec("weight", (hidden,), init="ones"),)
+
+
+def _scale_minus_one(hidden: int) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec("scale", (hidden,), init="zeros"),)
+
+
 def _scale(hidden: int) -> tuple[ParameterSpec, ...]:
     return (ParameterSpec("scale", (hidden,), init="ones"),)
 
@@ -135,7 +145,10 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     output = [ParameterSpec("attention.dense.weight", (hidden, queries), 1, init="output_weight")]
     if architecture.attention_output_bias:
         output.append(row_parallel_bias("attention.dense.bias", architecture))
-    return (*projection, *_query_key_norms(architecture), *output)
+    sinks = []
+    if architecture.attention_sinks:
+        sinks.append(ParameterSpec("attention.sinks", (architecture.num_attention_heads,), 0, init="zeros"))
+    return (*sinks, *projection, *_query_key_norms(architecture), *output)
 
 
 def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -154,9 +167,12 @@ def _neox_query_key_norm(architecture: Architecture) -> tuple[ParameterSpec, ...
 def _norms_of_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Return the scales of one head of queries, and one of keys."""
     size = (architecture.head_dim,)
+    init: Initialization = "ones"
+    if NORMS[architecture.norm].from_zero:
+        init = "zeros"
     return (
-        ParameterSpec("attention.q_norm.scale", size, init="ones"),
-        ParameterSpec("attention.k_norm.scale", size, init="ones"),
+        ParameterSpec("attention.q_norm.scale", size, init=init),
+        ParameterSpec("attention.k_norm.scale", size, init=init),
     )
 
 
@@ -178,7 +194,8 @@ QUERY_KEY_NORMS: Mapping[str, Callable[[Architecture], tuple[ParameterSpec, ...]
 - `none`: no norm.
 - `neox`: the network's norm, over the dimensions of each head (rmsnorm) or of all heads (layernorm). Keys are repeated
   first, and one scale [heads, head_dim] serves queries and keys (later gpt-neox, the key `use_qk_layernorm`).
-- `head`: RMSNorm over the dimensions of each head, with one scale [head_dim] for queries and one for keys (Qwen3).
+- `head`: RMSNorm over the dimensions of each head, with one scale [head_dim] for queries and one for keys (Qwen3). With
+  `rmsnorm_1p` as the network's norm, theirs are 1 + scale, too (Gemma 3).
 - `full`: RMSNorm over the dimensions of all heads, with scales of that width (OLMo-2).
 """
 
@@ -208,6 +225,8 @@ NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm, of_heads=True),
         "rmsnorm": Norm(_scale, "rms_norm_epsilon", of_heads=True),
+        "rmsnorm_1p": Norm(_scale_minus_one, "rms_norm_epsilon", from_zero=True),
+        "layernorm_no_bias": Norm(_layernorm_weight),
         "rmsnorm_v2.0": Norm(_scale, "rms_norm_epsilon", by_steps=True),
         "scalenorm": Norm(_length, "scalenorm_epsilon", by_steps=True),
         "non_parametric_layernorm": Norm(lambda hidden: ()),

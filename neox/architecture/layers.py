@@ -60,12 +60,19 @@ class Residual(NamedTuple):
 
 _NORMS_BEFORE = NormSlots(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 _NORMS_AFTER = NormSlots(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+_NORMS_AROUND = NormSlots(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 RESIDUALS: Mapping[str, Residual] = MappingProxyType(
     {
         "sequential": Residual(_NORMS_BEFORE, "sequential"),
         "parallel": Residual(_NORMS_BEFORE, "parallel"),
         "parallel_one_norm": Residual(NormSlots(before_attention="input_layernorm"), "parallel_one_norm"),
         "sublayer_output_norm": Residual(_NORMS_AFTER, "sequential"),
+        "sandwich": Residual(_NORMS_AROUND, "sequential"),
         "post_norm": Residual(_NORMS_AFTER, "post_norm"),
     }
 )
@@ -75,6 +82,7 @@ RESIDUALS: Mapping[str, Residual] = MappingProxyType(
 - `parallel`: x + attention(norm(x)) + mlp(other_norm(x)).
 - `parallel_one_norm`: x + attention(norm(x)) + mlp(norm(x)).
 - `sublayer_output_norm`: y = x + norm(attention(x)), then y + norm(mlp(y)) (OLMo-2).
+- `sandwich`: y = x + norm(attention(norm(x))), then y + norm(mlp(norm(y))) (Gemma 2).
 - `post_norm`: y = norm(x + attention(x)), then norm(y + mlp(y)), and no final norm (BERT).
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Unpack, cast
@@ -21,7 +22,11 @@ from neox.model.context import BlockContext
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
 from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions
+from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions, mark_split
+
+_GLOBAL = "global"
+_LOCAL = "local"
+"""Names of the tables of positions: those of all blocks, or of blocks with a window and a rotary base of their own."""
 
 
 class SelfAttention(nn.Module):
@@ -44,6 +49,9 @@ class SelfAttention(nn.Module):
         recompute: What the backward pass computes again. `full_attn`: everything before the output projection.
             `core_attn`: what follows the projection to queries, keys and values.
         score_scale: Factor of the attention scores, 1 / sqrt(D) unless the network says otherwise.
+        softcap: Bound of the attention scores; 0 for none.
+        sinks: Scores [N] that take part in the softmax and add nothing; None for none.
+        tables_key: Which of the tables of positions in `BlockContext.tables` the block reads.
         softmax_scale: The part of `score_scale` that the softmax applies: the block's number with layer scaling,
             otherwise 1.
 
@@ -65,6 +73,7 @@ class SelfAttention(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
+        is_local = bool(architecture.local_rotary_base) and architecture.attention[number] == "sliding_window"
         heads = architecture.num_attention_heads
         kv_heads = architecture.num_kv_heads
         if heads % kv_heads or kv_heads % grid.tp_size:
@@ -97,10 +106,18 @@ class SelfAttention(nn.Module):
         self.dense = RowParallelLinear(
             heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
         )
+        self.softcap = architecture.attention_softcap
+        self.sinks: nn.Parameter | None = None
+        if architecture.attention_sinks:
+            self.sinks = mark_split(nn.Parameter(torch.empty(self.heads_here, **options)), grid.tp_size > 1)
         self._encoding_name: str | None = None
+        self.tables_key = _LOCAL if is_local else _GLOBAL
         build_encoding = POSITIONS[architecture.positions].attention
-        if build_encoding is not None:
-            encoding = build_encoding(architecture, grid, **options)
+        if build_encoding is not None and number not in architecture.unrotated_blocks:
+            described = architecture
+            if is_local:
+                described = replace(architecture, rotary_base=architecture.local_rotary_base, rope_scaling=())
+            encoding = build_encoding(described, grid, **options)
             self._encoding_name = encoding.name
             self.add_module(encoding.name, encoding)
 
@@ -121,15 +138,15 @@ class SelfAttention(nn.Module):
         bias = None
         encoding = self.encoding
         if encoding is not None:
-            assert context.tables is not None
-            encode = partial(encoding, tables=context.tables)
-            bias = encoding.score_bias(context.tables)
+            tables = context.tables[self.tables_key]
+            encode = partial(encoding, tables=tables)
+            bias = encoding.score_bias(tables)
         q, k, v = self._queries_keys_values(x, encode)
         positions = context.positions
         cache = context.cache
         if cache is not None:
             pairs = self.pairs(positions, cache.positions)
-            out = cache.attend(q, k, v, self.score_scale, pairs, bias)
+            out = cache.attend(q, k, v, self.score_scale, pairs, bias, softcap=self.softcap, sinks=self.sinks)
         else:
             mask = _both(context.visible, self.pairs(positions, positions))
             if self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
@@ -157,6 +174,8 @@ class SelfAttention(nn.Module):
             causal=self.causal,
             mask=mask,
             bias=bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def _recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -240,11 +259,14 @@ class SelfAttention(nn.Module):
 
     def position_tables(
         self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None
-    ) -> Tables | None:
-        """Return the tables of the new tokens, which all blocks share; arguments as for `PositionEncoding.tables`."""
+    ) -> dict[str, Tables]:
+        """Return the tables that the block needs of the new tokens, by their key; nothing without an encoding.
+
+        Blocks with the same `tables_key` need the same tables. Arguments are those of `PositionEncoding.tables`.
+        """
         if self.encoding is None:
-            return None
-        return self.encoding.tables(positions, keys, dtype, slots)
+            return {}
+        return {self.tables_key: self.encoding.tables(positions, keys, dtype, slots)}
 
 
 class SparseSelfAttention(SelfAttention):

@@ -72,6 +72,7 @@ class TransformerLayer(TokenShares):
         super().__init__()
         self.grid = grid
         self.hidden_dropout = hidden_dropout
+        self.residual_multiplier = architecture.residual_multiplier
         slots, rule = RESIDUALS[architecture.residual]
         self.add_sublayers = RESIDUAL_RULES[rule]
         before_attention = self._norm(slots.before_attention, architecture, **options)
@@ -111,8 +112,10 @@ class TransformerLayer(TokenShares):
         """
         return self.add_sublayers(self, x, context)
 
-    def dropped(self, x: Tensor) -> Tensor:
-        """Apply dropout to what is about to be added to the residual stream."""
+    def contribution(self, x: Tensor) -> Tensor:
+        """Return what a sublayer's output x adds to the residual stream: x with the network's factor, and dropout."""
+        if self.residual_multiplier != 1.0:
+            x = x * self.residual_multiplier
         if self.training and self.hidden_dropout > 0.0:
             return F.dropout(x, self.hidden_dropout)
         return x
@@ -134,7 +137,7 @@ class TransformerLayer(TokenShares):
         return not drops_shares
 
     def reduced_together(self, *summands: Summand) -> Tensor:
-        """Return the sum of several sublayers' outputs over tensor ranks, reduced once.
+        """Return what several sublayers add to the residual stream, reduced over tensor ranks once.
 
         Each sublayer has a dropout mask of its own, which is the same on all tensor ranks. So the mask can be applied
         before the reduction.
@@ -154,9 +157,11 @@ class TransformerLayer(TokenShares):
         total = functools.reduce(torch.add, partials)
         # Any row-parallel layer reduces in the same way: all-reduce, or reduce-scatter with sequence parallelism.
         reduced = self.attention.dense.reduced(total)
-        if not biases:
-            return reduced
-        return reduced + sum(biases)
+        for bias in biases:
+            reduced = reduced + bias
+        if self.residual_multiplier != 1.0:
+            reduced = reduced * self.residual_multiplier
+        return reduced
 
     def _norm(self, name: str | None, architecture: Architecture, **options: Unpack[TensorOptions]) -> NormFunction:
         """Return the norm of a slot, which becomes a submodule of this name; the identity for None."""
@@ -171,9 +176,9 @@ def _sequential(block: TransformerLayer, x: Tensor, context: BlockContext) -> tu
     """Add attention, then the MLP of that sum."""
     norms = block.norms
     attended = block.attention(norms.before_attention(x), context)
-    x = x + block.dropped(norms.after_attention(attended))
+    x = x + block.contribution(norms.after_attention(attended))
     output, aux = block.mlp(norms.before_mlp(x), context)
-    return x + block.dropped(norms.after_mlp(output)), aux
+    return x + block.contribution(norms.after_mlp(output)), aux
 
 
 def _parallel(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
@@ -195,18 +200,18 @@ def _add_both(
         attention_summand = block.attention.summand(for_attention, context)
         mlp_summand, aux = block.mlp.summand(for_mlp, context)
         return x + block.reduced_together(attention_summand, mlp_summand), aux
-    attended = block.dropped(block.attention(for_attention, context))
+    attended = block.contribution(block.attention(for_attention, context))
     output, aux = block.mlp(for_mlp, context)
-    return x + attended + block.dropped(output), aux
+    return x + attended + block.contribution(output), aux
 
 
 def _post_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Normalise each sum, as BERT does."""
     norms = block.norms
     attended = block.attention(norms.before_attention(x), context)
-    x = norms.after_attention(x + block.dropped(attended))
+    x = norms.after_attention(x + block.contribution(attended))
     output, aux = block.mlp(norms.before_mlp(x), context)
-    return norms.after_mlp(x + block.dropped(output)), aux
+    return norms.after_mlp(x + block.contribution(output)), aux
 
 
 ResidualRule = Callable[[TransformerLayer, Tensor, BlockContext], tuple[Tensor, Aux]]

@@ -73,7 +73,15 @@ def build_layer(
         return nn.Identity()  # the embedding is the head
     else:
         parallelism = plan.config.model.output_layer_parallelism
-        layer = Head(network.hidden_size, vocab, grid, parallelism=parallelism, bias=network.head_bias, **options)
+        layer = Head(
+            network.hidden_size,
+            vocab,
+            grid,
+            parallelism=parallelism,
+            bias=network.head_bias,
+            softcap=network.logit_softcap,
+            **options,
+        )
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
-from neox.ops import masked_bias
+from neox.ops import explicit_attention, masked_bias
 from neox.parallel import ParallelGrid
 
 
@@ -150,7 +150,16 @@ class LayerCache(NamedTuple):
     positions: Tensor
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None, bias: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pairs: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Append k, v [B, S, K, D] and attend over everything seen: q [B, S, N, D] -> [B, S, N, D].
 
@@ -161,6 +170,8 @@ class LayerCache(NamedTuple):
             scale: Factor of the scores.
             pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, S, length + S], causal.
             bias: Summand of the scaled scores, [1, N, S, length + S], with -inf for later keys.
+            softcap: Bound of the scaled scores; 0 for none.
+            sinks: Scores [N] that take part in the softmax and add nothing.
         """
         mask = self.mask
         if pairs is not None:
@@ -169,6 +180,15 @@ class LayerCache(NamedTuple):
             mask = masked_bias(bias, mask)
         self.new[:, :, 0] = k.transpose(1, 2)
         self.new[:, :, 1] = v.transpose(1, 2)
+        if softcap or sinks is not None:
+            if mask is None and self.causal:
+                pairs_of_prompt = torch.ones(q.shape[1], self.keys.shape[2], dtype=torch.bool, device=q.device)
+                mask = pairs_of_prompt.tril()
+            sink_scores = None if sinks is None else sinks.view(-1, 1, 1)
+            out = explicit_attention(
+                q.transpose(1, 2), self.keys, self.values, scale=scale, mask=mask, softcap=softcap, sinks=sink_scores
+            )
+            return out.transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             self.keys,

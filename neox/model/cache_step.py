@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.model.cache import KVCache, LayerCache
-from neox.ops import masked_bias
+from neox.ops import explicit_attention, masked_bias
 
 
 class CacheStep:
@@ -93,7 +93,16 @@ class StepLayer(NamedTuple):
         return self.pairs[:, :, 0]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Tensor | None = None, bias: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pairs: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write k, v [B, 1, K, D] to the slot and attend over what is seen: q [B, 1, N, D] -> [B, 1, N, D].
 
@@ -104,6 +113,8 @@ class StepLayer(NamedTuple):
             scale: Factor of the scores.
             pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, 1, T].
             bias: Summand of the scaled scores, [1, N, 1, T].
+            softcap: Bound of the scaled scores; 0 for none.
+            sinks: Scores [N] that take part in the softmax and add nothing.
         """
         batch, _, heads, width = q.shape
         groups = k.shape[2]
@@ -114,7 +125,14 @@ class StepLayer(NamedTuple):
             added = added.reshape(added.shape[0], groups, heads // groups, added.shape[-1])
         # Query heads that share a key head become more queries of that head, which every kernel takes.
         grouped = q.reshape(batch, groups, heads // groups, width)
-        out = F.scaled_dot_product_attention(grouped, self.keys, self.pairs[:, :, 1], attn_mask=added, scale=scale)
+        values = self.pairs[:, :, 1]
+        if softcap or sinks is not None:
+            sink_scores = None if sinks is None else sinks.view(groups, heads // groups, 1)
+            out = explicit_attention(
+                grouped, self.keys, values, scale=scale, mask=added, softcap=softcap, sinks=sink_scores
+            )
+        else:
+            out = F.scaled_dot_product_attention(grouped, self.keys, values, attn_mask=added, scale=scale)
         return out.reshape(batch, 1, heads, width)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class BlockContext(NamedTuple):
 
     Attributes:
         positions: Positions of the tokens, [S], or [B, S] if rows differ.
-        tables: What the position encoding computed from them (`PositionEncoding.tables`); None if there is none.
+        tables: What position encodings computed from them (`PositionEncoding.tables`), by `SelfAttention.tables_key`.
         visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
         cache: This block's keys and values of earlier tokens, in generation.
         routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
@@ -63,7 +64,7 @@ class BlockContext(NamedTuple):
     """
 
     positions: Tensor
-    tables: Tables | None = None
+    tables: Mapping[str, Tables] = MappingProxyType({})
     visible: Tensor | None = None
     cache: CachedLayer | None = None
     routes: dict[int, Tensor] | None = None

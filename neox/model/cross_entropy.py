@@ -28,6 +28,7 @@ def head_cross_entropy(
     *,
     bias: Tensor | None = None,
     row: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return the sum over tokens of token_weight x -log softmax(x W^T + b)[label] in fp32, equal on all tensor ranks.
 
@@ -43,13 +44,14 @@ def head_cross_entropy(
         grid: Process groups.
         bias: This rank's part of the logits' bias [V/T].
         row: Whether the hidden dimension is split, and logits are summed over ranks.
+        softcap: Bound c of the logits z, which become c tanh(z / c); 0 for none.
     """
     if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
         x = x.detach()
         weight = weight.detach()
         if bias is not None:
             bias = bias.detach()
-    return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row)
+    return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row, softcap)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> Tensor:
@@ -84,6 +86,22 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, grid: ParallelGrid, 
     return logits
 
 
+def _bounded(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Return the bounded logits, and their derivative by the logits; the logits and None without a bound."""
+    if softcap == 0.0:
+        return logits, None
+    ratio = torch.tanh(logits / softcap)
+    return ratio * softcap, 1.0 - ratio.square()
+
+
+def _gradient(logits: Tensor, slope: Tensor | None, log_sums: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Return the loss's gradient by the logits before the bound; arguments as for `logits_gradient`."""
+    grad = logits_gradient(logits, log_sums, labels, weights)
+    if slope is not None:
+        grad *= slope
+    return grad
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -95,6 +113,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         token_weights: Tensor,
         grid: ParallelGrid,
         row: bool,
+        softcap: float,
     ) -> Tensor:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if needs_x else None
@@ -116,11 +135,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
         for first in range(0, x.shape[0], rows):
             here = slice(first, first + rows)
             logits = _logits(x[here], weight, bias, grid, row=row)
+            logits, slope = _bounded(logits, softcap)
             log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
             total += ((log_sums - picked) * token_weights[here]).sum()
             if not (needs_x or needs_weight or needs_bias):
                 continue
-            grad = logits_gradient(logits, log_sums, labels[here], token_weights[here])
+            grad = _gradient(logits, slope, log_sums, labels[here], token_weights[here])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if row:
@@ -144,7 +164,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grad_x = _scaled(grad_x, scale, type_x)
         grad_weight = _scaled(grad_weight, scale, type_weight)
         grad_bias = _scaled(grad_bias, scale, type_bias)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _scaled(part: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:

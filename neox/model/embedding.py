@@ -16,7 +16,7 @@ from neox.architecture import Architecture
 from neox.model.block import build_norm
 from neox.model.cross_entropy import head_cross_entropy
 from neox.model.positions import POSITIONS
-from neox.ops import linear
+from neox.ops import linear, softly_capped
 from neox.parallel import (
     ColumnParallelLinear,
     Multiply,
@@ -45,6 +45,7 @@ class LMHead(NamedTuple):
         prepare: Function [..., H] -> [..., H] of hidden states before the product; None for none.
         sentences: Function of hidden states [B, S, H] that returns logits [B, 2] of whether the second sentence
             follows the first; None if the network has no such head.
+        softcap: Bound of the logits (`neox.ops.softly_capped`); 0 for none.
     """
 
     grid: ParallelGrid
@@ -54,6 +55,7 @@ class LMHead(NamedTuple):
     row: bool = False
     prepare: Callable[[Tensor], Tensor] | None = None
     sentences: Callable[[Tensor], Tensor] | None = None
+    softcap: float = 0.0
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, token_weights: Tensor) -> Tensor:
         """Return the sum of token_weight x cross entropy in fp32, without all logits at once; see `head_cross_entropy`.
@@ -77,6 +79,7 @@ class LMHead(NamedTuple):
             self.grid,
             bias=self.bias,
             row=self.row,
+            softcap=self.softcap,
         )
 
 
@@ -101,6 +104,7 @@ class Embedding(TokenShares):
         self.dropout = dropout
         self.multiplier = architecture.embedding_multiplier
         self.position_multiplier = architecture.position_multiplier
+        self.logit_softcap = architecture.logit_softcap
         self.multiply: Multiply = linear
         self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, architecture.hidden_size, grid, **options)
         self.position_embeddings: nn.Module | None = None
@@ -150,11 +154,12 @@ class Embedding(TokenShares):
     @property
     def head(self) -> LMHead:
         """The head of a network whose head is tied to this layer."""
-        return LMHead(self.grid, self.word_embeddings.weight, self.logits)
+        return LMHead(self.grid, self.word_embeddings.weight, self.logits, softcap=self.logit_softcap)
 
     def logits(self, x: Tensor) -> Tensor:
         """Multiply hidden states [B, S, H] by the words' vectors [V/tp, H] on this rank -> [B, S, V/tp]."""
-        return self.multiply(copy_to_tensor_ranks(x, self.grid), self.word_embeddings.weight, None)
+        logits = self.multiply(copy_to_tensor_ranks(x, self.grid), self.word_embeddings.weight, None)
+        return softly_capped(logits, self.logit_softcap)
 
 
 class FinalNorm(nn.Module):
@@ -187,6 +192,7 @@ class Head(nn.Module):
         parallelism: "column" splits the vocabulary. "row", NeoX v2.0's default, splits the hidden dimension: logits of
             the whole vocabulary are summed over ranks, which costs much communication, and each rank keeps its part.
         bias: Whether a bias is added to the logits.
+        softcap: Bound of the logits; 0 for none.
         **options: Device and type of the weight.
     """
 
@@ -198,10 +204,12 @@ class Head(nn.Module):
         *,
         parallelism: Literal["row", "column"],
         bias: bool = False,
+        softcap: float = 0.0,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
+        self.softcap = softcap
         self.final_linear: ColumnParallelLinear | RowParallelLinear
         if parallelism == "column":
             self.final_linear = ColumnParallelLinear(
@@ -219,7 +227,7 @@ class Head(nn.Module):
     def head(self) -> LMHead:
         """This layer as a loss uses it."""
         row = isinstance(self.final_linear, RowParallelLinear)
-        return LMHead(self.grid, self.final_linear.weight, self, self.final_linear.bias, row)
+        return LMHead(self.grid, self.final_linear.weight, self, self.final_linear.bias, row, softcap=self.softcap)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states [B, S, H] -> [B, S, V/tp]."""
@@ -228,5 +236,6 @@ class Head(nn.Module):
             logits = reduce_scatter_last_dim(partial, self.grid)
             if self.final_linear.bias is not None:
                 logits = logits + self.final_linear.bias
-            return logits
-        return self.final_linear(x)
+        else:
+            logits = self.final_linear(x)
+        return softly_capped(logits, self.softcap)

@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import Architecture
+from neox.architecture import NORMS, Architecture
 from neox.parallel import (
     ParallelGrid,
     TensorOptions,
@@ -29,6 +29,7 @@ class HeadNorm(nn.Module):
         grid: Process groups; heads are split over tensor ranks.
         all_heads: Whether the mean is over the dimensions of all heads together.
         centred: Whether it is a LayerNorm, with parameters `weight` and `bias`; otherwise RMSNorm, with `scale`.
+        from_zero: Whether the factor is 1 + scale, with a scale that begins at 0.
         eps: Summand of the mean of the squares.
         **options: Device and type of the parameters.
     """
@@ -44,6 +45,7 @@ class HeadNorm(nn.Module):
         *,
         all_heads: bool = False,
         centred: bool = False,
+        from_zero: bool = False,
         eps: float,
         **options: Unpack[TensorOptions],
     ) -> None:
@@ -51,9 +53,12 @@ class HeadNorm(nn.Module):
         self.grid = grid
         self.all_heads = all_heads
         self.centred = centred
+        self.from_zero = from_zero
         self.eps = eps
         self.shared = not all_heads and len(shape) == 1
-        values = {"weight": 1.0, "bias": 0.0} if centred else {"scale": 1.0}
+        values = {"scale": 0.0 if from_zero else 1.0}
+        if centred:
+            values = {"weight": 1.0, "bias": 0.0}
         for name, value in values.items():
             parameter = nn.Parameter(torch.full(shape, value, **options))
             mark_split(parameter, not self.shared and grid.tp_size > 1)
@@ -67,7 +72,10 @@ class HeadNorm(nn.Module):
         normed = (x32 * torch.rsqrt(self._mean(x32.square()) + self.eps)).to(x.dtype)
         if self.centred:
             return normed * self._per_head(self.weight, x) + self._per_head(self.bias, x)
-        return normed * self._per_head(self.scale, x)
+        factor = self._per_head(self.scale, x)
+        if self.from_zero:
+            factor = 1.0 + factor
+        return normed * factor
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean that belongs to each element: [B, S, N, 1], or [B, S, 1, 1] over the heads of all ranks."""
@@ -96,7 +104,10 @@ def query_key_norms(
         centred = architecture.norm == "layernorm"
         return {"qk_layernorm": HeadNorm((heads, width), grid, all_heads=centred, centred=centred, eps=eps, **options)}
     if architecture.qk_norm == "head":
-        return {name: HeadNorm((width,), grid, eps=eps, **options) for name in ("q_norm", "k_norm")}
+        from_zero = NORMS[architecture.norm].from_zero
+        return {
+            name: HeadNorm((width,), grid, from_zero=from_zero, eps=eps, **options) for name in ("q_norm", "k_norm")
+        }
     if architecture.qk_norm == "full":
         sizes = {"q_norm": heads * width, "k_norm": kv_heads * width}
         return {name: HeadNorm((size,), grid, all_heads=True, eps=eps, **options) for name, size in sizes.items()}

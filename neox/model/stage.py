@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import BLOCK_OFFSET
+from neox.model.attention import SelfAttention
 from neox.model.block import Block, TransformerLayer
 from neox.model.cache import KVCache
 from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.embedding import Embedding, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
+from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import same_document_pairs, unpadded_keys
@@ -172,8 +174,10 @@ class StagePart:
         self._chunks = self.recomputation.chunks()
         self._cached = slice(first_block, first_block + len(self.blocks))
         self._has_last_block = plan.architecture.num_layers - 1 in numbers
-        attentions = [block.attention for block in self.blocks if isinstance(block, TransformerLayer)]
-        self._attention = next(iter(attentions), None)
+        self._with_tables: dict[str, SelfAttention] = {}  # one block for each kind of tables
+        for block in self.blocks:
+            if isinstance(block, TransformerLayer) and block.attention.encoding is not None:
+                self._with_tables.setdefault(block.attention.tables_key, block.attention)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
         """Run the layers, as `Stage.forward` does."""
@@ -237,11 +241,11 @@ class StagePart:
         elif context.lengths is not None:
             visible = unpadded_keys(context.lengths, length)
         positions = token_positions(length, x.device, context)
-        tables = None
-        if self._attention is not None:
-            keys = length if cache is None else cache.keys(length)
-            slots = cache.slot if isinstance(cache, CacheStep) else None
-            tables = self._attention.position_tables(positions, keys, x.dtype, slots)
+        keys = length if cache is None else cache.keys(length)
+        slots = cache.slot if isinstance(cache, CacheStep) else None
+        tables: dict[str, Tables] = {}
+        for attention in self._with_tables.values():
+            tables |= attention.position_tables(positions, keys, x.dtype, slots)
         return BlockContext(positions, tables, visible)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from neox.architecture import AttentionImpl
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import core_attention, masked_bias, same_document_pairs, unpadded_keys
+from neox.ops.attention import core_attention, explicit_attention, masked_bias, same_document_pairs, unpadded_keys
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.grouped_linear import ExpertOrder, from_experts, grouped_linear, sort_by_expert, to_experts
@@ -16,6 +16,7 @@ from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_factor, rotary_inv_freq, rotary_tables, rotate
 from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
+from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_pairs
 
@@ -43,6 +44,7 @@ __all__ = [
     "core_attention",
     "from_experts",
     "grouped_linear",
+    "explicit_attention",
     "label_scores",
     "linear",
     "logits_gradient",
@@ -56,6 +58,7 @@ __all__ = [
     "same_document_pairs",
     "sinkhorn",
     "sort_by_expert",
+    "softly_capped",
     "sparse_pairs",
     "scale_mask_softmax",
     "to_experts",

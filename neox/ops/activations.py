@@ -48,6 +48,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "silu": F.silu,
         "mish": F.mish,
         "geglu": gated(gelu),
+        "geglu_tanh": gated(gelu_tanh),
         "swiglu": gated(F.silu),
         "reglu": gated(F.relu),
         "glu": gated(torch.sigmoid),

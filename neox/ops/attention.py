@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.architecture import MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
-from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax
+from neox.ops.softcap import softly_capped
+from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax, softmax_with_sinks
 
 
 def core_attention(
@@ -32,6 +33,8 @@ def core_attention(
     causal: bool = True,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; G neighbouring query heads share a key head.
 
@@ -50,7 +53,10 @@ def core_attention(
         mask: Pairs (query, key) that see each other, bool [B or 1, N or 1, S or 1, S]; all (earlier) ones if None. It
             must be causal itself if attention is. "fused" takes only [B, 1, 1, S], and not if attention is causal.
         bias: Summand of the scaled scores, [1, N, S, S], with -inf for later keys.
+        softcap: Bound of the scaled scores (`softly_capped`); 0 for none. "flash" has none, and no sinks.
+        sinks: Scores [N] that take part in the softmax and add nothing ("eager" only).
     """
+    assert impl != "flash" or (softcap == 0.0 and sinks is None), "the configuration chooses another kernel"
     assert mask is None or impl != "fused" or not causal, "refused by the configuration's validation"
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
@@ -76,16 +82,47 @@ def core_attention(
             )
         return out.transpose(1, 2)
     kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
-    scores = _grouped_matmul(q * scale, k.transpose(-1, -2))  # [B, N, S, S]
+    scores = softly_capped(_grouped_matmul(q * scale, k.transpose(-1, -2)), softcap)  # [B, N, S, S]
     if bias is not None:
         if softmax_scale != 1.0:
             bias = bias / softmax_scale
         scores = scores + bias
-    weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask)
+    sink_scores = None if sinks is None else sinks.view(-1, 1, 1)
+    weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask, sinks=sink_scores)
     if dropout_p > 0.0:
         with context:
             weights = F.dropout(weights, dropout_p)
     return _grouped_matmul(weights, v).transpose(1, 2)
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with all scores in memory: q [B, N, S, D], k and v [B, K, T, D] -> as q. For generation, without dropout.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        scale: Factor of the scores.
+        mask: Pairs (query, key) that see each other, bool, or a summand of the scores with -inf for other pairs; it
+            broadcasts to [B, N, S, T]. None for all.
+        softcap: Bound of the scaled scores (`softly_capped`); 0 for none.
+        sinks: Scores that take part in the softmax and add nothing; they broadcast to [B, N, S, 1].
+    """
+    scores = softly_capped(_grouped_matmul(q * scale, k.transpose(-1, -2)), softcap).float()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return _grouped_matmul(softmax_with_sinks(scores, sinks).to(v.dtype), v)
 
 
 def _goes_by_blocks(q: Tensor) -> bool:

@@ -28,6 +28,14 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
 
 
+class RMSNormFromZero(RMSNorm):
+    """(1 + scale) * x / sqrt(mean(x^2) + eps), with a scale that begins at 0 (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise: [..., H] -> [..., H]."""
+        return F.rms_norm(x, self.scale.shape, 1.0 + self.scale, self.eps)
+
+
 class RMSNormOuterEpsilon(RMSNorm):
     """scale * x / (sqrt(mean(x^2)) + eps): gpt-neox v2.0's form."""
 
@@ -56,6 +64,8 @@ NORMS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "layernorm": nn.LayerNorm,
         "rmsnorm": RMSNorm,
+        "rmsnorm_1p": RMSNormFromZero,
+        "layernorm_no_bias": partial(nn.LayerNorm, bias=False),
         "rmsnorm_v2.0": RMSNormOuterEpsilon,
         "scalenorm": ScaleNorm,
         "non_parametric_layernorm": partial(nn.LayerNorm, elementwise_affine=False),

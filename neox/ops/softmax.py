@@ -25,6 +25,7 @@ def scale_mask_softmax(
     *,
     causal: bool = True,
     visible: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale x scores) over the last dim with masked positions: [B, N, S, S] -> same shape, dtype.
 
@@ -37,10 +38,12 @@ def scale_mask_softmax(
         causal: Whether later positions are masked.
         visible: Pairs (query, key) that are not masked, bool, of a shape that broadcasts to that of the scores. A query
             that sees nothing gets equal weights. "triton" takes only [B, 1, 1, S], and not together with `causal`.
+        sinks: Further scores that take part in the softmax and are left out of the result ("torch" only).
 
     Raises:
         NeoXError: If the Triton kernel cannot run.
     """
+    assert impl != "triton" or sinks is None, "the configuration chooses another kernel"
     if impl == "triton":
         return _triton_softmax(scores, scale, causal, visible)
     x = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -51,7 +54,20 @@ def scale_mask_softmax(
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         x = x.masked_fill(later, MASKED_SCORE)
-    return x.softmax(-1).to(scores.dtype)
+    return softmax_with_sinks(x, sinks).to(scores.dtype)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over keys, and one more score for each query, whose weight is left out.
+
+    Args:
+        scores: Scores [..., T] in fp32.
+        sinks: Further scores, which broadcast to [..., 1]; None for none.
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    further = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, further), dim=-1).softmax(-1)[..., :-1]
 
 
 def _triton_softmax(scores: Tensor, scale: float, causal: bool, visible: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import SoftPromptSettings
 from neox.plan.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
 from neox.plan.expert_keys import EXPERT_FIELDS
-from neox.plan.field_keys import FieldKeys, Keys, copied, keys_if, read_if, same, unless_default
+from neox.plan.field_keys import FieldKeys, Keys, copied, keys_if, later_key, read_if, same, unless_default
 from neox.plan.mlp_width import MLP_SIZES, mlp_width
 
 
@@ -159,20 +159,39 @@ def _read_gmlp_width(width: int, attention_config: Sequence[Any] | None, num_lay
     return width if has_attention else 0
 
 
-# Multipliers (muP). No Hugging Face model has them, so they are not written.
+# Factors: those of muP with `use_mup`, else the keys of their own, as which they are written.
 
 
-def _attention_scale(temperature: float, hidden_size: int, heads: int, head_dim: int | None) -> float:
-    return 1.0 / (size_of_head(hidden_size, heads, head_dim) * temperature)
+def _attention_scale(
+    multiplier: float | None,
+    has_mup: bool,
+    temperature: float,
+    hidden_size: int,
+    heads: int,
+    head_dim: int | None,
+) -> float:
+    if has_mup:
+        return 1.0 / (size_of_head(hidden_size, heads, head_dim) * temperature)
+    return multiplier or 0.0
 
 
-def _logit_multiplier(temperature: float, base_hidden_size: int, hidden_size: int) -> float:
-    return base_hidden_size / hidden_size / temperature
+def _logit_multiplier(
+    multiplier: float, has_mup: bool, temperature: float, base_hidden_size: int, hidden_size: int
+) -> float:
+    if has_mup:
+        return base_hidden_size / hidden_size / temperature
+    return multiplier
+
+
+def _embedding_multiplier(multiplier: float, has_mup: bool, of_mup: float) -> float:
+    return of_mup if has_mup else multiplier
 
 
 # Residuals.
 
-_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType({"output": "sublayer_output_norm", "post": "post_norm"})
+_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType(
+    {"output": "sublayer_output_norm", "both": "sandwich", "post": "post_norm"}
+)
 """Value of `norm_placement` other than `input` -> the residual."""
 
 
@@ -285,6 +304,18 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             read_if(_is_rotary, (), rope_scaling_of),
             lambda network: unless_default("rope_scaling", dict(network.rope_scaling), {}),
         ),
+        "local_rotary_base": FieldKeys(
+            ("rotary_emb_base_local",),
+            lambda base: float(base or 0),
+            lambda network: unless_default("rotary_emb_base_local", int(network.local_rotary_base), 0),
+            later=("rotary_emb_base_local",),
+        ),
+        "unrotated_blocks": FieldKeys(
+            ("no_rotary_layers",),
+            lambda blocks: tuple(sorted(blocks)),
+            lambda network: unless_default("no_rotary_layers", list(network.unrotated_blocks), []),
+            later=("no_rotary_layers",),
+        ),
         "learned_offset": FieldKeys(
             ("pos_emb", "opt_pos_emb_offset"),
             read_if(_is_learned, 0),
@@ -327,14 +358,27 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             lambda network: {"no_weight_tying": not network.tie_word_embeddings},
         ),
         "attention_scale": FieldKeys(
-            ("use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
-            read_if(bool, 0.0, _attention_scale),
-            later=("head_dim",),
+            ("attention_multiplier", "use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
+            _attention_scale,
+            lambda network: unless_default("attention_multiplier", network.attention_scale, 0.0),
+            later=("attention_multiplier", "head_dim"),
         ),
+        "attention_softcap": later_key("attention_softcap", 0.0),
+        "attention_sinks": later_key("attention_sinks", False),
+        "residual_multiplier": later_key("residual_multiplier", 1.0),
         "logit_multiplier": FieldKeys(
-            ("use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"), read_if(bool, 1.0, _logit_multiplier)
+            ("logit_multiplier", "use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"),
+            _logit_multiplier,
+            lambda network: unless_default("logit_multiplier", network.logit_multiplier, 1.0),
+            later=("logit_multiplier",),
         ),
-        "embedding_multiplier": FieldKeys(("use_mup", "mup_embedding_mult"), read_if(bool, 1.0)),
+        "logit_softcap": later_key("logit_softcap", 0.0),
+        "embedding_multiplier": FieldKeys(
+            ("embedding_multiplier", "use_mup", "mup_embedding_mult"),
+            _embedding_multiplier,
+            lambda network: unless_default("embedding_multiplier", network.embedding_multiplier, 1.0),
+            later=("embedding_multiplier",),
+        ),
         "position_multiplier": FieldKeys(("use_mup", "mup_rp_embedding_mult"), read_if(bool, 1.0)),
         "bidirectional": FieldKeys(("objective",), _is_masked, _write_bidirectional, later=("objective",)),
         "token_types": FieldKeys(

@@ -81,7 +81,10 @@ def paper_kinds(attention_config: Sequence[Any] | None, num_layers: int, width: 
 
 
 def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
-    """Return the kernel of each block's attention: flash (which takes masks), or a softmax, fused or not."""
+    """Return the kernel of each block's attention.
+
+    It is flash, which takes masks, or a softmax, fused or not, which takes scores that were changed before.
+    """
     model = config.model
     layers = model.num_layers or 0
     fusion = "scaled_upper_triang_masked_softmax_fusion"
@@ -90,10 +93,13 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     softmax: AttentionImpl = "fused" if config.value(fusion) else "eager"
     given = attention_kinds(model.attention_config, layers)
     on_paper = paper_kinds(model.attention_config, layers, model.sliding_window_width)
+    computes_scores = bool(model.attention_softcap) or model.attention_sinks
     impls: list[AttentionImpl] = []
     for kind, paper in zip(given, on_paper, strict=True):
         needs_mask = paper in ATTENTION and paper != "global"
-        if kind == FLASH or needs_mask:  # a mask is a tensor, which no softmax kernel takes
+        if computes_scores and (needs_mask or model.attention_sinks):
+            impls.append("eager")  # flash attention changes no score, and fused softmax takes no mask
+        elif kind == FLASH or needs_mask:  # a mask is a tensor, which no softmax kernel takes
             impls.append(FLASH)
         else:
             impls.append(softmax)

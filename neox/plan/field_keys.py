@@ -73,3 +73,20 @@ def read_if(condition: Callable[[Any], bool], absent: Any, read: Callable[..., A
         return absent
 
     return read_field
+
+
+def later_key(key: str, absent: Any) -> FieldKeys:
+    """Return the row of a field with the name of a key that older checkpoints lack.
+
+    Args:
+        key: The key.
+        absent: Value of the field without the key.
+    """
+
+    def read(value: Any) -> Any:
+        return absent if value is None else value
+
+    def write(network: Architecture) -> Keys:
+        return unless_default(key, getattr(network, key), absent)
+
+    return FieldKeys((key,), read, write, later=(key,))

@@ -53,6 +53,11 @@ def _norms_of(epsilon_key: str) -> OnlyWith:
     return OnlyWith("norm", tuple(name for name, norm in _NORMS_BY_NAME.items() if norm.epsilon_key == epsilon_key))
 
 
+_NOT_MUP = Excludes("use_mup", reason="muP has a factor of its own")
+_GIVE_WINDOW = "give the width of the window"
+_NO_FLASH = "use global or sliding_window"
+
+
 class SparsityConfig(Section):
     """Patterns of sparse attention, in blocks of tokens. A setting that is not given has the default of its pattern."""
 
@@ -189,7 +194,8 @@ class ModelConfig(Section):
 
     norm: NormName = "layernorm"
     """Normalisation layer. `rmsnorm` adds its epsilon inside the root, as later gpt-neox and Hugging Face do;
-    `rmsnorm_v2.0` adds it outside, as `rmsnorm` of gpt-neox v2.0 does. `te_layernorm` and `te_rmsnorm` mean `layernorm`
+    `rmsnorm_v2.0` adds it outside, as `rmsnorm` of gpt-neox v2.0 does. `rmsnorm_1p` multiplies by 1 + its scale
+    (Gemma). `layernorm_no_bias` has a weight only (Command-R). `te_layernorm` and `te_rmsnorm` mean `layernorm`
     and `rmsnorm`."""
 
     layernorm_epsilon: Annotated[PositiveFloat, _norms_of("layernorm_epsilon")] = 1e-5
@@ -230,6 +236,15 @@ class ModelConfig(Section):
     """Change of the rotary frequencies for longer sequences, in Hugging Face's words: a `rope_type` (`linear`, `llama3`
     or `yarn`) with its settings, such as `{rope_type: linear, factor: 2.0}`."""
 
+    rotary_emb_base_local: Annotated[
+        PositiveInt | None, OnlyWith("pos_emb", ("rotary",)), Requires("sliding_window_width", advice=_GIVE_WINDOW)
+    ] = None
+    """Base of the rotary frequencies in blocks with a sliding window, whose frequencies are not scaled then (Gemma 3).
+    By default these blocks have the base and the scaling of the others."""
+
+    no_rotary_layers: Annotated[tuple[NonNegativeInt, ...], OnlyWith("pos_emb", ("rotary",))] = ()
+    """Numbers of the blocks, counted from 0, that rotate neither queries nor keys (SmolLM 3, Command R7B)."""
+
     no_weight_tying: Annotated[bool, _not_masked("its head multiplies by the embedding's weight")] = False
     """Give the head a weight of its own instead of the embedding's."""
 
@@ -240,12 +255,44 @@ class ModelConfig(Section):
     """One norm for both, as in GPT-J: x + attention(ln1(x)) + mlp(ln1(x))."""
 
     norm_placement: Annotated[
-        Literal["input", "output", "post"],
+        Literal["input", "output", "both", "post"],
         replace(_NEEDS_MASKED, when=("post",)),
-        Excludes("gpt_j_residual", when=("output", "post")),
+        Excludes("gpt_j_residual", when=("output", "both", "post")),
     ] = "input"
     """What is normalised: the `input` of attention and MLP, their `output` before it is added to the residual (OLMo-2),
-    or the residual after it (`post`, BERT)."""
+    `both` (Gemma 2), or the residual after it (`post`, BERT)."""
+
+    embedding_multiplier: Annotated[PositiveFloat, _NOT_MUP] = 1.0
+    """Factor of the tokens' vectors (Gemma, Granite). A tied head multiplies by the vectors without it."""
+
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of what attention and MLP add to the residual (Granite)."""
+
+    attention_multiplier: Annotated[PositiveFloat | None, _NOT_MUP] = None
+    """Factor of attention's scores, by default 1 / sqrt(head_dim) (Gemma 2, Granite)."""
+
+    attention_softcap: Annotated[
+        PositiveFloat | None,
+        Excludes("apply_query_key_layer_scaling", reason="both change the scores"),
+        Excludes("attention_config", ("flash",), reason="that kernel changes no score", advice=_NO_FLASH),
+    ] = None
+    """Bound c of attention's scores s, which become c tanh(s / c) (Gemma 2)."""
+
+    attention_sinks: Annotated[
+        bool,
+        Excludes("apply_query_key_layer_scaling", reason="both change the scores"),
+        Excludes("attention_config", ("flash",), reason="that kernel has no sinks", advice=_NO_FLASH),
+        Excludes("scaled_upper_triang_masked_softmax_fusion", reason="that kernel has no sinks"),
+        Excludes("scaled_masked_softmax_fusion", reason="that kernel has no sinks"),
+    ] = False
+    """Give each head a trained score that takes part in the softmax and adds nothing, so that the weights of tokens may
+    add up to less than 1 (gpt-oss)."""
+
+    logit_multiplier: Annotated[PositiveFloat, _NOT_MUP] = 1.0
+    """Factor of the logits (Command-R's `logit_scale`; Granite divides by `logits_scaling`)."""
+
+    logit_softcap: Annotated[PositiveFloat | None, _not_masked("its head has no bound")] = None
+    """Bound c of the logits z, which become c tanh(z / c) (Gemma 2)."""
 
     use_bias_in_attn_linear: bool = True
     """Biases in the projections of attention."""
@@ -283,8 +330,8 @@ class ModelConfig(Section):
         ActivationName, _not_masked("its head uses the activation without a gate", when=_GATED, advice="use gelu")
     ] = "gelu"
     """Activation of the MLP. `gelu` is the erf form, or with bias_gelu_fusion `gelu_tanh`, the tanh approximation. In
-    `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`, one half of the MLP's first product is multiplied by gelu, silu,
-    relu, the sigmoid or the identity of the other half."""
+    `geglu`, `geglu_tanh`, `swiglu`, `reglu`, `glu` and `bilinear`, one half of the MLP's first product is multiplied by
+    gelu, its approximation, silu, relu, the sigmoid or the identity of the other half."""
 
     bias_gelu_fusion: Annotated[bool, _GELU] = False
     """Add the bias and apply the tanh approximation of gelu in one kernel."""

@@ -268,13 +268,15 @@ def _score_bytes(network: Architecture, setting: MemorySetting) -> int:
     """Return bytes that a kernel other than flash keeps for one token.
 
     Scaled queries and copies of keys and values: (heads + 2 x keys) x number / split. For each head and key the
-    weight, and with dropout the dropped weight and a mask of one byte.
+    weight, with a bound the bounded score, and with dropout the dropped weight and a mask of one byte.
     """
     number = setting.bytes_per_number
     split = setting.tp_size
     heads = network.num_attention_heads * network.head_dim
     keys = network.attended_heads * network.head_dim
     per_score = number
+    if network.attention_softcap:
+        per_score += number  # the bounded score
     if setting.attention_dropout:
         per_score += number + 1
     copies = (heads + 2 * keys) * number // split
@@ -339,5 +341,7 @@ def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     chunk = min(tokens, max(1, largest_chunk // vocabulary)) * vocabulary * number
     if setting.on_cpu:
         chunk *= 2  # the gradient of logits is not computed in place
+    if layers.architecture.logit_softcap:
+        chunk *= 2  # the slope of the bounded logits
     weight_gradient = weight * number if number < _FP32 else 0
     return tokens * hidden * number + _FP32 * weight + max(chunk, weight_gradient)

@@ -35,6 +35,7 @@ def network_problems(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem("rope_scaling", problem)
     yield from _heads(config)
     yield from _rotary(config)
+    yield from _unrotated(config)
     yield from _mlp(config)
     yield from _lengths(config)
     yield from _attention(config)
@@ -82,6 +83,16 @@ def _rotary(config: NeoXConfig) -> Iterator[Problem]:
         count = f"rotates {rotated} of the {size_of_head(*sizes)} dimensions of a head"
         others = ("hidden_size", "num_attention_heads", "head_dim", "pos_emb")
         yield config.problem("rotary_pct", f"{count}; it must be an even number of at least 2", *others)
+
+
+def _unrotated(config: NeoXConfig) -> Iterator[Problem]:
+    blocks = config.model.no_rotary_layers
+    layers = config.model.num_layers
+    if len(set(blocks)) < len(blocks):
+        yield config.problem("no_rotary_layers", "names a block twice")
+    if layers is not None and max(blocks, default=0) >= layers:
+        depth = config.describe_setting("num_layers")
+        yield config.problem("no_rotary_layers", f"must be numbers from 0 to {layers - 1}; {depth}", "num_layers")
 
 
 def _mlp(config: NeoXConfig) -> Iterator[Problem]:
@@ -188,6 +199,8 @@ def _gates(config: NeoXConfig, kinds: str) -> Iterator[Problem]:
         yield config.problem("activation", rule, _ATTENTION)
     if config.optimizer.use_mup:
         yield config.problem("use_mup", f"does not work with attention kind {kinds}", _ATTENTION)
+    if model.residual_multiplier != 1.0:
+        yield config.problem("residual_multiplier", f"does not work with attention kind {kinds}", _ATTENTION)
     prompt = model.soft_prompt_tuning
     if prompt is not None and prompt.enabled:
         key = "soft_prompt_tuning"

@@ -39,7 +39,8 @@ def test_a_sparse_layer_is_the_softmax_over_the_pairs_of_its_layout(kind: str) -
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     q, k, v = attention.query_key_value(x).view(2, 16, 4, 3, 8).unbind(3)
     context = BlockContext(torch.arange(16), attention.position_tables(torch.arange(16), 16, x.dtype))
-    q, k = attention.rotary_emb(torch.stack([q, k], 3), context.tables).unbind(3)
+    tables = context.tables[attention.tables_key]
+    q, k = attention.rotary_emb(torch.stack([q, k], 3), tables).unbind(3)
     settings = settings_of(kind, model.architecture.sparsity)
     layout = block_layout(kind, settings, blocks=8, heads=range(4), layer=0)
     seen = sparse_pairs(layout, 2, torch.arange(16), torch.arange(16))

@@ -14,6 +14,8 @@ FORMULAS = {
     "scalenorm": lambda x, eps: x / x.norm(dim=-1, keepdim=True).clamp(min=eps),
 }
 FORMULAS["non_parametric_layernorm"] = FORMULAS["layernorm"]
+FORMULAS["layernorm_no_bias"] = FORMULAS["layernorm"]
+FORMULAS["rmsnorm_1p"] = FORMULAS["rmsnorm"]
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -25,6 +27,8 @@ def test_formula(name, eps):
     for p in norm.parameters():
         torch.nn.init.uniform_(p, 0.5, 2.0)
     scale, *shift = [*norm.parameters()] or [torch.ones(())]
+    if name == "rmsnorm_1p":
+        scale = 1.0 + scale
     expected = scale.double() * FORMULAS[name](x.double(), eps) + sum(shift)
     torch.testing.assert_close(norm(x).double(), expected.double(), rtol=2e-5, atol=1e-5)
     small = norm.to(torch.bfloat16)(x.bfloat16())
