@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf, nextafter
 from typing import Any, Final
 
 from neox.architecture import Architecture
@@ -174,6 +175,92 @@ class Number(Entry):
 
 
 @dataclass(frozen=True)
+class Factor(Entry):
+    """A number above 0."""
+
+    def kind(self) -> str:
+        """Return a name of the right values."""
+        return "a number above 0"
+
+    def is_right(self, value: Any) -> bool:
+        """Return whether a value has the right type and size."""
+        return is_number(value) and value > 0
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the number as a float."""
+        return {self.field: float(super().read(hf, known)[self.field])}
+
+
+@dataclass(frozen=True)
+class Divisor(Factor):
+    """A number above 0 whose inverse is the field."""
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the inverse."""
+        return {self.field: 1.0 / super().read(hf, known)[self.field]}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the number: a whole one if that has the same inverse."""
+        factor = getattr(network, self.field)
+        divisor = 1.0 / factor
+        nearest = float(round(divisor))
+        for candidate in (nearest, divisor, nextafter(divisor, 0.0), nextafter(divisor, inf)):
+            if candidate > 0 and 1.0 / candidate == factor:
+                return {self.key: candidate}
+        return {self.key: divisor}
+
+
+@dataclass(frozen=True)
+class Bound(Factor):
+    """A number above 0, or null for none, which is 0 in the field."""
+
+    null: Any = 0.0
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        return {self.key: getattr(network, self.field) or None}
+
+
+@dataclass(frozen=True)
+class ScoreFactor(Factor):
+    """The factor of attention's scores. The usual one, 1 / sqrt(width of a head), is 0 in the field."""
+
+    field: str = "attention_scale"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the factor."""
+        return {self.field: _unusual_scale(super().read(hf, known)[self.field], known)}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entry."""
+        return {self.key: network.attention_scale or network.head_dim**-0.5}
+
+
+@dataclass(frozen=True)
+class ScoreDivisor(Size):
+    """The whole number whose root divides attention's scores. The usual one, the width of a head, is 0 in the field."""
+
+    field: str = "attention_scale"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the factor."""
+        divisor: int = super().read(hf, known)[self.field]
+        return {self.field: _unusual_scale(divisor**-0.5, known)}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the number that is nearest."""
+        if not network.attention_scale:
+            return {self.key: network.head_dim}
+        return {self.key: max(1, round(network.attention_scale**-2))}
+
+
+def _unusual_scale(scale: float, known: Fields) -> float:
+    """Return a factor of scores, or 0 if it is the usual one."""
+    usual: float = known["head_dim"] ** -0.5
+    return 0.0 if scale == usual else scale
+
+
+@dataclass(frozen=True)
 class Dropout(Number):
     """A probability. Null stands for 0."""
 
@@ -272,6 +359,23 @@ class Fixed(ConfigEntries):
         value = hf.get(self.key, self.value)
         if value != self.value:
             yield f"{self.key}: {value}: only {self.value} is supported"
+
+
+@dataclass(frozen=True)
+class Off(ConfigEntries):
+    """An entry that must be false, null or missing.
+
+    Attributes:
+        key: Key in `config.json`.
+    """
+
+    key: str
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason if the entry is on."""
+        value = hf.get(self.key)
+        if value is not None and value is not False:
+            yield f"{self.key}: {value!r}: is not supported"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ NETWORK: Fields = MappingProxyType(
     }
 )
 """Fields that all of them share, unless an entry says otherwise."""
+NORMS_OF_HEADS: Mapping[str, str] = MappingProxyType(
+    {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+)
+"""Norms of queries and keys: our modules of a block -> theirs."""
 BASE_PREFIX = "model."
 BUFFERS = (".rotary_emb.inv_freq",)
 _BLOCK = "model.layers.{i}."
@@ -45,6 +49,8 @@ def llama_entries(
     norm_epsilon: float = 1e-6,
     num_kv_heads: Any = query_heads,
     head_dim: Any = hidden_per_head,
+    rotary: ConfigEntries | None = None,
+    tied: bool = False,
 ) -> tuple[ConfigEntries, ...]:
     """Return the entries with which the `config.json` of these families begins, without those of attention's kind.
 
@@ -53,6 +59,8 @@ def llama_entries(
         norm_epsilon: transformers' default of `rms_norm_eps`.
         num_kv_heads: Value of a missing `num_key_value_heads`, or a rule for it.
         head_dim: Value of a missing `head_dim`, or a rule for it.
+        rotary: The entries of rotary positions; those of Llama if None.
+        tied: transformers' default of `tie_word_embeddings`.
     """
     return (
         Size("num_hidden_layers", "num_layers"),
@@ -61,29 +69,36 @@ def llama_entries(
         Size("intermediate_size", "mlp_width"),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", max_positions),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", tied),
         Number("rms_norm_eps", "norm_epsilon", norm_epsilon),
         Size("num_key_value_heads", "num_kv_heads", num_kv_heads, null=query_heads),
         Size("head_dim", "head_dim", head_dim, null=hidden_per_head),
-        Rotary(),
+        rotary or Rotary(),
         Dropout("attention_dropout", "attention_dropout"),
     )
 
 
-def llama_tensors(extra: Mapping[str, str] = MappingProxyType({})) -> dict[LayerKind, Mapping[str, TensorSource]]:
+def llama_tensors(
+    extra: Mapping[str, str] = MappingProxyType({}), *, interleaved: bool = False, fused_gate: bool = False
+) -> dict[LayerKind, Mapping[str, TensorSource]]:
     """Return the sources of all tensors.
 
     Args:
-        extra: Further modules of a block that hold the same tensors on both sides: ours -> theirs.
+        extra: Further modules of a block that hold the same tensors on both sides, or other names: ours -> theirs.
+        interleaved: Whether rotary positions turn neighbouring dimensions of a head.
+        fused_gate: Whether the gate and the projection that it multiplies are one module, the gate first.
     """
+    gate = TensorSource((f"{_BLOCK}mlp.up_proj", f"{_BLOCK}mlp.gate_proj"))
+    if fused_gate:
+        gate = TensorSource((f"{_BLOCK}mlp.gate_up_proj",), layout="swapped_halves")
     return {
         "embedding": {"word_embeddings": TensorSource(("model.embed_tokens",))},
         "block": {
             "input_layernorm": TensorSource((f"{_BLOCK}input_layernorm",)),
-            "attention.query_key_value": separate_projections(f"{_BLOCK}self_attn."),
+            "attention.query_key_value": separate_projections(f"{_BLOCK}self_attn.", interleaved=interleaved),
             "attention.dense": TensorSource((f"{_BLOCK}self_attn.o_proj",)),
             "post_attention_layernorm": TensorSource((f"{_BLOCK}post_attention_layernorm",)),
-            "mlp.dense_h_to_4h": TensorSource((f"{_BLOCK}mlp.up_proj", f"{_BLOCK}mlp.gate_proj")),
+            "mlp.dense_h_to_4h": gate,
             "mlp.dense_4h_to_h": TensorSource((f"{_BLOCK}mlp.down_proj",)),
             **same_tensors(_BLOCK, extra),
         },

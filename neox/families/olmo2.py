@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch, Written
 from neox.families.family import Family
-from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
+from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors
 from neox.families.shared_entries import ending_entries
 
 OLMO2 = Family(
@@ -24,13 +24,7 @@ OLMO2 = Family(
         Written("pad_token_id", None),
         *ending_entries(),
     ),
-    tensors=llama_tensors(
-        {
-            "attention.q_norm": "self_attn.q_norm",
-            "attention.k_norm": "self_attn.k_norm",
-            "post_feedforward_layernorm": "post_feedforward_layernorm",
-        }
-    ),
+    tensors=llama_tensors({**NORMS_OF_HEADS, "post_feedforward_layernorm": "post_feedforward_layernorm"}),
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
 )

@@ -12,7 +12,7 @@ from typing import Any
 from neox.architecture import Architecture
 from neox.families.entries import ATTENTION_BIASES_EQUAL, ConfigEntries, Count, Fields, ModelSettings, Size, Switch
 from neox.families.family import Family
-from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
+from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors
 from neox.families.shared_entries import (
     LAYER_TYPES,
     ending_entries,
@@ -88,7 +88,7 @@ QWEN3 = Family(
         ATTENTION_BIASES_EQUAL,
         *ending_entries(),
     ),
-    tensors=llama_tensors({"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}),
+    tensors=llama_tensors(NORMS_OF_HEADS),
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
 )

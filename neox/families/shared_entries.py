@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,7 @@ GATED_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "swiglu": "silu",
         "geglu": "gelu",
+        "geglu_tanh": "gelu_pytorch_tanh",
         "reglu": "relu",
         "glu": "sigmoid",
         "bilinear": "linear",
@@ -65,11 +66,13 @@ class Activation(ConfigEntries):
         key: Key in `config.json`.
         names: Our name -> transformers' name. An activation that is not in it is written as the first one.
         default: transformers' name if the entry is missing.
+        meant: transformers' name -> our name, for names that mean another function in this family.
     """
 
     key: str
     names: Mapping[str, str]
     default: str
+    meant: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason if there is no such activation here."""
@@ -90,6 +93,8 @@ class Activation(ConfigEntries):
 
     def _ours(self, name: str) -> str | None:
         """Return our name of an activation of transformers; None if there is none."""
+        if name in self.meant:
+            return self.meant[name]
         for ours, theirs in self.names.items():
             if theirs == name:
                 return ours
@@ -109,12 +114,14 @@ class Rotary(ConfigEntries):
         fraction_key: Key of the fraction of each head that is rotated, in transformers 4; empty for a family that
             always rotates whole heads.
         default_fraction: Fraction if no entry gives it.
+        default_base: Base if no entry gives it.
         takes_scaling: Whether the family's models have the types of scaling that are computed here.
     """
 
     base_key: str = "rope_theta"
     fraction_key: str = ""
     default_fraction: float = 1.0
+    default_base: float = 10000.0
     takes_scaling: bool = True
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -139,7 +146,7 @@ class Rotary(ConfigEntries):
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
         """Return the base, the number of rotated dimensions and the scaling."""
         rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-        base = _first(rope.pop("rope_theta", None), hf.get(self.base_key), 10000.0)
+        base = _first(rope.pop("rope_theta", None), hf.get(self.base_key), self.default_base)
         fraction = _first(rope.pop("partial_rotary_factor", None), hf.get(self.fraction_key), self.default_fraction)
         if not self.fraction_key:
             fraction = 1.0
@@ -170,6 +177,77 @@ class Rotary(ConfigEntries):
 def _first(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
+
+
+@dataclass(frozen=True)
+class TwoRotaries(ConfigEntries):
+    """Rotary positions whose base and scaling differ between blocks with and without a window.
+
+    transformers 5 has `rope_parameters` with one dictionary for each kind of block. transformers 4 has single entries;
+    its scaling is that of blocks without a window. The entries of attention must be read before.
+
+    Attributes:
+        default_base: Base of blocks without a window if no entry gives it.
+        local_key: Key of the base of blocks with a window in transformers 4; empty if it is that of the others.
+        default_local_base: Base of blocks with a window if no entry gives it; 0 for that of the others.
+    """
+
+    default_base: float
+    local_key: str = ""
+    default_local_base: float = 0.0
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason for each dictionary or number that is none, and for a scaling in a window."""
+        numbers = {key: hf.get(key) for key in ("rope_theta", self.local_key) if key}
+        both = hf.get("rope_parameters")
+        if both is not None and not (isinstance(both, Mapping) and both.keys() <= {*LAYER_TYPES.values()}):
+            yield f"rope_parameters: {both!r}: should have a dictionary for each of {', '.join(LAYER_TYPES.values())}"
+            return
+        for kind, given in {**(both or {}), "rope_scaling": hf.get("rope_scaling")}.items():
+            if given is not None and not isinstance(given, Mapping):
+                yield f"rope_parameters: {kind}: {given!r}: should be a dictionary"
+            elif given is not None:
+                numbers[f"rope_parameters: {kind}: rope_theta"] = given.get("rope_theta")
+                if kind == LAYER_TYPES["sliding_window"] and given.get("rope_type", "default") != "default":
+                    yield f"rope_parameters: {kind}: rope_type {given['rope_type']!r}: only default is supported there"
+        for key, value in numbers.items():
+            if value is not None and not (is_number(value) and value > 0):
+                yield f"{key}: {value!r}: should be a number above 0"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return both bases, the number of rotated dimensions and the scaling."""
+        both = hf.get("rope_parameters") or {}
+        rope = {**(both.get(LAYER_TYPES["global"]) or {}), **(hf.get("rope_scaling") or {})}
+        base = float(_first(rope.pop("rope_theta", None), hf.get("rope_theta"), self.default_base))
+        if "rope_type" in rope:
+            rope.pop("type", None)
+        scaling = rope_scaling_of(rope)
+        in_window = (both.get(LAYER_TYPES["sliding_window"]) or {}).get("rope_theta")
+        local_base = float(_first(in_window, hf.get(self.local_key), self.default_local_base or base))
+        has_windows = "sliding_window" in known["attention"]
+        if not has_windows or (local_base == base and not scaling):
+            local_base = 0.0
+        return {
+            "positions": "rotary",
+            "rotary_base": base,
+            "local_rotary_base": local_base,
+            "rotary_ndims": known["head_dim"],
+            "rope_scaling": scaling,
+        }
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entries of both versions of transformers."""
+        scaling = dict(network.rope_scaling)
+        base = network.rotary_base
+        local_base = network.local_rotary_base or base
+        entries: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
+        if self.local_key:
+            entries[self.local_key] = local_base
+        entries["rope_parameters"] = {
+            LAYER_TYPES["global"]: {"rope_type": "default", **scaling, "rope_theta": base},
+            LAYER_TYPES["sliding_window"]: {"rope_type": "default", "rope_theta": local_base},
+        }
+        return entries
 
 
 def windowed_blocks(window: int | None, windowed: list[bool]) -> Fields:
@@ -228,6 +306,55 @@ def layer_types_problems(hf: Mapping[str, Any]) -> Iterator[str]:
         yield f"layer_types: {types!r}: should be a list of {' and '.join(known)}"
     elif len(types) != hf.get("num_hidden_layers"):
         yield f"layer_types: has {len(types)} entries for num_hidden_layers: {hf.get('num_hidden_layers')}"
+
+
+@dataclass(frozen=True)
+class WindowPattern(ConfigEntries):
+    """Attention of each block: `layer_types`, or else a window in all but each so-many-th block.
+
+    Attributes:
+        every: Blocks from one without a window to the next, if no entry gives them.
+        default_window: Value of a missing `sliding_window`.
+    """
+
+    every: int
+    default_window: int = 4096
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason for each of the three entries that is wrong."""
+        yield from Size("sliding_window", "window", self.default_window).problems(hf)
+        yield from Size("sliding_window_pattern", "every", self.every).problems(hf)
+        yield from layer_types_problems(hf)
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the attention of all blocks and the window."""
+        types = hf.get("layer_types")
+        if types is not None:
+            windowed = [kind == LAYER_TYPES["sliding_window"] for kind in types]
+        else:
+            every = hf.get("sliding_window_pattern", self.every)
+            windowed = [(block + 1) % every != 0 for block in range(known["num_layers"])]
+        return windowed_blocks(hf.get("sliding_window", self.default_window), windowed)
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entries. transformers needs a window even if no block has it."""
+        return {"sliding_window": network.window or self.default_window, "layer_types": layer_types(network)}
+
+
+class HeadsDivideHidden(ConfigEntries):
+    """The hidden size, which transformers requires to be a multiple of the number of heads, whatever their width."""
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason if it is not."""
+        hidden = hf.get("hidden_size")
+        heads = hf.get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads:
+            yield f"hidden_size: {hidden}: should be a multiple of num_attention_heads: {heads}"
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the largest hidden size that transformers accepts."""
+        heads = known["num_attention_heads"]
+        return {"hidden_size": known["hidden_size"] // heads * heads}
 
 
 class Dtype(ConfigEntries):

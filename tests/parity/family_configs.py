@@ -6,13 +6,22 @@ family only; an entry that is unknown here keeps transformers' default.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 
 from neox.families import FAMILIES
-from neox.families.entries import Choice, ConfigEntries, Count, Entry, Number, Switch
-from neox.families.shared_entries import Activation, Rotary, WindowInAllBlocks
+from neox.families.entries import (
+    Bound,
+    Choice,
+    ConfigEntries,
+    Entry,
+    Factor,
+    ScoreDivisor,
+    Switch,
+)
+from neox.families.shared_entries import Activation, Rotary, TwoRotaries, WindowInAllBlocks, WindowPattern
 
 COMMON = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 SCALED = {
@@ -33,6 +42,13 @@ _WINDOWS = {
 SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "qwen2": st.fixed_dictionaries(_WINDOWS),
     "qwen3": st.fixed_dictionaries(_WINDOWS),
+    "smollm3": st.fixed_dictionaries(
+        {
+            "no_rope_layer_interval": st.integers(1, 3),
+            "use_sliding_window": st.booleans(),
+            "sliding_window": st.none() | WINDOWS,
+        }
+    ),
     "falcon": st.sampled_from(
         [
             {"new_decoder_architecture": True},
@@ -69,10 +85,11 @@ def _sizes(draw: st.DrawFn, fields: set[str]) -> dict[str, Any]:
     """Draw sizes that belong together: field -> value."""
     key_heads = draw(st.integers(1, 3))
     heads = key_heads * draw(st.integers(1, 3))
-    head_dim = 2 * draw(st.integers(1, 8))
+    # a norm over very few dimensions turns rounding into differences
+    head_dim = 2 * draw(st.integers(1 if heads >= 4 else 4, 8))
     hidden = heads * head_dim
     if "head_dim" in fields:
-        hidden = heads * draw(st.integers(2, 12))
+        hidden = heads * draw(st.integers(2 if heads >= 4 else 8, 12))
     return {
         "num_layers": draw(st.integers(1, 3)),
         "num_attention_heads": heads,
@@ -90,22 +107,32 @@ def _sizes(draw: st.DrawFn, fields: set[str]) -> dict[str, Any]:
 
 def _values(draw: st.DrawFn, entry: ConfigEntries, sizes: dict[str, Any]) -> dict[str, Any]:
     """Draw one entry."""
-    if isinstance(entry, Activation):
-        return {entry.key: draw(st.sampled_from([*entry.names.values()]))}
-    if isinstance(entry, Rotary):
-        return {"rope_parameters": _rotary(draw, entry, sizes["head_dim"])}
-    if isinstance(entry, WindowInAllBlocks):
-        return {"sliding_window": draw(st.none() | WINDOWS)}
-    if isinstance(entry, Choice):
-        return {entry.key: draw(st.sampled_from([*entry.values]))}
-    if isinstance(entry, Switch):
-        return {entry.key: draw(st.booleans())}
-    if isinstance(entry, Number | Count | Entry) and entry.field in sizes:
-        return {entry.key: sizes[entry.field]}
+    for kind, draw_entry in DRAWN.items():
+        if isinstance(entry, kind):
+            return draw_entry(draw, entry, sizes)
     return {}
 
 
-def _rotary(draw: st.DrawFn, entry: Rotary, head_dim: int) -> dict[str, Any]:
+def _sized(draw: st.DrawFn, entry: Entry, sizes: dict[str, Any]) -> dict[str, Any]:
+    return {entry.key: sizes[entry.field]} if entry.field in sizes else {}
+
+
+def _window_pattern(draw: st.DrawFn, entry: WindowPattern, sizes: dict[str, Any]) -> dict[str, Any]:
+    types = st.sampled_from(["full_attention", "sliding_attention"])
+    blocks = sizes["num_layers"]
+    return {"sliding_window": draw(WINDOWS), "layer_types": draw(st.lists(types, min_size=blocks, max_size=blocks))}
+
+
+def _two_rotaries(draw: st.DrawFn, entry: TwoRotaries, sizes: dict[str, Any]) -> dict[str, Any]:
+    full = _rotary(draw, Rotary(), sizes)["rope_parameters"]
+    base = full["rope_theta"]
+    if entry.local_key:
+        base = float(draw(st.integers(100, 1_000_000)))
+    local = {"rope_type": "default", "rope_theta": base}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
+def _rotary(draw: st.DrawFn, entry: Rotary, sizes: dict[str, Any]) -> dict[str, Any]:
     kinds = ["default", "linear", "llama3"] if entry.takes_scaling else ["default"]
     kind = draw(st.sampled_from(kinds))
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": float(draw(st.integers(100, 1_000_000)))}
@@ -114,5 +141,27 @@ def _rotary(draw: st.DrawFn, entry: Rotary, head_dim: int) -> dict[str, Any]:
     if kind == "llama3":
         found = {**SCALED, **found}
     if entry.fraction_key:
+        head_dim = sizes["head_dim"]
         found["partial_rotary_factor"] = 2 * draw(st.integers(1, head_dim // 2)) / head_dim
-    return found
+    return {"rope_parameters": found}
+
+
+def _one_of(values: Callable[[Any], st.SearchStrategy[Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a function that draws an entry from the strategy for it."""
+    return lambda draw, entry, sizes: {entry.key: draw(values(entry))}
+
+
+DRAWN: Mapping[type[ConfigEntries], Callable[..., dict[str, Any]]] = {
+    Activation: _one_of(lambda entry: st.sampled_from([*entry.names.values()])),
+    Rotary: _rotary,
+    TwoRotaries: _two_rotaries,
+    WindowPattern: _window_pattern,
+    WindowInAllBlocks: lambda draw, entry, sizes: {"sliding_window": draw(st.none() | WINDOWS)},
+    Bound: _one_of(lambda entry: st.none() | st.floats(0.5, 5.0)),
+    ScoreDivisor: _one_of(lambda entry: st.integers(1, 300)),
+    Factor: _one_of(lambda entry: st.sampled_from([0.1, 0.25, 1.0, 3.0, 12.0])),
+    Choice: _one_of(lambda entry: st.sampled_from([*entry.values])),
+    Switch: _one_of(lambda entry: st.booleans()),
+    Entry: _sized,
+}
+"""Type of an entry -> function (draw, entry, sizes) that draws it; the first that fits."""

@@ -102,7 +102,7 @@ def check_both_ways(directory: Path, model_type: str, tp_size: int = 1, **config
         ours = model(TOKENS)
     bound = 1e-5 * max(1.0, wanted.abs().max().item())
     assert (ours - wanted).abs().max() < bound
-    assert wanted.std() > 0.05  # logits that say something
+    assert wanted.std() > 0.002  # logits that say something, with a factor of the logits, too
     assert our_texts(model) == their_texts(theirs)
     check_gradients(model, theirs, FAMILIES[model_type], layers)
     to_hf(imported.checkpoint, loaded, directory / "out", verify=False, hf_architecture=model_type)
