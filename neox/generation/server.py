@@ -1,4 +1,4 @@
-"""HTTP server for a checkpoint: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`, and a page.
+"""HTTP server for a checkpoint: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`, and pages.
 
 One generation runs at a time, in a separate thread. A few requests wait; further ones are refused. starlette is an
 optional dependency, which is imported in the functions that need it.
@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from neox.errors import GenerationError
@@ -35,8 +36,19 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _DISCONNECT_POLL_SECONDS = 0.5
-_PAGE = Path(__file__).with_name("page.html")
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_PAGES = Path(__file__).with_name("pages")
+_PAGE_POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
+# Path -> file of the pages to try the model.
+_PAGE_FILES = MappingProxyType(
+    {
+        "/": "prompt.html",
+        "/chat": "chat.html",
+        "/pages/style.css": "style.css",
+        "/pages/stream.js": "stream.js",
+        "/pages/prompt.js": "prompt.js",
+        "/pages/chat.js": "chat.js",
+    }
+)
 
 
 class GenerationQueue:
@@ -159,11 +171,11 @@ class Service:
 
         return JSONResponse({"status": "ok", "waiting": max(0, self.queue.size - 1)})
 
-    async def page(self, _: Request) -> Response:
-        """Send the page to try prompts."""
-        from starlette.responses import HTMLResponse
+    async def page(self, http: Request) -> Response:
+        """Send a file of the pages to try the model."""
+        from starlette.responses import FileResponse
 
-        return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": _PAGE_POLICY})
+        return FileResponse(_PAGES / _PAGE_FILES[http.url.path], headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
@@ -214,7 +226,7 @@ def make_app(
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/health", service.health),
-            Route("/", service.page),
+            *[Route(path, service.page) for path in _PAGE_FILES],
         ],
         middleware=[Middleware(_HostFilter, names=["localhost", "127.0.0.1", "[::1]", *hosts])],
         exception_handlers={HTTPException: _refuse, Exception: _refuse},

@@ -53,3 +53,38 @@ def browser(tmp_path):
     finally:
         driver.terminate()
         driver.wait()
+
+
+class Page:
+    """A page in a session of a browser; elements are named by CSS selectors."""
+
+    element = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names elements
+
+    def __init__(self, session, address):
+        self.session = session
+        call("POST", f"{session}/url", {"url": address})
+
+    def find(self, selector):
+        found = call("POST", f"{self.session}/element", {"using": "css selector", "value": selector})
+        return f"{self.session}/element/{found[self.element]}"
+
+    def text(self, selector):
+        return call("GET", self.find(selector) + "/text")
+
+    def texts(self, selector):
+        """Return the texts of all elements, in order."""
+        found = call("POST", f"{self.session}/elements", {"using": "css selector", "value": selector})
+        return [call("GET", f"{self.session}/element/{each[self.element]}/text") for each in found]
+
+    def fill(self, selector, value):
+        call("POST", self.find(selector) + "/clear")
+        self.type(selector, value)
+
+    def type(self, selector, value):
+        call("POST", self.find(selector) + "/value", {"text": value})
+
+    def click(self, selector):
+        call("POST", self.find(selector) + "/click")
+
+    def shows(self, selector):
+        return call("GET", self.find(selector) + "/displayed")

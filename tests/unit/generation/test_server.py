@@ -313,10 +313,12 @@ def test_limits_that_allow_nothing_are_refused():
 def test_models_and_the_page():
     async def call():
         async with client() as http:
-            return await http.get("/v1/models"), await http.get("/")
+            return await http.get("/v1/models"), await http.get("/"), await http.get("/pages/prompt.js")
 
-    models, page = asyncio.run(call())
+    models, page, script = asyncio.run(call())
     assert models.json()["data"][0]["id"] == "toy"
     assert page.headers["content-type"].startswith("text/html")
-    assert "/v1/completions" in page.text
+    assert "/pages/prompt.js" in page.text
+    assert "/v1/completions" in script.text
+    assert script.headers["content-type"].startswith("text/javascript")
     assert "default-src 'none'" in page.headers["content-security-policy"]

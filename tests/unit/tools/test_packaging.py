@@ -34,7 +34,7 @@ def test_every_requirements_file_is_in_the_metadata() -> None:
 def test_every_data_file_of_the_library_is_installed() -> None:
     files = {path.name for path in (ROOT / "neox").rglob("*") if path.is_file()}
     data = {name for name in files if not name.endswith((".py", ".pyc"))}
-    assert "page.html" in data
+    assert {"prompt.html", "chat.js"} <= data
     assert {name for name in data if not any(fnmatch(name, p) for p in SETTINGS["package-data"]["*"])} == set()
 
 
