@@ -26,7 +26,7 @@ from neox.checkpoint.identity import (
 )
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
-from neox.checkpoint.names import AVERAGED_STEPS, CONFIG, LEDGER, averaged_file, layer_file, mp_rank_file
+from neox.checkpoint.names import AVERAGED_STEPS, CONFIG, LEDGER, REFERENCE, averaged_file, layer_file, mp_rank_file
 from neox.checkpoint.optimizer_formats import ORDER
 from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
@@ -64,6 +64,7 @@ __all__ = [
     "AVERAGED_STEPS",
     "CONFIG",
     "LEDGER",
+    "REFERENCE",
     "ORDER",
     "SUPERSEDED",
     "WRITER",

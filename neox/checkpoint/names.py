@@ -19,6 +19,7 @@ CONFIG = "configs/config.yml"
 AVERAGED_STEPS = "averaged_steps"
 """Name in the client state of the number of steps that the averaged weights have followed."""
 LEDGER = "data_ledger"
+REFERENCE = "reference_weights"
 """Name in the client state of the record of what was read of each dataset."""
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")

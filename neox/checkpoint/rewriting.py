@@ -12,14 +12,14 @@ from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
 from neox.checkpoint.finding import damaged_weights
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.names import LEDGER
+from neox.checkpoint.names import LEDGER, REFERENCE
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_config, write_full_layer
 from neox.errors import CheckpointError
 from neox.log import progress
 
-Identity = dict[str, dict[str, Any]]
+Identity = dict[str, Any]
 """Parts of a client state about the model and about the data that it has read."""
 
 
@@ -115,6 +115,9 @@ def identity_of(reader: CheckpointReader, tp_size: int, pp_size: int) -> Identit
         part = reader.client_state.get(key)
         if isinstance(part, Mapping):
             stored[key] = dict(part)
+    reference = reader.client_state.get(REFERENCE)
+    if isinstance(reference, str):
+        stored[REFERENCE] = reference
     stored.setdefault(ARGS, {})["model_parallel_size"] = tp_size
     if MODEL in stored:
         stored[MODEL]["pipe_parallel_size"] = pp_size

@@ -19,6 +19,7 @@ from neox.config.sections.experts import ExpertsConfig
 from neox.config.sections.generation import GenerationConfig
 from neox.config.sections.model import ModelConfig
 from neox.config.sections.optimizer import OptimizerConfig
+from neox.config.sections.preferences import PreferenceConfig
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.training import CheckpointConfig, LoggingConfig, TrainingConfig
@@ -39,6 +40,7 @@ class NeoXConfig(Section):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    preferences: PreferenceConfig = Field(default_factory=PreferenceConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -17,6 +17,8 @@ from neox.data.factory import DatasetFactory, Masking, SampleCounts, Samples
 from neox.data.fill_in_middle import FillInMiddle
 from neox.data.ledger import Ledger
 from neox.data.masking import MaskingVocabulary
+from neox.data.preference_sets import ReferenceLogProbs, preference_datasets
+from neox.data.preferences import PreferenceBatchIterator, PreferenceDataset
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset
 from neox.data.training import Dataset, TrainingData, in_gpt_neox_order, in_stages
 from neox.errors import DataError
@@ -39,8 +41,8 @@ class Datasets(NamedTuple):
     """
 
     train: Samples | BlendedDataset | None
-    valid: Samples | BlendedDataset | None
-    test: Samples | BlendedDataset | None
+    valid: Samples | BlendedDataset | PreferenceDataset | None
+    test: Samples | BlendedDataset | PreferenceDataset | None
     validation_sets: Mapping[str, Samples] = MappingProxyType({})
 
 
@@ -161,6 +163,7 @@ def build_data_iterators(
     tokenizer: Tokenizer | None = None,
     cache_dir: str | Path | None = None,
     ledger: Mapping[str, Any] | None = None,
+    reference: ReferenceLogProbs | None = None,
 ) -> DataIterators:
     """Build the batch iterators of one data-parallel rank.
 
@@ -176,6 +179,7 @@ def build_data_iterators(
         cache_dir: Directory of the index maps (default: `index_maps/` next to the data).
         ledger: Record of the checkpoint, from `DataIterators.ledger_at`. With it, a run whose datasets or weights have
             changed reads nothing twice.
+        reference: Log-probabilities of answers by a reference model, for losses of preferences that need it.
 
     Raises:
         DataError: If data are missing, damaged, or made with another tokenizer, or there is nothing to train on.
@@ -188,7 +192,10 @@ def build_data_iterators(
         tokenizer = tokenizer_of(plan.config)
     factory = _factory(plan, tokenizer, cache_dir)
     counts = sample_counts(training, batch.train_batch_size)
-    data, evaluation = _training_and_evaluation(plan, factory, counts, consumed_iterations, ledger)
+    if plan.config.preferences.on_preferences:
+        data, evaluation = _preferences(plan, factory, counts, reference)
+    else:
+        data, evaluation = _training_and_evaluation(plan, factory, counts, consumed_iterations, ledger)
     iterator = partial(_iterator, plan, tokenizer, dp_rank)
     train_start = plan.batch_schedule.samples(consumed_iterations) // batch.samples_at_once
     evaluations = _evaluations_done(training, consumed_iterations)
@@ -256,12 +263,25 @@ def _training_and_evaluation(
     return in_gpt_neox_order(plan, datasets.train, steps, ledger), datasets
 
 
+def _preferences(
+    plan: RunPlan, factory: DatasetFactory, counts: SampleCounts, reference: ReferenceLogProbs | None
+) -> tuple[TrainingData, Datasets]:
+    """Return the training data and the datasets of evaluations of a run that learns from preferences."""
+    counts = counts._replace(train=plan.batch_schedule.samples(plan.config.training.train_iters or 0))
+    train, valid, test = preference_datasets(plan, factory, counts, reference)
+    if train is None:
+        raise DataError("there are no answers to train on: give the files that train_impl reads, and train_iters")
+    return TrainingData(train, None), Datasets(None, valid, test)
+
+
 def _iterator(plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Dataset, start: int) -> BatchIterator:
     """Build the iterator of one dataset; its first micro batch is number `start`."""
     part = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
     kind: Callable[..., BatchIterator] = BatchIterator
     if isinstance(part, SentencePairDataset):
         kind = partial(MaskedBatchIterator, part.split_rows)
+    elif isinstance(part, PreferenceDataset):
+        kind = PreferenceBatchIterator
     data = plan.config.data
     return kind(
         dataset,

@@ -12,6 +12,7 @@ from neox.data.factory import Samples
 from neox.data.gpt_dataset import GPTDataset
 from neox.data.ledger import DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
 from neox.data.passes import GptNeoxPass
+from neox.data.preferences import PreferenceDataset
 from neox.data.rows import Part
 from neox.data.staged import Segment, StagedDataset
 from neox.data.stream import DatasetStream
@@ -21,7 +22,7 @@ from neox.plan.run_plan import RunPlan
 
 _log = get_logger(__name__)
 
-Dataset = Samples | BlendedDataset | StagedDataset
+Dataset = Samples | BlendedDataset | StagedDataset | PreferenceDataset
 
 
 class TrainingData(NamedTuple):

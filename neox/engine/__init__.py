@@ -7,6 +7,7 @@ from neox.engine.distributed import from_first_rank, initialize_distributed, shu
 from neox.engine.engine import Engine, StepResult
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.loading import open_engine
+from neox.engine.reference import answer_log_probs
 from neox.engine.saving import save_checkpoint
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "SaveReport",
     "EvaluationResult",
     "StepResult",
+    "answer_log_probs",
     "deepspeed_patches",
     "from_first_rank",
     "initialize_distributed",

@@ -18,7 +18,7 @@ from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
-from neox.model import move_selection_biases
+from neox.model import NetworkOutput, move_selection_biases
 from neox.objectives import Batch, Objective
 from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
@@ -76,6 +76,8 @@ class Engine:
         chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
         averages: Average of the trained weights; None without `ema_decay`.
+        reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
+            not known.
         ledger_at: Function from a number of steps to that record, which checkpoints carry; None to save none.
     """
 
@@ -104,6 +106,7 @@ class Engine:
         self.chat_template: ChatTemplate | None = None
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
+        self.reference: str | None = None
         self._steps = steps
         self._timers = timers
         self._noise_scale = _noise_scale(plan, optimizer)
@@ -165,6 +168,23 @@ class Engine:
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage's ranks; None on others."""
         return self._steps.logits(tokens)
+
+    @torch.no_grad()
+    def apply(self, inputs: Mapping[str, Tensor], function: Callable[[NetworkOutput], Tensor], zeros: Tensor) -> Tensor:
+        """Return a function of the network's output outside of training, on all ranks of this model.
+
+        Args:
+            inputs: Inputs of an objective, on the device.
+            function: The function.
+            zeros: Zeros of the shape and type of its result.
+        """
+        found = self._steps.apply(inputs, function)
+        if self.grid.pp_size == 1:
+            assert found is not None
+            return found
+        result = zeros if found is None else found
+        dist.all_reduce(result, group=self.grid.pp_group)
+        return result
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""

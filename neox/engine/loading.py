@@ -18,6 +18,7 @@ from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
+from neox.engine.reference import weights_identity
 from neox.engine.start import Start, check_local_copy, choose_start
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError
@@ -50,6 +51,8 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     engine = build_engine(plan, grid, device, objective, model)
     engine.run = start.run
     engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
+    if plan.config.preferences.needs_reference:
+        engine.reference = from_first_rank(lambda: weights_identity(start))
     _load_state(engine, start)
     return engine
 

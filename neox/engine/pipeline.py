@@ -122,7 +122,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
         self.score_count = len(objective.names)
         self._dtype = dtype
-        self._handoff = Handoff.of(plan.architecture)
+        self._handoff = Handoff.of(plan.architecture, documents=plan.keeps_documents_apart)
         held = plan.stages[grid.pp_rank]
         head = plan.layers.head
         if head.kind == "masked_lm_head" and held.holds(head.index):
@@ -157,10 +157,22 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the loss stage, None on others; all stages together."""
-        hidden = forward_over_stages(self.stage, tokens, Context(), self._dtype)
+        return self.apply_to_output(tokens, Context(), lambda output: output.head.logits(output.hidden))
+
+    def apply_to_output(
+        self, tokens: Tensor, context: Context, function: Callable[[NetworkOutput], Tensor]
+    ) -> Tensor | None:
+        """Return a function of the network's output on the loss stage, None on others; all stages together.
+
+        Args:
+            tokens: Token ids [B, S].
+            context: What is known of the tokens.
+            function: The function.
+        """
+        hidden = forward_over_stages(self.stage, tokens, context, self._dtype)
         if hidden is None:
             return None
-        return self.stage.head.logits(hidden)
+        return function(NetworkOutput(hidden, self.stage.head, {}))
 
     def order(self, micro_batches: int, *, is_training: bool) -> PassOrder:
         """Return the passes of all stages in a step or an evaluation."""

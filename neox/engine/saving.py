@@ -19,6 +19,7 @@ from neox.checkpoint import (
     AVERAGED_STEPS,
     LEDGER,
     ORDER,
+    REFERENCE,
     FileRecord,
     Parts,
     averaged_file,
@@ -134,6 +135,8 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     client_state[ORDER] = optimizer_order(deepspeed_engine.module, plan)
     if engine.ledger_at is not None:
         client_state[LEDGER] = engine.ledger_at(engine.iteration)
+    if engine.reference is not None:
+        client_state[REFERENCE] = engine.reference
     averages: Parts | None = None
     if engine.averages is not None:
         client_state[AVERAGED_STEPS] = engine.averages.steps

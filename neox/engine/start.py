@@ -13,6 +13,7 @@ import torch.distributed as dist
 from neox.checkpoint import (
     AVERAGED_STEPS,
     LEDGER,
+    REFERENCE,
     WRITER,
     CheckpointReader,
     LoadedWeights,
@@ -60,6 +61,7 @@ class Start:
         ledger: Record of what was read of each dataset; None if the run starts at iteration 0, or there is none.
         weights: Weights that are read: the trained ones, or their average.
         averaged_steps: Steps that the checkpoint's average of the weights has followed; None if it is not loaded.
+        reference: Identity of the weights that a resumed run began with; None if it starts, or there is none.
     """
 
     run: RunIdentity
@@ -72,6 +74,7 @@ class Start:
     ledger: Mapping[str, Any] | None = None
     weights: LoadedWeights = "trained"
     averaged_steps: int | None = None
+    reference: str | None = None
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -110,6 +113,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         reader.iteration,
         new_prompt=False,
         ledger=reader.client_state.get(LEDGER),
+        reference=reader.client_state.get(REFERENCE),
         averaged_steps=_averaged_steps(plan, reader),
     )
     if keys.no_load_optim:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 from neox.engine.label_weights import LabelWeights, WeightedBatches
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
-from neox.model import Context
+from neox.model import Context, NetworkOutput
 from neox.objectives import Batch, Objective
 from neox.parallel import ParallelGrid
 
@@ -47,6 +47,15 @@ class Steps(Protocol):
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the last stage's ranks; None on others."""
+        ...
+
+    def apply(self, inputs: Mapping[str, Tensor], function: Callable[[NetworkOutput], Tensor]) -> Tensor | None:
+        """Return a function of the network's output on the last stage's ranks; None on others.
+
+        Args:
+            inputs: Inputs of an objective, on the device.
+            function: The function.
+        """
         ...
 
 
@@ -110,6 +119,14 @@ class PlainSteps:
         self.engine.eval()
         logits: Tensor = self.engine(tokens)
         return logits
+
+    def apply(self, inputs: Mapping[str, Tensor], function: Callable[[NetworkOutput], Tensor]) -> Tensor | None:
+        """Return a function of the network's output."""
+        self.engine.eval()
+        others = dict(inputs)
+        tokens = others.pop("tokens")
+        result: Tensor = self.engine(tokens, Context(cache=None, **others), loss=function)
+        return result
 
     def _no_scores(self) -> Tensor:
         return torch.zeros(len(self._objective.names), device=self._device)
@@ -192,6 +209,14 @@ class PipelineSteps:
         self.engine.eval()
         logits: Tensor | None = self.engine.module.logits(tokens)
         return logits
+
+    def apply(self, inputs: Mapping[str, Tensor], function: Callable[[NetworkOutput], Tensor]) -> Tensor | None:
+        """Return a function of the network's output on the last stage; None on others."""
+        self.engine.eval()
+        others = dict(inputs)
+        tokens = others.pop("tokens")
+        result: Tensor | None = self.engine.module.apply_to_output(tokens, Context(cache=None, **others), function)
+        return result
 
     def _expect(self, length: int) -> None:
         """Reset DeepSpeed's buffers of hidden states if the number of tokens of a sample has changed."""

@@ -9,6 +9,7 @@ Legend: R tokens, H hidden, V vocabulary, T tensor ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,6 +55,28 @@ def head_cross_entropy(
     return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row, softcap)
 
 
+@torch.no_grad()
+def head_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    grid: ParallelGrid,
+    *,
+    bias: Tensor | None = None,
+    row: bool = False,
+) -> Tensor:
+    """Return log softmax(x W^T + b)[label] in fp32, [R], equal on all tensor ranks; no gradient passes.
+
+    Arguments as for `head_cross_entropy`.
+    """
+    result = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    labels = labels - _first_column(weight, grid, row=row)
+    for here in _chunks(x, weight):
+        log_sums, picked = _scores_over_ranks(_logits(x[here], weight, bias, grid, row=row), labels[here], grid)
+        result[here] = picked - log_sums
+    return result
+
+
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> Tensor:
     """Return -log softmax(logits)[label] per token in fp32, [B, S]; no gradient passes.
 
@@ -74,6 +97,21 @@ def _scores_over_ranks(logits: Tensor, labels: Tensor, grid: ParallelGrid) -> tu
         return log_sums, picked
     both = gather_tensor_ranks(torch.stack((log_sums, picked)), grid)  # [T, 2, R]
     return both[:, 0].logsumexp(0), both[:, 1].sum(0)
+
+
+def _first_column(weight: Tensor, grid: ParallelGrid, *, row: bool) -> int:
+    """Return the id that the first column of this rank's logits stands for."""
+    columns = weight.shape[0]
+    if row:
+        columns //= grid.tp_size
+    return grid.tp_rank * columns
+
+
+def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Yield the tokens whose logits are held at the same time."""
+    rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
+    for first in range(0, x.shape[0], rows):
+        yield slice(first, first + rows)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, grid: ParallelGrid, *, row: bool) -> Tensor:
@@ -127,13 +165,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         # single logits would vanish. So weights are divided by the largest one, which is multiplied in at the end.
         largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         token_weights = token_weights.float() / largest
-        columns = weight.shape[0]  # of the logits on this rank
-        if row:
-            columns //= grid.tp_size
-        labels = labels - grid.tp_rank * columns
-        rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
-        for first in range(0, x.shape[0], rows):
-            here = slice(first, first + rows)
+        labels = labels - _first_column(weight, grid, row=row)
+        for here in _chunks(x, weight):
             logits = _logits(x[here], weight, bias, grid, row=row)
             logits, slope = _bounded(logits, softcap)
             log_sums, picked = _scores_over_ranks(logits, labels[here], grid)

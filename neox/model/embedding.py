@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.model.block import build_norm
-from neox.model.cross_entropy import head_cross_entropy
+from neox.model.cross_entropy import head_cross_entropy, head_log_probs
 from neox.model.positions import POSITIONS
 from neox.ops import linear, softly_capped
 from neox.parallel import (
@@ -65,14 +65,8 @@ class LMHead(NamedTuple):
             labels: Ids of the vocabulary [B, S].
             token_weights: Weights of the tokens [B, S].
         """
-        if self.prepare is not None:
-            hidden = self.prepare(hidden)
-        if self.row:
-            hidden = scatter_last_dim(hidden, self.grid)
-        else:
-            hidden = copy_to_tensor_ranks(hidden, self.grid)
         return head_cross_entropy(
-            hidden.flatten(0, -2),
+            self._input(hidden),
             self.weight,
             labels.flatten(),
             token_weights.flatten(),
@@ -81,6 +75,27 @@ class LMHead(NamedTuple):
             row=self.row,
             softcap=self.softcap,
         )
+
+    def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label in fp32, without gradient; see `head_log_probs`.
+
+        Args:
+            hidden: Hidden states [..., H].
+            labels: Ids of the vocabulary [...].
+        """
+        x = self._input(hidden)
+        found = head_log_probs(x, self.weight, labels.flatten(), self.grid, bias=self.bias, row=self.row)
+        return found.view(labels.shape)
+
+    def _input(self, hidden: Tensor) -> Tensor:
+        """Return the input of the product on this rank for hidden states [..., H]: [R, H], or [R, H/T] with `row`."""
+        if self.prepare is not None:
+            hidden = self.prepare(hidden)
+        if self.row:
+            hidden = scatter_last_dim(hidden, self.grid)
+        else:
+            hidden = copy_to_tensor_ranks(hidden, self.grid)
+        return hidden.flatten(0, -2)
 
 
 class Embedding(TokenShares):

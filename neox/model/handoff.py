@@ -22,9 +22,9 @@ from neox.parallel import ParallelGrid
 class Handoff:
     """Form in which training passes tensors from stage to stage.
 
-    Hidden states come first. With a bidirectional network, the lengths of its padded samples follow. The losses and
-    statistics that blocks have added so far come last: their values only, which the last stage reports. Each stage
-    trains its own losses by itself (`attach_losses`).
+    Hidden states come first. With a bidirectional network, the lengths of its padded samples follow; if documents are
+    kept apart, the positions where they start. The losses and statistics that blocks have added so far come last: their
+    values only, which the last stage reports. Each stage trains its own losses by itself (`attach_losses`).
 
     Integers are passed because the pipeline engine expects a gradient for every tensor of floating-point numbers, and
     runs one backward pass for each. So losses travel as the bits of their fp32 values.
@@ -32,11 +32,13 @@ class Handoff:
 
     bidirectional: bool
     losses: tuple[str, ...]
+    documents: bool = False
 
     @classmethod
-    def of(cls, architecture: Architecture) -> Handoff:
-        """Return the form for a network."""
-        return cls(architecture.bidirectional, block_losses(architecture) + block_statistics(architecture))
+    def of(cls, architecture: Architecture, *, documents: bool = False) -> Handoff:
+        """Return the form for a network whose documents may be kept apart."""
+        losses = block_losses(architecture) + block_statistics(architecture)
+        return cls(architecture.bidirectional, losses, documents)
 
     def pack(self, hidden: Tensor, context: Context, aux: Aux) -> Tensor | tuple[Tensor, ...]:
         """Return what a stage passes on.
@@ -50,6 +52,9 @@ class Handoff:
         if self.bidirectional:
             assert context.lengths is not None
             passed.append(context.lengths)
+        if self.documents:
+            assert context.document_starts is not None
+            passed.append(context.document_starts)
         if self.losses:
             zero = torch.zeros((), device=hidden.device)
             values = torch.stack([aux.get(name, zero).detach().float() for name in self.losses])
@@ -66,6 +71,8 @@ class Handoff:
         context = Context()
         if self.bidirectional:
             context = Context(lengths=others.pop(0))
+        if self.documents:
+            context = Context(document_starts=others.pop(0))
         aux: Aux = {}
         if self.losses:
             values = others.pop(0).view(torch.float32)
@@ -74,9 +81,11 @@ class Handoff:
 
     def unpack_batch(self, given: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Context]:
         """Return the tokens and the context that the first stage gets: an objective's inputs, in their order."""
-        if not self.bidirectional:
-            assert isinstance(given, Tensor), "documents are kept apart without stages only"
+        if isinstance(given, Tensor):
             return given, Context()
+        if self.documents:
+            tokens, document_starts = given
+            return tokens, Context(document_starts=document_starts)
         tokens, token_types, lengths = given
         return tokens, Context(token_types=token_types, lengths=lengths)
 

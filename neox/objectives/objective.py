@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from neox.architecture import block_losses, block_statistics
+from neox.config.sections.preferences import PreferenceConfig
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import CausalLM
+from neox.objectives.dpo import DPO
+from neox.objectives.ipo import IPO
+from neox.objectives.kto import KTO
 from neox.objectives.masked_lm import MaskedLM
+from neox.objectives.orpo import ORPO
+from neox.objectives.simpo import SimPO
 from neox.plan import RunPlan
 
 Batch = Mapping[str, Tensor]
@@ -112,13 +118,28 @@ class WithBlockLosses:
 
 
 def build_objective(plan: RunPlan) -> Objective:
-    """Return the objective of a run: masked language modelling for a bidirectional network, else causal."""
+    """Return the objective of a run: preferences, masked language modelling for a bidirectional network, or causal."""
     network = plan.architecture
     objective: Objective = CausalLM()
-    if network.bidirectional:
+    if plan.config.preferences.on_preferences:
+        objective = _of_preferences(plan.config.preferences)
+    elif network.bidirectional:
         objective = MaskedLM(network.sentence_head)
     losses = block_losses(network)
     statistics = block_statistics(network)
     if losses or statistics:
         objective = WithBlockLosses(objective, losses, statistics)
     return objective
+
+
+def _of_preferences(keys: PreferenceConfig) -> Objective:
+    """Return the objective of preferences that `train_impl` names."""
+    if keys.train_impl == "kto":
+        return KTO(keys.kto_beta, keys.kto_desirable_weight, keys.kto_undesirable_weight)
+    if keys.train_impl == "orpo":
+        return ORPO(keys.orpo_beta)
+    if keys.train_impl == "simpo":
+        return SimPO(keys.simpo_beta, keys.simpo_gamma)
+    if keys.dpo_loss == "ipo":
+        return IPO(keys.dpo_beta, keys.needs_reference)
+    return DPO(keys.dpo_beta, keys.dpo_loss, keys.dpo_label_smoothing, keys.needs_reference)

@@ -77,7 +77,14 @@ class RunPlan:
         data = self.config.data
         if data.loss_normalization != "auto":
             return data.loss_normalization
+        if self.config.preferences.on_preferences:
+            return "tokens"  # labels are pairs then
         return "micro_batch" if data.pack_impl == "packed" else "tokens"
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether no token attends to another document of its row."""
+        return self.config.data.reset_attention_mask or self.config.preferences.on_preferences
 
     @property
     def recomputed_parts(self) -> tuple[RecomputedPart, ...]:

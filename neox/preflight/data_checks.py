@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
+from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training
 from neox.problems import Problem
@@ -33,6 +34,8 @@ def data_prefixes(config: NeoXConfig) -> dict[str, str]:
         prefixes[item.path] = f"valid_data_paths.{name}"
         if item.labels is not None:
             prefixes[item.labels] = f"valid_data_paths.{name}.labels"
+    for key in (*PATH_KEYS, *REWARD_KEYS):
+        prefixes.update(dict.fromkeys(config.value(key) or (), key))
     return prefixes
 
 

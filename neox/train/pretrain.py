@@ -16,6 +16,7 @@ from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of
 from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler
+from neox.train.reference import reference_log_probs
 from neox.train.stopping import ignore_signals
 from neox.train.terminal import TerminalLine
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
@@ -42,7 +43,8 @@ def pretrain(plan: RunPlan) -> int:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
     warn_of_other_samples(engine)
-    data = build_data_iterators(plan, grid.dp_rank, engine.iteration, ledger=engine.ledger)
+    reference = partial(reference_log_probs, engine)
+    data = build_data_iterators(plan, grid.dp_rank, engine.iteration, ledger=engine.ledger, reference=reference)
     tasks = build_tasks(plan, engine, grid, device)
     code = Trainer(plan, engine, data, callbacks, tasks).fit()
     if code:

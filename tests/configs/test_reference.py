@@ -43,6 +43,7 @@ def test_every_field_is_documented():
 OTHER_DEFAULTS = {
     "gradient_accumulation_steps": "derived from the batch where it is absent",
     "log_interval": "later gpt-neox's",
+    "dataset_impl": "what train_impl needs",
     "mlp_multiple_of": "1, but where it is absent `geglu` is as wide as in v2.0",
     "master_port": "a free one",
     "optimizer": "a typed block",

@@ -169,7 +169,9 @@ class DataConfig(Section):
 
     pack_impl: Annotated[PackImpl, _PAIRS] = "packed"
     """How documents make samples of seq_length + 1 tokens. `packed` joins and cuts them. `pack_until_overflow` puts as
-    many whole documents into a sample as fit, `unpacked` one; these two pad, and padding has no loss."""
+    many whole documents into a sample as fit, `unpacked` one; these two pad, and padding has no loss. Pairs of answers
+    (`train_impl`) are always whole: `packed` fills several samples at a time with them, `pack_until_overflow` one after
+    the other."""
 
     allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
     """Cut a document that is longer than a sample at its end; otherwise it is left out."""
@@ -239,12 +241,6 @@ class DataConfig(Section):
     reset_attention_mask: Annotated[
         bool,
         _PAIRS,
-        Excludes(
-            "pipe_parallel_size",
-            above=1,
-            reason="only hidden states travel between stages",
-            advice="use pipe_parallel_size 1, with ZeRO or model_parallel_size for memory",
-        ),
         Excludes(
             "scaled_upper_triang_masked_softmax_fusion",
             reason="its kernel masks later tokens only",

@@ -20,6 +20,7 @@ from neox.plan.rules.network import network_problems
 from neox.plan.rules.notes import notes_without_effect
 from neox.plan.rules.optimizer import optimizer_problems
 from neox.plan.rules.parallelism import parallelism_problems
+from neox.plan.rules.preferences import preference_problems
 from neox.plan.rules.schedule import schedule_problems
 from neox.plan.rules.training import training_problems
 from neox.problems import Problem
@@ -37,6 +38,7 @@ _RULES = (
     training_problems,
     data_problems,
     stage_problems,
+    preference_problems,
     schedule_problems,
 )
 

@@ -11,6 +11,7 @@ from neox.config.sections.optimizer_kind import DecayingParams
 from neox.plan.attention_config import attention_impls, described_kinds
 from neox.plan.mlp_width import mlp_width
 from neox.plan.rules.fields import idle_notes
+from neox.plan.rules.preferences import dropout_notes
 from neox.problems import Note
 
 # Keys of the learning rate that DeepSpeed's schedules replace.
@@ -38,6 +39,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_attention_notes(config),
         *_width_notes(config),
         *_parallel_notes(config),
+        *dropout_notes(config),
     ]
 
 

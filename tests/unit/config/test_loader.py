@@ -196,7 +196,7 @@ def test_keys_of_ports_are_met(tmp_path):
     keys = ("scaled_masked_softmax_fusion", "async_tensor_model_parallel_allreduce", "use_triangle_attn")
     config = config_from_files([write(tmp_path / "a.yml", TINY + "".join(f"\n{key}: true" for key in keys))])
     assert [note.keys[0] for note in notes_without_effect(config)] == [keys[1], keys[2], keys[0]]
-    config = config_from_files([write(tmp_path / "b.yml", TINY + "train_impl: dpo\n")])
+    config = config_from_files([write(tmp_path / "b.yml", TINY + "train_impl: reinforce\n")])
     assert [problem.keys for problem in static_problems(config)] == [("train_impl",)]
 
 

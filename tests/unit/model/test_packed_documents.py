@@ -66,8 +66,7 @@ def test_gradients_do_not_cross_documents(recompute: bool):
 
 def test_what_cannot_keep_documents_apart_is_refused_by_name():
     flat = {**small_plan().config.to_flat(), "reset_attention_mask": True}
-    assert resolve(NeoXConfig.from_flat(flat), 1, 100).config.data.reset_attention_mask
-    (found,) = problem_keys(2, **{**flat, "pipe_parallel_size": 2})
-    assert {"reset_attention_mask", "pipe_parallel_size"} <= set(found)
+    assert resolve(NeoXConfig.from_flat(flat), 1, 100).keeps_documents_apart
+    assert resolve(NeoXConfig.from_flat({**flat, "pipe_parallel_size": 2}), 2, 100).keeps_documents_apart
     (found,) = problem_keys(**{**flat, "scaled_upper_triang_masked_softmax_fusion": True})
     assert {"reset_attention_mask", "scaled_upper_triang_masked_softmax_fusion"} <= set(found)

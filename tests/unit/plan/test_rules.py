@@ -24,6 +24,13 @@ def test_the_smallest_configuration_breaks_no_rule() -> None:
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 ZERO = "zero_optimization"
+PAIRS = {"train_impl": "dpo", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}
+JUDGED = {
+    "train_impl": "kto",
+    "train_data_paths": ["a"],
+    "train_label_data_paths": ["b"],
+    "train_reward_data_paths": ["c"],
+}
 # The key that a problem points to, others that it must name, and the keys that cause it.
 MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
 
@@ -292,7 +299,23 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     ("autotuning", (), {"autotuning": {"enabled": True}}),
     ("padded_vocab_size", ("vocab_file",), {"padded_vocab_size": 90}),
-    ("reset_attention_mask", ("pipe_parallel_size",), {"reset_attention_mask": True, "pipe_parallel_size": 2}),
+    ("train_impl", (), {**PAIRS, "train_impl": "reinforce"}),
+    ("train_impl", (), {**PAIRS, "train_impl": "rm"}),
+    ("train_impl", ("soft_prompt_tuning.enabled",), {**PAIRS, "soft_prompt_tuning": {"enabled": True}}),
+    ("train_impl", ("data_path",), {**PAIRS, "data_path": "x"}),
+    ("train_impl", ("num_train_epochs",), {**PAIRS, "num_train_epochs": 1, "train_iters": None}),
+    ("dataset_impl", ("train_impl",), {**PAIRS, "dataset_impl": "gpt2"}),
+    ("dataset_impl", ("train_impl",), {"dataset_impl": "pairwise"}),
+    ("neg_train_data_paths", ("train_impl",), {**PAIRS, "neg_train_data_paths": None}),
+    ("pos_train_data_paths", ("neg_train_data_paths",), {**PAIRS, "neg_train_data_paths": ["b", "c"]}),
+    ("pos_train_label_data_paths", (), {**PAIRS, "pos_train_label_data_paths": ["b", "c"]}),
+    ("neg_valid_data_paths", ("train_impl",), {**PAIRS, "pos_valid_data_paths": ["a"]}),
+    ("train_data_paths", ("train_impl",), {**PAIRS, "train_data_paths": ["a"]}),
+    ("dpo_label_smoothing", ("dpo_loss",), {**PAIRS, "dpo_loss": "ipo", "dpo_label_smoothing": 0.1}),
+    ("dpo_fp32", (), {**PAIRS, "dpo_fp32": False}),
+    ("train_reward_data_paths", ("train_impl",), {**JUDGED, "train_reward_data_paths": None}),
+    ("train_data_weights", ("train_impl",), {**JUDGED, "train_data_weights": [2]}),
+    ("valid_data_paths", ("train_impl",), {**JUDGED, "valid_data_paths": {"a": "b"}, "valid_reward_data_paths": ["a"]}),
     (
         "reset_attention_mask",
         ("scaled_upper_triang_masked_softmax_fusion",),

@@ -1,0 +1,215 @@
+"""Answers to prompts in token files: pairs of two answers, and answers that are judged one by one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from neox.data.indexed_dataset import IGNORED, IndexedDataset
+from neox.data.sidecar import check_labels
+from neox.errors import DataError
+
+PER_PAIR = 2
+"""Documents of a pair."""
+
+
+class Document(NamedTuple):
+    """A prompt and an answer to it.
+
+    Attributes:
+        ids: Token ids [tokens].
+        in_answer: Whether each token belongs to the answer; the first one never does, bool [tokens].
+    """
+
+    ids: np.ndarray
+    in_answer: np.ndarray
+
+
+class AnswerFiles:
+    """Documents of several token files with labels, numbered through.
+
+    Args:
+        files: Token files, with the same sequences as their labels.
+        labels: Their labels, IGNORED outside answers; None if every token is of the answer.
+
+    Attributes:
+        sizes: Number of tokens of each document [documents].
+    """
+
+    def __init__(self, files: Sequence[IndexedDataset], labels: Sequence[IndexedDataset | None]) -> None:
+        for tokens, own_labels in zip(files, labels, strict=True):
+            if own_labels is not None:
+                check_labels(tokens, own_labels)
+        self._files = files
+        self._labels = labels
+        self._ends = np.cumsum([len(tokens) for tokens in files])
+        self.sizes = np.concatenate([np.asarray(tokens.sizes) for tokens in files]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the file of a document, and its number there."""
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        first = 0
+        if file:
+            first = int(self._ends[file - 1])
+        return file, number - first
+
+    def name(self, number: int) -> str:
+        """Return the name of a document in messages."""
+        file, document = self.locate(number)
+        return f"{self._files[file].prefix}, document {document}"
+
+    def ids(self, number: int) -> np.ndarray:
+        """Return the tokens of a document."""
+        file, document = self.locate(number)
+        return np.asarray(self._files[file][document])
+
+    def document(self, number: int) -> Document:
+        """Return a document."""
+        file, document = self.locate(number)
+        ids = np.asarray(self._files[file][document])
+        in_answer = np.ones(len(ids), dtype=bool)
+        labels = self._labels[file]
+        if labels is not None:
+            in_answer = np.asarray(labels[document]) != IGNORED
+        in_answer[:1] = False
+        return Document(ids, in_answer)
+
+
+class Pairs(ABC):
+    """Pairs of documents that a row of training holds together.
+
+    Attributes:
+        sizes: Number of positions of both documents in a row [pairs, 2]. The last token of a document is only
+            predicted, so it takes none.
+        desirable: Whether the first document of each pair has a good answer, bool [pairs]; None for two answers, of
+            which the first one is preferred.
+    """
+
+    sizes: np.ndarray
+    desirable: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @abstractmethod
+    def documents(self, number: int) -> tuple[Document, Document]:
+        """Return the documents of a pair."""
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Return the name of a pair in messages."""
+
+    def problem(self, number: int, seq_length: int) -> str | None:
+        """Return why a pair cannot be trained on; None if it can.
+
+        Args:
+            number: Number of the pair.
+            seq_length: Number of positions of a row.
+        """
+        needed = int(self.sizes[number].sum())
+        if needed > seq_length:
+            return f"it needs {needed:,} positions, and a row has seq_length: {seq_length:,}"
+        first, second = self.documents(number)
+        if not first.in_answer.any() or not second.in_answer.any():
+            return "an answer has no labelled token"
+        return None
+
+
+class AnswerPairs(Pairs):
+    """A preferred and another answer to each prompt.
+
+    Args:
+        chosen: Preferred answers.
+        rejected: The other answers, in the same order.
+
+    Raises:
+        DataError: If their numbers differ.
+    """
+
+    def __init__(self, chosen: AnswerFiles, rejected: AnswerFiles) -> None:
+        if len(chosen) != len(rejected):
+            raise DataError(
+                f"there are {len(chosen):,} preferred answers and {len(rejected):,} others: give the files that were "
+                "made together, in the same order"
+            )
+        self._chosen = chosen
+        self._rejected = rejected
+        self.sizes = np.stack([chosen.sizes, rejected.sizes], axis=1) - 1
+
+    def documents(self, number: int) -> tuple[Document, Document]:
+        """Return the preferred answer and the other one."""
+        return self._chosen.document(number), self._rejected.document(number)
+
+    def name(self, number: int) -> str:
+        """Return the name of a pair in messages."""
+        return self._chosen.name(number)
+
+    def problem(self, number: int, seq_length: int) -> str | None:
+        """Return why a pair cannot be trained on; None if it can."""
+        if np.array_equal(self._chosen.ids(number), self._rejected.ids(number)):
+            return "both answers are equal, so that nothing is preferred"
+        return super().problem(number, seq_length)
+
+
+class JudgedAnswers(Pairs):
+    """Judged answers, each with its prompt followed by the answer to another prompt.
+
+    KTO estimates with the second document how far the model is from the reference. As in TRL it has the answer of the
+    document before. It is cut to what a row has left.
+
+    Args:
+        answers: The answers.
+        desirable: Whether each answer is good, bool [documents].
+        seq_length: Number of positions of a row.
+    """
+
+    def __init__(self, answers: AnswerFiles, desirable: np.ndarray, seq_length: int) -> None:
+        self._answers = answers
+        self.desirable = desirable
+        prompts = np.array([_prompt_length(answers.document(number)) for number in range(len(answers))])
+        self._prompts = prompts
+        mismatched = prompts + np.roll(answers.sizes - prompts, 1) - 1
+        own = answers.sizes - 1
+        room = np.maximum(seq_length - own, prompts)  # at least one token of the answer
+        self.sizes = np.stack([own, np.minimum(mismatched, room)], axis=1)
+
+    def documents(self, number: int) -> tuple[Document, Document]:
+        """Return an answer, and its prompt with the answer of the document before."""
+        own = self._answers.document(number)
+        before = (number - 1) % len(self._answers)
+        prompt = int(self._prompts[number])
+        other = self._answers.document(before).ids[int(self._prompts[before]) :]
+        ids = np.concatenate([own.ids[:prompt], other])[: int(self.sizes[number, 1]) + 1]
+        return own, Document(ids, np.arange(len(ids)) >= max(1, prompt))
+
+    def name(self, number: int) -> str:
+        """Return the name of an answer in messages."""
+        return self._answers.name(number)
+
+
+def desirable_answers(rewards: AnswerFiles) -> np.ndarray:
+    """Return whether answers are good, from files of one number for each token, bool [documents].
+
+    Raises:
+        DataError: If a document has rewards of both kinds, or none.
+    """
+    result = np.zeros(len(rewards), dtype=bool)
+    for number in range(len(rewards)):
+        good = rewards.ids(number) > 0
+        if not len(good) or good.any() != good.all():
+            raise DataError(f"{rewards.name(number)}: the rewards of an answer are not all above 0, or all not")
+        result[number] = good[0]
+    return result
+
+
+def _prompt_length(document: Document) -> int:
+    """Return the number of tokens before the answer; all if there is none."""
+    if not document.in_answer.any():
+        return len(document.ids)
+    return int(np.argmax(document.in_answer))

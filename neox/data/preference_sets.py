@@ -1,0 +1,84 @@
+"""Datasets of a run that learns from preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from neox.config.sections.preferences import SplitAnswers
+from neox.data.answers import AnswerFiles, AnswerPairs, JudgedAnswers, Pairs, desirable_answers
+from neox.data.factory import DatasetFactory
+from neox.data.preferences import PreferenceDataset
+from neox.errors import DataError
+from neox.log import get_logger
+from neox.plan.run_plan import RunPlan
+
+_log = get_logger(__name__)
+
+ReferenceLogProbs = Callable[[Pairs, str], np.ndarray]
+"""Function from pairs, and the prefix of their first file, to their log-probabilities by the reference [pairs, 2]."""
+
+
+def preference_datasets(
+    plan: RunPlan, factory: DatasetFactory, counts: Sequence[int], reference: ReferenceLogProbs | None
+) -> list[PreferenceDataset | None]:
+    """Open the answers for training, validation and test. A dataset is None if it has no files, or is not read.
+
+    Args:
+        plan: Plan of the run.
+        factory: Opens and checks token files.
+        counts: Number of rows of each that the run reads.
+        reference: Log-probabilities by the reference, which some losses need.
+
+    Raises:
+        DataError: If files are missing, damaged, do not fit together, or hold pairs that cannot be trained on; or if
+            the reference is needed and not given.
+    """
+    keys = plan.config.preferences
+    datasets: list[PreferenceDataset | None] = []
+    for answers, count in zip(keys.answers(plan.config.data), counts, strict=True):
+        if not count or not answers.paths:
+            datasets.append(None)
+            continue
+        pairs = open_pairs(factory, answers)
+        values = None
+        if keys.needs_reference:
+            if reference is None:
+                raise DataError(f"train_impl: {keys.train_impl} needs the log-probabilities of a reference model")
+            values = reference(pairs, answers.paths[0])
+        dataset = PreferenceDataset(
+            pairs,
+            count,
+            factory.seq_length,
+            factory.seed,
+            impl=factory.data.pack_impl,
+            skip_bad=keys.skip_bad_pairs,
+            reference=values,
+        )
+        _log.info("%s: %d pairs of answers fill %.1f %% of the rows", answers.split, len(pairs), 100 * dataset.filled)
+        datasets.append(dataset)
+    return datasets
+
+
+def open_pairs(factory: DatasetFactory, answers: SplitAnswers) -> Pairs:
+    """Open the answers of a split."""
+    first = _open(factory, answers.paths or (), answers.labels)
+    if answers.rewards is not None:
+        rewards = _open(factory, answers.rewards, None)
+        if rewards.sizes.tolist() != first.sizes.tolist():
+            raise DataError(
+                f"{answers.split}_reward_data_paths do not have the same documents as {answers.split}_data_paths; give "
+                "the files that were made with them, in the same order"
+            )
+        return JudgedAnswers(first, desirable_answers(rewards), factory.seq_length)
+    return AnswerPairs(first, _open(factory, answers.others or (), answers.other_labels))
+
+
+def _open(factory: DatasetFactory, prefixes: Sequence[str], labels: Sequence[str] | None) -> AnswerFiles:
+    """Open token files, and their labels if there are any."""
+    files = [factory.open(prefix) for prefix in prefixes]
+    own_labels: Sequence[str | None] = labels or [None] * len(files)
+    return AnswerFiles(
+        files, [factory.labels(indexed, prefix) for indexed, prefix in zip(files, own_labels, strict=True)]
+    )

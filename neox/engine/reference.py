@@ -1,0 +1,124 @@
+"""Log-probabilities of answers by the model that a run starts from, and the identity of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neox.checkpoint.manifest import hash_file, read_manifest
+from neox.checkpoint.names import parse_layer_file
+from neox.data.answers import PER_PAIR, Document, Pairs
+from neox.data.preferences import layout_rows
+from neox.engine.engine import Engine
+from neox.engine.start import Start
+from neox.errors import CheckpointError, os_errors
+from neox.log import progress
+from neox.model import NetworkOutput
+from neox.objectives.preferences import AnswerTargets, log_probs_of_answers
+
+
+def weights_identity(start: Start) -> str | None:
+    """Return the identity of the weights that a run starts from; None if it is not known. Only one rank calls it.
+
+    Args:
+        start: How the run starts. A run that goes on knows its first weights from its checkpoints.
+
+    Raises:
+        CheckpointError: If a checkpoint without a manifest cannot be read.
+    """
+    if start.iteration:
+        return start.reference
+    if start.checkpoint is None:
+        return f"{start.run.start} (run {start.run.run_id})"
+    return f"{start.weights} weights {hash_of_weights(start.checkpoint)}"
+
+
+def hash_of_weights(checkpoint: Path) -> str:
+    """Return a hash of a checkpoint's layer files: of their hashes in the manifest, or of their content without one.
+
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    manifest = read_manifest(checkpoint)
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if parse_layer_file(path.name) is None:
+            continue
+        if manifest is not None and path.name in manifest.files:
+            record = manifest.files[path.name]
+        else:
+            with os_errors(CheckpointError, f"{path} cannot be read"):
+                record = hash_file(path)
+        digest.update(f"{path.name} {record.sha256}\n".encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
+    """Return the sum of the log-probabilities of each answer's tokens in fp32, [pairs, 2].
+
+    Micro batches are divided over data ranks. All ranks call it together. No random numbers are drawn.
+
+    Args:
+        engine: The engine with the model.
+        pairs: Pairs of answers. Those that a row cannot hold get 0.
+    """
+    plan = engine.plan
+    grid = engine.grid
+    length = plan.batch_schedule.full_length
+    batches = _batches(pairs, length, plan.batch.train_micro_batch_size_per_gpu)
+    result = torch.zeros(len(pairs), PER_PAIR, dtype=torch.float32, device=engine.device)
+    steps = -(-len(batches) // grid.dp_size)
+    with progress("reference", steps, "batches") as bar:
+        for step in range(steps):
+            number = step * grid.dp_size + grid.dp_rank
+            rows = batches[min(number, len(batches) - 1)]  # a rank without a batch computes one that nobody counts
+            sums = _sums_of_rows(engine, pairs, rows, length)
+            bar.update(1)
+            if number >= len(batches):
+                continue
+            for row, own in enumerate(rows):
+                result[own] = sums[row, : len(own)]
+    if grid.dp_size > 1:
+        dist.all_reduce(result, group=grid.dp_group)
+    found: np.ndarray = result.cpu().numpy()
+    return found
+
+
+def _batches(pairs: Pairs, length: int, rows_of_batch: int) -> list[list[list[int]]]:
+    """Return the pairs of each row of each micro batch, in the order of the files."""
+    rows: list[list[int]] = []
+    left = 0
+    for number, size in enumerate(pairs.sizes.sum(axis=1).tolist()):
+        if size > length:
+            continue
+        if not rows or size > left:
+            rows.append([])
+            left = length
+        rows[-1].append(number)
+        left -= size
+    return [rows[first : first + rows_of_batch] for first in range(0, len(rows), rows_of_batch)]
+
+
+def _sums_of_rows(engine: Engine, pairs: Pairs, rows: list[list[int]], length: int) -> Tensor:
+    """Return the sums of the answers in some rows, [rows, most pairs of a row, 2], on all ranks of a model."""
+    documents = []
+    for own in rows:
+        row: list[Document] = []
+        for number in own:
+            row += pairs.documents(number)
+        documents.append(row)
+    batch = {name: torch.from_numpy(field).to(engine.device) for name, field in layout_rows(documents, length).items()}
+    targets = AnswerTargets(batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
+
+    def sums(output: NetworkOutput) -> Tensor:
+        return log_probs_of_answers(output, targets).sums
+
+    inputs = {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
+    shape = (*batch["pair_mask"].shape, PER_PAIR)
+    return engine.apply(inputs, sums, torch.zeros(shape, device=engine.device))

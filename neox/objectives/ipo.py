@@ -1,0 +1,42 @@
+"""Identity preference optimization (IPO, arXiv:2310.12036, equation 17).
+
+    r(answer) = (log p(answer) - log ref(answer)) / tokens of the answer
+    loss      = (r(chosen) - r(rejected) - 1 / (2 tau))^2
+
+The division by the number of tokens is not in the paper; its authors confirmed it to TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from neox.objectives.dpo import log_ratios
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, paired_scores
+
+
+@dataclass(frozen=True)
+class IPO(PreferenceObjective):
+    """Mean over pairs of the squared distance of their margins from a fixed one.
+
+    Attributes:
+        beta: The paper's tau; rewards are reported with it as a factor.
+        with_reference: Whether batches hold `reference` [B, 2 P].
+    """
+
+    beta: float
+    with_reference: bool = True
+
+    @property
+    def extra_fields(self) -> Sequence[str]:
+        """The reference's log-probabilities, if there is a reference."""
+        return ("reference",) if self.with_reference else ()
+
+    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
+        """Return the scores of pairs."""
+        ratios = log_ratios(found)
+        chosen, rejected = (ratios / found.counts).unbind(-1)
+        losses = (chosen - rejected - 1 / (2 * self.beta)) ** 2
+        return paired_scores(losses, self.beta * ratios, found.sums, found.targets.weights)

@@ -1,0 +1,81 @@
+"""Kahneman-Tversky optimization (KTO, arXiv:2402.01306, equation 7), of answers that are judged one by one.
+
+    r(answer)  = log p(answer) - log ref(answer)
+    z          = max(0, mean over the micro batch of all data ranks of r(prompt with another prompt's answer))
+    loss       = w_desirable   (1 - sigmoid(beta (r - z)))      for a good answer
+                 w_undesirable (1 - sigmoid(beta (z - r)))      for a bad one
+
+No gradient passes through z, which estimates how far the model is from the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neox.objectives.dpo import log_ratios
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective
+from neox.parallel import ParallelGrid
+
+
+@dataclass(frozen=True)
+class KTO(PreferenceObjective):
+    """Mean over answers of the losses of good and bad ones.
+
+    Attributes:
+        beta: How strongly the model is held to the reference.
+        desirable_weight: Weight of the losses of good answers.
+        undesirable_weight: Weight of the losses of bad answers.
+    """
+
+    names = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+
+    beta: float
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def extra_fields(self) -> Sequence[str]:
+        """The reference's log-probabilities, and which answers are good."""
+        return ("reference", "desirable")
+
+    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
+        """Return the scores of judged answers.
+
+        Rewards and log-probabilities are means over the good or the bad answers of the micro batch of all data ranks;
+        0 if it has none.
+        """
+        targets = found.targets
+        assert targets.second_extra is not None
+        good = targets.second_extra.float()
+        given = (targets.weights > 0).float()
+        own, mismatched = log_ratios(found).unbind(-1)
+        kl = _mean_over_ranks(mismatched.detach(), given, found.grid).clamp(min=0)
+        losses_of_good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (own - kl)))
+        losses_of_bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - own)))
+        losses = torch.where(good > 0, losses_of_good, losses_of_bad)
+        rewards = self.beta * own.detach()
+        log_probs = found.sums[..., 0].detach()
+        chosen = _mean_over_ranks(rewards, given * good, found.grid)
+        rejected = _mean_over_ranks(rewards, given * (1 - good), found.grid)
+        return [
+            (targets.weights * losses).sum(),
+            chosen,
+            rejected,
+            chosen - rejected,
+            _mean_over_ranks(log_probs, given * good, found.grid),
+            _mean_over_ranks(log_probs, given * (1 - good), found.grid),
+            kl,
+        ]
+
+
+def _mean_over_ranks(values: Tensor, given: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return the mean of the values for which `given` is 1, over all data ranks; 0 if there are none."""
+    totals = torch.stack(((values * given).sum(), given.sum()))
+    if grid.dp_size > 1:
+        dist.all_reduce(totals, group=grid.dp_group)
+    return totals[0] / totals[1].clamp(min=1)

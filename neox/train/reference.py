@@ -1,0 +1,57 @@
+"""The reference model of training on preferences: its log-probabilities, computed once and stored with the data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from neox.data.answers import Pairs
+from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, reference_path, write_reference
+from neox.engine import Engine, answer_log_probs, from_first_rank
+from neox.errors import DataError
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+DEFAULT_NAME = "start"
+"""Name of the reference model without `precompute_model_name`."""
+
+
+def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray:
+    """Return the log-probabilities of answers by the model that the run starts from, [pairs, 2].
+
+    They are read from the file next to the data if it was made from these weights and these data. Otherwise they are
+    computed, and written there. All ranks call it together.
+
+    Args:
+        engine: The engine of the run.
+        pairs: The answers.
+        prefix: Prefix of their first token file.
+
+    Raises:
+        DataError: On all ranks, if the file is damaged or of other weights or data; or if the run goes on, and there is
+            no file.
+    """
+    name = engine.plan.config.preferences.precompute_model_name or DEFAULT_NAME
+    path = reference_path(prefix, name)
+
+    def read() -> tuple[ReferenceIdentity, np.ndarray | None]:
+        if engine.reference is None:
+            raise DataError(
+                f"the run goes on from iteration {engine.iteration} of a checkpoint that does not say which weights "
+                "its reference is: start from its weights with finetune: true"
+            )
+        identity = ReferenceIdentity(engine.reference, hash_of_pairs(pairs), engine.plan.precision)
+        return identity, read_reference(path, identity)
+
+    identity, stored = from_first_rank(read)
+    if stored is not None:
+        return stored
+    if engine.iteration:
+        raise DataError(
+            f"{path} is missing, and the model has changed since the run began: bring the file back, or start the run "
+            "again from the weights of its reference"
+        )
+    values = answer_log_probs(engine, pairs)
+    from_first_rank(lambda: write_reference(path, values, identity))
+    if engine.grid.rank == 0:
+        _log.info("log-probabilities of %d answers by the reference are in %s", 2 * len(pairs), path)
+    return values

@@ -1,0 +1,198 @@
+"""Training on preferences: the same numbers under every layout, the first loss, the reference and resumes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from neox.data import IndexedDatasetBuilder
+from neox.data.indexed_dataset import IGNORED
+from neox.plan import RunPlan
+from tests.distributed.spawn import RankError, run_ranks
+from tests.distributed.training_runs import VOCAB, batches, tiny_plan
+
+PAIRS = 60
+LENGTH = 48
+STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"train_impl": "dpo", "dpo_label_smoothing": 0.1},
+    "hinge": {"train_impl": "dpo", "dpo_loss": "hinge"},
+    "ipo": {"train_impl": "dpo", "dpo_loss": "ipo"},
+    "free": {"train_impl": "dpo", "dpo_reference_free": True},
+    "orpo": {"train_impl": "orpo"},
+    "simpo": {"train_impl": "simpo"},
+    "kto": {"train_impl": "kto", "kto_desirable_weight": 1.5},
+}
+
+
+def write_documents(path: Path, documents: list[list[int]]) -> str:
+    with IndexedDatasetBuilder(path, np.int32) as builder:
+        builder.add_documents(np.concatenate(documents), list(map(len, documents)))
+    return str(path)
+
+
+def write_preferences(directory: Path) -> dict[str, dict[str, Any]]:
+    """Write pairs and judged answers of mixed lengths, and return the keys that read each."""
+    random = np.random.default_rng(3)
+    documents: dict[str, list[list[int]]] = {name: [] for name in ("pos", "pos_label", "neg", "neg_label", "reward")}
+    for number in range(PAIRS):
+        prompt = random.integers(0, VOCAB, random.integers(1, 8)).tolist()
+        for side in ("pos", "neg"):
+            answer = random.integers(0, VOCAB, random.integers(2, 10)).tolist()
+            documents[side].append(prompt + answer)
+            documents[f"{side}_label"].append([IGNORED] * len(prompt) + answer)
+        documents["reward"].append([1 if number % 3 else -1] * len(documents["pos"][-1]))
+    paths = {name: [write_documents(directory / name, own)] for name, own in documents.items()}
+    pairs: dict[str, Any] = {}
+    for split in ("train", "valid"):
+        for side in ("pos", "neg"):
+            pairs[f"{side}_{split}_data_paths"] = paths[side]
+            pairs[f"{side}_{split}_label_data_paths"] = paths[f"{side}_label"]
+    judged = {"train_data_paths": paths["pos"], "train_label_data_paths": paths["pos_label"]}
+    return {"pairs": pairs, "judged": {**judged, "train_reward_data_paths": paths["reward"]}}
+
+
+def keys_of(data: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
+    shared = {"seq_length": LENGTH, "max_position_embeddings": LENGTH, "num_workers": 0, "train_iters": STEPS}
+    files = data["judged"] if kind == "kto" else data["pairs"]
+    return {**shared, "eval_interval": 100, "eval_iters": 2, **files, **KINDS[kind]}
+
+
+def opened(plan: RunPlan):
+    """Return the engine and the batches of a run on this rank."""
+    from neox.data.build import build_data_iterators
+    from neox.engine import initialize_distributed, open_engine
+    from neox.tokenizer import build_tokenizer
+    from neox.train.reference import reference_log_probs
+
+    grid, device = initialize_distributed(plan)
+    engine = open_engine(plan, grid, device)
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+    reference = partial(reference_log_probs, engine)
+    return engine, build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, reference=reference)
+
+
+def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
+    """On this rank: the scores and norm of each step of each plan, and those of an evaluation."""
+    answers = []
+    for plan in plans:
+        engine, data = opened(plan)
+        steps = []
+        for _ in range(STEPS):
+            result = engine.train_batch(data.train)
+            steps.append({**result.scores, "norm": result.grad_norm})
+        if data.valid:
+            steps.append(dict(engine.eval_batch(data.valid[0].batches).scores))
+        answers.append(steps)
+    return answers
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "zero1": {"zero": 1},
+    "zero3": {"zero": 3},
+    "tp2": {"mp": 2},
+    "pp2": {"pp": 2},
+    "recomputed": {"zero": 2, "checkpoint_activations": True},
+}
+
+
+def compare(tmp_path: Path, kind: str, layouts: list[str]) -> None:
+    data = write_preferences(tmp_path)
+    keys = keys_of(data, kind)
+    shared = {"train_batch_size": 4, "num_layers": 2}
+    alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **shared, **keys)
+    expected = run_ranks(1, curves, [alone])[0][0]
+    if kind in ("sigmoid", "kto"):
+        first = math.log(2) if kind == "sigmoid" else expected[0]["loss"]
+        assert expected[0]["loss"] == pytest.approx(first, rel=1e-5)
+    assert expected[0]["loss"] != expected[-1]["loss"]
+    size = {"tp2": 4, "pp2": 2}
+    plans = []
+    for name in layouts:
+        micro = size.get(name, 2)
+        if kind == "kto" and name == "pp2":
+            micro = 4
+        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **LAYOUTS[name]))
+    for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
+        for step, wanted in zip(curve, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), (kind, name)
+
+
+def test_layouts_train_alike_by_dpo(tmp_path: Path) -> None:
+    compare(tmp_path, "sigmoid", list(LAYOUTS))
+
+
+def test_layouts_train_alike_by_kto(tmp_path: Path) -> None:
+    compare(tmp_path, "kto", ["dp2", "pp2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_layouts_train_alike(tmp_path: Path, kind: str) -> None:
+    compare(tmp_path, kind, list(LAYOUTS))
+
+
+def resumed(plans: list[RunPlan]):
+    """On this rank: the scores after each run, and the identity of its reference."""
+    from neox.train.trainer import Trainer
+
+    answers = []
+    for plan in plans:
+        engine, data = opened(plan)
+        Trainer(plan, engine, data).fit()
+        answers.append([dict(engine.eval_batch(data.valid[0].batches).scores), engine.reference])
+    return answers
+
+
+def test_a_run_goes_on_with_its_reference(tmp_path: Path) -> None:
+    keys = keys_of(write_preferences(tmp_path), "sigmoid")
+    shared = {"train_batch_size": 4, "num_layers": 2, **keys, "checkpoint_factor": 2, "train_iters": 6}
+    save = str(tmp_path / "run")
+    whole = tiny_plan(2, train_micro_batch_size_per_gpu=2, **shared, save=save)
+    stopped = tiny_plan(2, train_micro_batch_size_per_gpu=2, **shared, save=save, load=save, iteration=4, zero=1)
+    first, second = run_ranks(2, resumed, [whole, stopped])[0]
+    assert second[0] == pytest.approx(first[0], rel=2e-6)
+    assert first[1] == second[1]
+    assert "seed 7" in first[1]
+    other = tiny_plan(1, train_micro_batch_size_per_gpu=4, **{**shared, "seed": 8})
+    with pytest.raises(RankError, match="seed 8"):
+        run_ranks(1, curves, [other])
+
+
+def test_the_reference_moves_no_random_numbers(tmp_path: Path) -> None:
+    keys = keys_of(write_preferences(tmp_path), "sigmoid")
+    shared = {"train_batch_size": 4, "num_layers": 2, "hidden_dropout": 0.1, **keys}
+    plan = tiny_plan(1, train_micro_batch_size_per_gpu=4, **shared)
+    computed, stored = run_ranks(1, curves, [plan, plan])[0]
+    assert computed == stored
+
+
+def test_texts_are_kept_apart_over_stages() -> None:
+    plans = [
+        tiny_plan(2, train_micro_batch_size_per_gpu=2, num_layers=2, reset_attention_mask=True, **layout)
+        for layout in ({}, {"pp": 2})
+    ]
+    ranks, stages = run_ranks(2, of_documents, plans)[0]
+    assert stages == pytest.approx(ranks, rel=4e-6)
+
+
+def of_documents(plans: list[RunPlan]) -> list[list[float]]:
+    """On this rank: the losses of steps on rows of two documents."""
+    from neox.data.batches import document_starts
+    from neox.engine import initialize_distributed, initialize_engine
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        rows = (
+            {**batch, "document_starts": document_starts(batch["tokens"], 5)} for batch in batches(plan, grid.dp_rank)
+        )
+        answers.append([engine.train_batch(rows).loss for _ in range(STEPS)])
+    return answers

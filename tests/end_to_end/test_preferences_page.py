@@ -1,0 +1,49 @@
+"""docs/preferences.md: its commands run one after another, as a reader would, from an import to another answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from neox.metrics import read_metrics
+from tests.end_to_end.test_finetuning_page import ROOT, run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_command_of_the_page(tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": f"What is {n} and {n + 1}?", "chosen": f" It is {2 * n + 1}.", "rejected": f" I will not say {n}."}
+        for n in range(120)
+    ]
+    judged = []
+    for pair in pairs:
+        judged.append({"prompt": pair["prompt"], "completion": pair["chosen"], "label": True})
+        judged.append({"prompt": pair["prompt"], "completion": pair["rejected"], "label": False})
+    (tmp_path / "data").mkdir()
+    for name, rows in (("pairs", pairs), ("judged", judged)):
+        (tmp_path / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    said = []
+    page = (ROOT / "docs" / "preferences.md").read_text()
+    for language, text in re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL):
+        if language == "python":
+            said.append(run(tmp_path, "-c", text))
+            continue
+        for line in text.splitlines():
+            python, script, *arguments = shlex.split(line)
+            assert python == "python"
+            said.append(run(tmp_path, str(ROOT / script), *arguments))
+    margins = re.search(r"margin before (\S+), after (\S+)", "\n".join(said))
+    assert margins is not None
+    before, after = map(float, margins.groups())
+    assert after > before + 1
+    steps = [row for row in read_metrics(tmp_path / "runs" / "dpo" / "logs" / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert steps[-1]["train/rewards/accuracies"] > 0.9
+    assert (tmp_path / "data" / "pairs_chosen_document.start.reference.npz").is_file()
+    assert (tmp_path / "runs" / "kto" / "latest").read_text() == "global_step4"

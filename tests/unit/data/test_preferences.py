@@ -1,0 +1,176 @@
+"""Rows of pairs of answers: what they hold, how full they are, and the pairs that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neox.config.sections.data import PackImpl
+from neox.data import IndexedDataset, IndexedDatasetBuilder
+from neox.data.answers import AnswerFiles, AnswerPairs, Document, JudgedAnswers, Pairs, desirable_answers
+from neox.data.indexed_dataset import IGNORED
+from neox.data.preferences import NO_SLOT, PreferenceDataset, layout_rows, pack_pairs
+from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
+from neox.errors import DataError
+from tests.errors import raises_naming
+
+
+class Lengths(Pairs):
+    """Pairs of given numbers of positions, without tokens."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.sizes = np.array(sizes)
+
+    def documents(self, number: int) -> tuple[Document, Document]:
+        raise AssertionError(number)
+
+    def name(self, number: int) -> str:
+        return f"pair {number}"
+
+
+def files(directory: Path, name: str, prompts: list[list[int]], answers: list[list[int]]) -> AnswerFiles:
+    """Write documents with labels, and open them."""
+    tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    labels = [[IGNORED] * len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    for suffix, documents in (("", tokens), ("_label", labels)):
+        with IndexedDatasetBuilder(directory / f"{name}{suffix}", np.int32) as builder:
+            builder.add_documents(np.concatenate(documents), list(map(len, documents)))
+    return AnswerFiles([IndexedDataset(directory / name)], [IndexedDataset(directory / f"{name}_label")])
+
+
+PROMPTS = [[1, 2], [3], [4, 5, 6]]
+CHOSEN = [[11, 12], [13], [14, 15]]
+REJECTED = [[21], [22, 23, 24], [25]]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> AnswerPairs:
+    return AnswerPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
+
+
+def test_a_row_holds_whole_documents_apart() -> None:
+    first = Document(np.array([1, 2, 3, 4]), np.array([False, False, True, True]))
+    second = Document(np.array([1, 5]), np.array([False, True]))
+    fields = layout_rows([[first, second], [second, second, second, first]], 8)
+    assert fields["tokens"][0].tolist() == [1, 2, 3, 1, 0, 0, 0, 0]
+    assert fields["labels"][0].tolist() == [2, 3, 4, 5, 0, 0, 0, 0]
+    assert fields["document_starts"][0].tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
+    assert fields["slots"][0].tolist() == [0, 0, 0, 1, *[NO_SLOT] * 4]
+    assert fields["in_answer"][0].tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert fields["pair_mask"].tolist() == [[1, 0], [1, 1]]
+    assert fields["slots"][1].tolist() == [0, 1, 2, 3, 3, 3, NO_SLOT, NO_SLOT]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=60),
+    rows=st.integers(1, 40),
+    impl=st.sampled_from(["packed", "pack_until_overflow", "unpacked"]),
+    seed=st.integers(0, 1000),
+)
+def test_every_pass_reads_every_pair_once(sizes: list[tuple[int, int]], rows: int, impl: PackImpl, seed: int) -> None:
+    pairs = Lengths(sizes)
+    packed = pack_pairs(pairs, np.arange(len(pairs)), rows, 40, seed, impl)
+    assert len(packed.starts) == rows + 1
+    totals = pairs.sizes.sum(axis=1)
+    for first, end in zip(packed.starts[:-1], packed.starts[1:], strict=True):
+        assert 0 < totals[packed.pairs[first:end]].sum() <= 40
+        assert impl != "unpacked" or end - first == 1
+    counts = np.bincount(packed.pairs, minlength=len(pairs))
+    whole_passes, rest = divmod(len(packed.pairs), len(pairs))
+    assert counts.min() >= whole_passes - (rest > 0)
+    assert counts.max() <= whole_passes + 1
+
+
+def test_more_rows_leave_the_first_ones_as_they_are() -> None:
+    pairs = Lengths([(number % 7 + 1, 3) for number in range(30)])
+    few = pack_pairs(pairs, np.arange(30), 5, 20, 1, "packed")
+    many = pack_pairs(pairs, np.arange(30), 50, 20, 1, "packed")
+    assert many.pairs[: len(few.pairs)].tolist() == few.pairs.tolist()
+
+
+def test_mixed_lengths_leave_little_padding() -> None:
+    random = np.random.default_rng(2)
+    pairs = Lengths([tuple(size) for size in random.integers(10, 200, (500, 2)).tolist()])
+    packed = pack_pairs(pairs, np.arange(500), 100, 1024, 1, "packed")
+    assert pairs.sizes[packed.pairs].sum() / (100 * 1024) > 0.95
+
+
+def test_pairs_of_a_batch(pairs: AnswerPairs) -> None:
+    reference = np.arange(6, dtype=np.float32).reshape(3, 2)
+    dataset = PreferenceDataset(pairs, 2, 24, 1, reference=reference)
+    fields = dataset.fields([0])
+    order = dataset.numbers(0)
+    assert sorted(order) == [0, 1, 2]
+    assert fields["reference"][0].tolist() == reference[order].flatten().tolist()
+    first = order[0]
+    assert fields["labels"][0, : len(PROMPTS[first]) + len(CHOSEN[first]) - 1].tolist() == [
+        *PROMPTS[first][1:],
+        *CHOSEN[first],
+    ]
+    assert fields["in_answer"].sum() == sum(map(len, CHOSEN + REJECTED))
+
+
+def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    chosen = files(tmp_path, "pos", PROMPTS, [[11, 12], [13], [14] * 30])
+    rejected = files(tmp_path, "neg", PROMPTS, [[11, 12], [22], [25]])
+    pairs = AnswerPairs(chosen, rejected)
+    with raises_naming(DataError, "2 of 3", "pos, document 0", "pos, document 2", "skip_bad_pairs"):
+        PreferenceDataset(pairs, 2, 24, 1)
+    dataset = PreferenceDataset(pairs, 2, 24, 1, skip_bad=True)
+    assert set(dataset.row_pairs.pairs.tolist()) == {1}
+    with raises_naming(DataError, "no pair"):
+        PreferenceDataset(pairs, 2, 1, 1, skip_bad=True)
+
+
+def test_pairs_need_as_many_answers_of_both_kinds(tmp_path: Path) -> None:
+    with raises_naming(DataError, 3, 2):
+        AnswerPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS[:2], REJECTED[:2]))
+
+
+def test_judged_answers_follow_their_prompt_with_the_answer_before(tmp_path: Path) -> None:
+    answers = files(tmp_path, "pos", PROMPTS, CHOSEN)
+    judged = JudgedAnswers(answers, np.array([True, False, True]), 24)
+    own, mismatched = judged.documents(0)
+    assert own.ids.tolist() == [1, 2, 11, 12]
+    assert mismatched.ids.tolist() == [1, 2, 14, 15]
+    assert mismatched.in_answer.tolist() == [False, False, True, True]
+    assert judged.documents(1)[1].ids.tolist() == [3, 11, 12]
+    assert judged.sizes.tolist() == [[3, 3], [1, 2], [4, 3]]
+    short = JudgedAnswers(answers, np.array([True, False, True]), 5)
+    assert short.documents(0)[1].ids.tolist() == [1, 2, 14]
+    assert short.problem(2, 5) is not None
+
+
+def test_rewards_say_which_answers_are_good(tmp_path: Path) -> None:
+    for name, rewards in (("rewards", [[1, 1], [-1], [2]]), ("mixed", [[1, -1], [1], [1]])):
+        with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
+            builder.add_documents(np.concatenate(rewards), list(map(len, rewards)))
+    assert desirable_answers(AnswerFiles([IndexedDataset(tmp_path / "rewards")], [None])).tolist() == [1, 0, 1]
+    with raises_naming(DataError, "mixed, document 0"):
+        desirable_answers(AnswerFiles([IndexedDataset(tmp_path / "mixed")], [None]))
+
+
+def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: AnswerPairs) -> None:
+    path = tmp_path / "pos.base.reference.npz"
+    identity = ReferenceIdentity("weights", hash_of_pairs(pairs), "fp32")
+    assert read_reference(path, identity) is None
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    write_reference(path, values, identity)
+    assert np.array_equal(read_reference(path, identity), values)
+    for other in (
+        ReferenceIdentity("others", identity.data, "fp32"),
+        ReferenceIdentity("weights", "other", "fp32"),
+        ReferenceIdentity("weights", identity.data, "bf16"),
+    ):
+        with raises_naming(DataError, path):
+            read_reference(path, other)
+    swapped = files(tmp_path, "swapped", PROMPTS, [CHOSEN[1], CHOSEN[0], CHOSEN[2]])
+    assert hash_of_pairs(AnswerPairs(swapped, swapped)) != identity.data
+    path.write_bytes(b"PK")
+    with raises_naming(DataError, path):
+        read_reference(path, identity)
