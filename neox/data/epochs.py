@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
+from itertools import islice
 
 import numpy as np
 
+from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig
 from neox.data.gpt_dataset import split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.packing import samples_of_pass, usable_documents
+from neox.data.pair_files import open_pairs
+from neox.data.pair_packing import passes, usable_pairs
 
 
 def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
@@ -40,6 +45,30 @@ def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
         documents = split_documents(data.split, len(indexed))[0]
         return _samples(indexed, documents, None, data, seq_length, epochs)
     return 0
+
+
+def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
+    """Return the number of rows that hold the answers for training in a number of passes over them.
+
+    Args:
+        config: The configuration of a run that learns from preferences.
+        seq_length: Number of positions of a row.
+        epochs: Number of passes, which may be a fraction.
+
+    Raises:
+        DataError: If token files are missing, damaged, or hold answers that cannot be trained on.
+    """
+    keys = config.preferences
+    pairs = open_pairs(
+        keys.answers(config.data)[0], seq_length, partial(IndexedDataset, data_impl=config.data.data_impl)
+    )
+    usable = usable_pairs(pairs, seq_length, skip_bad=keys.skip_bad_pairs)
+    whole, part = divmod(Fraction(str(epochs)), 1)
+    rows = 0
+    of_passes = passes(pairs, usable, seq_length, config.training.seed, config.data.pack_impl)
+    for rows_of_pass in islice(of_passes, int(whole)):
+        rows += len(rows_of_pass)
+    return rows + math.floor(part * len(next(of_passes)))
 
 
 def _samples(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from neox.config.sections.preferences import SplitAnswers
-from neox.data.answers import AnswerFiles, AnswerPairs, JudgedAnswers, Pairs, desirable_answers
+from neox.data.answers import Pairs
 from neox.data.factory import DatasetFactory
+from neox.data.pair_files import open_pairs
 from neox.data.preferences import PreferenceDataset
 from neox.errors import DataError
 from neox.log import get_logger
@@ -41,7 +41,7 @@ def preference_datasets(
         if not count or not answers.paths:
             datasets.append(None)
             continue
-        pairs = open_pairs(factory, answers)
+        pairs = open_pairs(answers, factory.seq_length, factory.open)
         values = None
         if keys.needs_reference:
             if reference is None:
@@ -59,26 +59,3 @@ def preference_datasets(
         _log.info("%s: %d pairs of answers fill %.1f %% of the rows", answers.split, len(pairs), 100 * dataset.filled)
         datasets.append(dataset)
     return datasets
-
-
-def open_pairs(factory: DatasetFactory, answers: SplitAnswers) -> Pairs:
-    """Open the answers of a split."""
-    first = _open(factory, answers.paths or (), answers.labels)
-    if answers.rewards is not None:
-        rewards = _open(factory, answers.rewards, None)
-        if rewards.sizes.tolist() != first.sizes.tolist():
-            raise DataError(
-                f"{answers.split}_reward_data_paths do not have the same documents as {answers.split}_data_paths; give "
-                "the files that were made with them, in the same order"
-            )
-        return JudgedAnswers(first, desirable_answers(rewards), factory.seq_length)
-    return AnswerPairs(first, _open(factory, answers.others or (), answers.other_labels))
-
-
-def _open(factory: DatasetFactory, prefixes: Sequence[str], labels: Sequence[str] | None) -> AnswerFiles:
-    """Open token files, and their labels if there are any."""
-    files = [factory.open(prefix) for prefix in prefixes]
-    own_labels: Sequence[str | None] = labels or [None] * len(files)
-    return AnswerFiles(
-        files, [factory.labels(indexed, prefix) for indexed, prefix in zip(files, own_labels, strict=True)]
-    )

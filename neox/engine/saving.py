@@ -131,15 +131,9 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     staged = staging_path(save, engine.iteration)
     from_first_rank(lambda: stage_directory(save, engine.iteration))
     deepspeed_engine.checkpoint_engine = writer
-    client_state = neox_client_state(plan, grid, engine.iteration)
-    client_state[ORDER] = optimizer_order(deepspeed_engine.module, plan)
-    if engine.ledger_at is not None:
-        client_state[LEDGER] = engine.ledger_at(engine.iteration)
-    if engine.reference is not None:
-        client_state[REFERENCE] = engine.reference
+    client_state = _client_state(engine)
     averages: Parts | None = None
     if engine.averages is not None:
-        client_state[AVERAGED_STEPS] = engine.averages.steps
         averages = engine.averages.parts()
     logits: Tensor | None = None
     if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
@@ -175,6 +169,19 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     with _discarded_on_failure(staged, grid):
         all_succeeded(write, f"saving iteration {engine.iteration}")
     return staged
+
+
+def _client_state(engine: Engine) -> dict[str, Any]:
+    """Return what stands next to the weights: gpt-neox's part, and what this run needs to go on."""
+    state = neox_client_state(engine.plan, engine.grid, engine.iteration)
+    state[ORDER] = optimizer_order(engine.deepspeed_engine.module, engine.plan)
+    if engine.ledger_at is not None:
+        state[LEDGER] = engine.ledger_at(engine.iteration)
+    if engine.reference is not None:
+        state[REFERENCE] = engine.reference
+    if engine.averages is not None:
+        state[AVERAGED_STEPS] = engine.averages.steps
+    return state
 
 
 def commit_files(

@@ -66,6 +66,20 @@ def dataset_names(plan: RunPlan) -> list[str]:
     return [Path(path).name for path in paths]
 
 
+def preference_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield what is learned from preferences, and where the reference is; nothing for texts."""
+    keys = plan.config.preferences
+    if not keys.on_preferences:
+        return
+    loss: str = keys.train_impl
+    if keys.train_impl == "dpo":
+        loss += f" ({keys.dpo_loss})"
+    if not keys.needs_reference:
+        yield f"{loss}, without a reference"
+        return
+    yield f"{loss}; the reference's log-probabilities are computed once and stored with the data: no second model"
+
+
 def fim_lines(plan: RunPlan) -> Iterator[str]:
     """Yield how documents are rearranged for fill in the middle; nothing if they are not."""
     data = plan.config.data

@@ -9,7 +9,7 @@ from typing import Any
 
 from neox.architecture import Architecture
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.data_lines import data_lines, fim_lines, validation_lines
+from neox.plan.data_lines import data_lines, fim_lines, preference_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
 from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
@@ -158,6 +158,14 @@ def _memory_lines(plan: RunPlan, device: Device, *, verbose: bool) -> Iterator[s
     yield _verdict(plan, device, training=True)
 
 
+def _loss_mean(plan: RunPlan) -> str:
+    """Return what losses are means over, in words."""
+    over = _LOSS_MEANS[plan.loss_normalization]
+    if plan.config.preferences.on_preferences:
+        return over.replace("labels", "pairs").replace("samples", "rows")
+    return over
+
+
 def _inference_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     needed = inference_bytes(plan, plan.grid.pp_size, plan.grid.tp_size)
     yield f"memory    {gib(needed)} on the fullest rank: weights, keys and values"
@@ -182,8 +190,9 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     found = figures(plan, device)
-    yield f"loss      mean over {_LOSS_MEANS[plan.loss_normalization]} (loss_normalization)"
+    yield f"loss      mean over {_loss_mean(plan)} (loss_normalization)"
     yield from labelled("average", _average_lines(plan))
+    yield from labelled("answers", preference_lines(plan))
     yield from labelled("fim", fim_lines(plan))
     yield from labelled("data", data_lines(plan))
     yield from labelled("valid", validation_lines(plan))

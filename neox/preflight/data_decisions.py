@@ -62,9 +62,7 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> DecidedConfig:
     if batch is None or any(ramp_problems(config, batch)):
         return DecidedConfig(config)
     try:
-        from neox.data.epochs import samples_of_epochs  # numpy, which a dry run without data does not need
-
-        samples = samples_of_epochs(config.data, length, epochs)
+        samples = _samples(config, length, epochs)
     except (DataError, ModuleNotFoundError) as error:
         rule = f"is counted in the training data, which cannot be read: {error}"
         return DecidedConfig(config, problems=(config.problem(_EPOCHS, rule),))
@@ -75,6 +73,15 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> DecidedConfig:
         f"{batch.train_batch_size:,} a step"
     )
     return DecidedConfig(counted, (note,))
+
+
+def _samples(config: NeoXConfig, length: int, epochs: float) -> int:
+    """Return the number of samples of a length in a number of passes over the training data. Raises DataError."""
+    from neox.data.epochs import rows_of_epochs, samples_of_epochs  # numpy, which a dry run without data does not need
+
+    if config.preferences.on_preferences:
+        return rows_of_epochs(config, length, epochs)
+    return samples_of_epochs(config.data, length, epochs)
 
 
 def with_loss_normalization(config: NeoXConfig) -> DecidedConfig:
@@ -106,8 +113,6 @@ def epoch_samples(config: NeoXConfig) -> int:
     if config.logging.log_style != "fleetx":
         return 0
     try:
-        from neox.data.epochs import samples_of_epochs  # numpy, which a dry run without data does not need
-
-        return samples_of_epochs(config.data, config.model.seq_length or 0, 1)
+        return _samples(config, config.model.seq_length or 0, 1)
     except (DataError, ModuleNotFoundError):
         return 0

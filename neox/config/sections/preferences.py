@@ -72,9 +72,6 @@ class PreferenceConfig(Section):
         Excludes("data_stages", reason="they mix texts"),
         Excludes("fim_rate", reason="answers stay in their order"),
         Excludes("curriculum_learning.enabled", reason="answers are not cut"),
-        Excludes(
-            "num_train_epochs", reason="passes over answers are not counted before a run", advice="give train_iters"
-        ),
     ] = "normal"
     """What is learned. `normal`: the tokens of texts (`objective`). From pairs of answers: `dpo` (arXiv:2305.18290),
     `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734). From judged answers: `kto` (arXiv:2402.01306)."""

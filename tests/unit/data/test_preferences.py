@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neox.config import NeoXConfig
 from neox.config.sections.data import PackImpl
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.answers import AnswerFiles, AnswerPairs, Document, JudgedAnswers, Pairs, desirable_answers
+from neox.data.epochs import rows_of_epochs
 from neox.data.indexed_dataset import IGNORED
-from neox.data.preferences import NO_SLOT, PreferenceDataset, layout_rows, pack_pairs
+from neox.data.pair_packing import pack_pairs
+from neox.data.preferences import NO_SLOT, PreferenceDataset, layout_rows
 from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
 from neox.errors import DataError
 from tests.errors import raises_naming
@@ -174,3 +177,18 @@ def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: Answ
     path.write_bytes(b"PK")
     with raises_naming(DataError, path):
         read_reference(path, identity)
+
+
+def test_rows_of_passes_are_those_that_a_run_reads(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    prompts = [[1] * length for length in random.integers(1, 9, 40)]
+    answers = [[number + 2] * length for number, length in enumerate(random.integers(1, 9, 40))]
+    others = [[number + 3] * length for number, length in enumerate(random.integers(1, 9, 40))]
+    pairs = AnswerPairs(files(tmp_path, "pos", prompts, answers), files(tmp_path, "neg", prompts, others))
+    keys = {f"{side}_train_data_paths": [str(tmp_path / side)] for side in ("pos", "neg")}
+    keys |= {f"{side}_train_label_data_paths": [str(tmp_path / f"{side}_label")] for side in ("pos", "neg")}
+    config = NeoXConfig.from_flat({"train_impl": "dpo", "seed": 3, **keys})
+    rows = rows_of_epochs(config, 64, 2)
+    dataset = PreferenceDataset(pairs, rows, 64, 3)
+    assert np.bincount(dataset.row_pairs.pairs).tolist() == [2] * 40
+    assert rows_of_epochs(config, 64, 0.5) in (rows // 4, rows // 4 + 1)

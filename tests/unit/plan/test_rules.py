@@ -303,7 +303,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("train_impl", (), {**PAIRS, "train_impl": "rm"}),
     ("train_impl", ("soft_prompt_tuning.enabled",), {**PAIRS, "soft_prompt_tuning": {"enabled": True}}),
     ("train_impl", ("data_path",), {**PAIRS, "data_path": "x"}),
-    ("train_impl", ("num_train_epochs",), {**PAIRS, "num_train_epochs": 1, "train_iters": None}),
     ("dataset_impl", ("train_impl",), {**PAIRS, "dataset_impl": "gpt2"}),
     ("dataset_impl", ("train_impl",), {"dataset_impl": "pairwise"}),
     ("neg_train_data_paths", ("train_impl",), {**PAIRS, "neg_train_data_paths": None}),
